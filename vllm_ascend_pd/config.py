@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PushConfig: everything an operator can set, parsed once from `kv_connector_extra_config`.
+
+A key is checked where it is declared: its type by the annotation, its range by the metadata of the field.
+An unknown key is an error that names the nearest known one. docs/configuration.md is generated from here
+(`python -m vllm_ascend_pd.config`), so the help text of each field is what the operator reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_ascend_pd.errors import ConfigError
+
+
+def _key(
+    default: Any,
+    owner: str,
+    meaning: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    facts = {"owner": owner, "meaning": meaning, "low": low, "high": high, "choices": choices}
+    return field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelConfig:
+    side_channel_host: str = _key(
+        "", "P, D", "address the side channel binds; empty: the engine's own address (VLLM_HOST_IP, else loopback)"
+    )
+    side_channel_port: int = _key(
+        0, "P, D", "0: a free port, told through the handshake; N: N + global rank", low=0, high=65535
+    )
+    advertise_host: str = _key("", "P, D", "address told to peers; empty: side_channel_host")
+    secret_file: str = _key("", "P, D", "file with the shared secret (mode 0600, at least 32 bytes)")
+    secret_file_previous: str = _key("", "P, D", "second secret that is still accepted, for rotation")
+    allow_unauthenticated: bool = _key(False, "P, D", "allow a non-loopback address without a secret")
+
+
+@dataclass(frozen=True, slots=True)
+class MetaserverConfig:
+    metaserver_urls: tuple[str, ...] = _key((), "D", "allow-list: the only metaservers D calls (scheme://host:port)")
+    metaserver_max_connections: int = _key(2048, "D", "open reservations' connections at most", low=1, high=100_000)
+    metaserver_max_queue: int = _key(
+        4096, "D", "reservations waiting for a connection at most; more fail at once", low=1, high=1_000_000
+    )
+    metaserver_connect_timeout_s: float = _key(5.0, "D", "time to connect to the metaserver", low=0.05, high=120)
+    tls_ca_file: str = _key("", "D", "CA certificates for an https metaserver; empty: the system's")
+    tls_cert_file: str = _key("", "D", "client certificate")
+    tls_key_file: str = _key("", "D", "client key")
+    tls_verify: bool = _key(True, "D", "verify the metaserver's certificate")
+
+
+@dataclass(frozen=True, slots=True)
+class WireConfig:
+    transport: str = _key("mooncake", "P, D", "transfer engine", choices=("mooncake", "memory"))
+    mooncake_protocol: str = _key(
+        "", "P, D", "empty: ascend where an NPU is present, else tcp", choices=("", "ascend", "tcp", "rdma")
+    )
+    transfer_timeout_s: float = _key(30.0, "P, D", "the transfer engine's own timeout for one write", low=5, high=110)
+    max_descriptors: int = _key(1000, "P", "descriptors in flight to one peer at most", low=1, high=65535)
+    fuse_layers: int = _key(4, "P", "a pusher that lags may put this many ready layers into one batch", low=1, high=64)
+    verify: str = _key(
+        "off", "P, D", "full: checksum every pushed block end to end (debugging, tests)", choices=("off", "full")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RegroupConfig:
+    regroup: str = _key(
+        "auto",
+        "P",
+        "all-to-all by block before writing: by span length, always, never",
+        choices=("auto", "always", "never"),
+    )
+    regroup_min_span: int = _key(16384, "P", "auto regroups when the mean span is shorter (bytes)", low=1)
+    staging_slots: int = _key(4, "P", "staging slots per destination", low=1, high=256)
+    staging_spares: int = _key(4, "P", "slots that replace quarantined ones", low=0, high=256)
+
+
+@dataclass(frozen=True, slots=True)
+class Timers:
+    """The timers of docs/protocol.md, in seconds."""
+
+    lease_s: float = _key(15.0, "D", "L: authority to write that a READY grants", low=0.2, high=120)
+    margin_s: float = _key(5.0, "D", "M: stall allowance before a lease counts as lapsed", low=0.05, high=60)
+    ready_timeout_s: float = _key(
+        30.0, "P, D", "P: from the first BEGIN to READY; D: how long a BEGIN may be parked", low=0.2, high=600
+    )
+    stall_timeout_s: float = _key(120.0, "P", "no progress of a push for so long fails it", low=0.2, high=3600)
+    recv_deadline_s: float = _key(300.0, "D", "X: from the reservation to complete KV", low=0.5, high=86400)
+    hold_s: float = _key(
+        120.0, "P", "how long finished blocks wait for a reservation (P-first order)", low=0.5, high=3600
+    )
+    preempt_drain_s: float = _key(1.0, "P", "wait for writes that read preempted blocks", low=0.0, high=60)
+    resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)
+    resend_max_s: float = _key(2.0, "P, D", "longest time between repetitions", low=0.01, high=60)
+    quiet_extra_s: float = _key(
+        10.0, "P", "T = transfer_timeout_s + this: a failed write may land that long", low=0.0, high=60
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveConfig:
+    trace_dir: str = _key("", "P, D", "write stage events here, one file per process; empty: off")
+    patient: bool = _key(True, "D", "the engine core sleeps while it only waits for remote KV, instead of spinning")
+    patient_shm: str = _key(
+        "auto",
+        "P, D",
+        "replace vLLM's shared-memory spin by short sleeps: auto = on CPU only",
+        choices=("auto", "on", "off"),
+    )
+
+
+_GROUPS = {
+    "channel": ChannelConfig,
+    "metaserver": MetaserverConfig,
+    "wire": WireConfig,
+    "regroup": RegroupConfig,
+    "timers": Timers,
+    "observe": ObserveConfig,
+}
+
+# Keys of vllm-ascend's connector that people have in their configurations.
+_CHECKED_SIZES = ("prefill", "decode")
+_IGNORED = ("use_ascend_direct", "ascend_local_comm_res_path", "tls_config", "send_type", "kv_port")
+
+
+@dataclass(frozen=True, slots=True)
+class PushConfig:
+    """One engine's configuration. `ignored` lists accepted keys of the predecessor that mean nothing here."""
+
+    channel: ChannelConfig = ChannelConfig()
+    metaserver: MetaserverConfig = MetaserverConfig()
+    wire: WireConfig = WireConfig()
+    regroup: RegroupConfig = RegroupConfig()
+    timers: Timers = Timers()
+    observe: ObserveConfig = ObserveConfig()
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> PushConfig:
+        """Check every key and value; raises ConfigError with the key, the value and the remedy."""
+        owners = {f.name: (name, f) for name, group in _GROUPS.items() for f in dataclasses.fields(group)}
+        values: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+        sizes: dict[str, Mapping[str, int]] = {}
+        ignored = []
+        for key, value in extra.items():
+            if key in owners:
+                group, declared = owners[key]
+                values[group][key] = _checked(key, value, declared, _GROUPS[group])
+            elif key in _CHECKED_SIZES:
+                sizes[key] = _checked_sizes(key, value)
+            elif key in _IGNORED:
+                ignored.append(key)
+            else:
+                known = [*owners, *_CHECKED_SIZES]
+                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                raise ConfigError("PD-CONF-001", key=key, nearest=nearest[0])
+        parsed = cls(
+            **{name: group(**values[name]) for name, group in _GROUPS.items()}, sizes=sizes, ignored=tuple(ignored)
+        )
+        parsed._check_together()
+        return parsed
+
+    def _check_together(self) -> None:
+        t = self.timers
+        if t.resend_max_s < t.resend_first_s:
+            _impossible(
+                "resend_max_s",
+                t.resend_max_s,
+                f"it is below resend_first_s ({t.resend_first_s})",
+                "Raise resend_max_s.",
+            )
+        if t.resend_first_s * 3 > t.lease_s:
+            _impossible(
+                "lease_s",
+                t.lease_s,
+                "a lost renewal could not be repeated within it",
+                "Raise lease_s or lower resend_first_s.",
+            )
+        if t.recv_deadline_s <= t.ready_timeout_s / 10:
+            _impossible("recv_deadline_s", t.recv_deadline_s, "no transfer could finish", "Raise recv_deadline_s.")
+        if self.quiet_s > 120:
+            _impossible(
+                "transfer_timeout_s",
+                self.wire.transfer_timeout_s,
+                "D refuses a quiet time above 120 s",
+                "Lower transfer_timeout_s or quiet_extra_s.",
+            )
+        for url in self.metaserver.metaserver_urls:
+            parts = urlsplit(url)
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or parts.path not in ("", "/")
+                or parts.query
+            ):
+                _impossible(
+                    "metaserver_urls", url, "it is not scheme://host:port", "Write for example http://10.0.0.1:8000."
+                )
+        if self.channel.secret_file_previous and not self.channel.secret_file:
+            _impossible(
+                "secret_file_previous",
+                self.channel.secret_file_previous,
+                "there is no secret_file",
+                "Set secret_file too.",
+            )
+
+    @property
+    def quiet_s(self) -> float:
+        """T: how long a failed write of ours may still land."""
+        return self.wire.transfer_timeout_s + self.timers.quiet_extra_s
+
+
+def _impossible(key: str, value: object, why: str, remedy: str) -> typing.NoReturn:
+    raise ConfigError("PD-CONF-003", key=key, value=value, why=why, remedy=remedy)
+
+
+def _checked(key: str, value: Any, declared: dataclasses.Field[Any], group: type) -> Any:
+    wanted = typing.get_type_hints(group)[key]
+    if isinstance(wanted, types.GenericAlias):  # tuple[str, ...]
+        if isinstance(value, str) or not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise ConfigError(
+                "PD-CONF-002", key=key, value=value, expected="a list of strings", default=list(declared.default)
+            )
+        return tuple(value)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError("PD-CONF-002", key=key, value=value, expected=wanted.__name__, default=declared.default)
+    low, high, choices = (declared.metadata[k] for k in ("low", "high", "choices"))
+    if choices and value not in choices:
+        _impossible(
+            key,
+            value,
+            f"it is not one of {', '.join(map(repr, choices))}",
+            f"Use one of them; the default is {declared.default!r}.",
+        )
+    if wanted in (int, float) and not (low if low is not None else value) <= value <= (
+        high if high is not None else value
+    ):
+        _impossible(key, value, f"it is outside [{low}, {high}]", f"The default is {declared.default!r}.")
+    return value
+
+
+def _checked_sizes(key: str, value: Any) -> Mapping[str, int]:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value.values()
+    ):
+        raise ConfigError("PD-CONF-002", key=key, value=value, expected='a mapping such as {"tp_size": 2}', default={})
+    return dict(value)
+
+
+def reference() -> str:
+    """docs/configuration.md's table, from the declarations above."""
+    lines = ["| key | default | owner | meaning |", "|---|---|---|---|"]
+    for group in _GROUPS.values():
+        for f in dataclasses.fields(group):
+            meaning = f.metadata["meaning"]
+            if f.metadata["choices"]:
+                meaning += " (" + ", ".join(f"`{c}`" for c in f.metadata["choices"] if c) + ")"
+            elif f.metadata["low"] is not None and f.metadata["high"] is not None:
+                meaning += f" ({f.metadata['low']:g}–{f.metadata['high']:g})"
+            default = list(f.default) if isinstance(f.default, tuple) else f.default
+            lines.append(f"| `{f.name}` | `{default!r}` | {f.metadata['owner']} | {meaning} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(reference())

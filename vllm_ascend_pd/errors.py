@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error a user can meet: a stable code, what happened, what to do about it.
+
+The catalogue is the single source: `PdError("PD-CONF-001", key=...)` fills the sentence and the remedy
+with the values at hand. Codes never change their meaning; a retired code is never used again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the catalogue. `{name}` in either text is filled from the error's values."""
+
+    sentence: str
+    remedy: str
+
+
+CATALOGUE: dict[str, Entry] = {
+    # -- configuration: found while an engine starts
+    "PD-CONF-001": Entry(
+        "Unknown key {key!r} in kv_connector_extra_config.",
+        "Did you mean {nearest!r}? docs/configuration.md lists every key.",
+    ),
+    "PD-CONF-002": Entry(
+        "{key} = {value!r} has the wrong type: {expected} is wanted.",
+        "Give {key} as {expected}; its default is {default!r}.",
+    ),
+    "PD-CONF-003": Entry("{key} = {value!r} is impossible: {why}.", "{remedy}"),
+    "PD-CONF-004": Entry(
+        "kv_role = {role!r} cannot be used with this connector.",
+        'Start the prefill engine with kv_role "kv_producer" and the decode engine with "kv_consumer".',
+    ),
+    "PD-CONF-005": Entry(
+        "{feature} is not proven with this connector, so the engine does not start with it.",
+        "{remedy}",
+    ),
+    "PD-CONF-006": Entry(
+        "{key} = {configured!r} in the configuration, but this engine runs with {actual!r}.",
+        "Remove {key} (sizes are learned from the peer) or make it equal to the engine's own size.",
+    ),
+    # -- geometry: the two engines' caches do not fit each other
+    "PD-GEO-001": Entry(
+        "{field} differs between prefill ({prefill!r}) and decode ({decode!r}).",
+        "Start both engines with the same model, cache dtype and attention backend.",
+    ),
+    "PD-GEO-002": Entry(
+        "Block sizes differ ({prefill} and {decode}) and the token axis of this layout is opaque.",
+        "Give both engines the same --block-size.",
+    ),
+    "PD-GEO-003": Entry(
+        "The KV cache layout of layer {layer!r} is not understood: {why}.",
+        "Report the attention backend and the shapes; use a backend listed in the README meanwhile.",
+    ),
+    # -- wire
+    "PD-WIRE-001": Entry(
+        "The transfer engine is missing: {why}.",
+        "pip install mooncake-transfer-engine-non-cuda (CPU) or -npu (Ascend); on Debian also libibverbs1 libnuma1 libcurl4.",
+    ),
+    "PD-WIRE-002": Entry(
+        "Memory registration failed with {rc} for {length} bytes at {address:#x}.",
+        "Check that no other component registered an overlapping region and that the region count is within the engine's limit.",
+    ),
+    "PD-WIRE-003": Entry(
+        "A write of {length} bytes at {address:#x} lies outside the registered memory ({side}).",
+        "This is a bug: report it with both engines' start-up logs.",
+    ),
+    "PD-WIRE-004": Entry(
+        "Checksums of layer {layer!r} differ for transfer {transfer}.",
+        "The KV that arrived is not what was sent: check the fabric; the request was failed, not answered.",
+    ),
+    # -- control channel
+    "PD-CTRL-001": Entry("The side channel cannot listen on {address}: {why}.", "Free the port or change side_channel_port."),
+    "PD-CTRL-002": Entry("A peer sent a message that is not valid: {why}.", "Check that both engines run the same version."),
+    "PD-CTRL-003": Entry("Protocol version {theirs} of the peer is not {ours}.", "Install the same version on both engines."),
+    # -- security
+    "PD-SEC-001": Entry("The secret file {path!r} cannot be used: {why}.", "Create it with mode 0600 and at least 32 bytes."),
+    "PD-SEC-002": Entry(
+        "{address} is not a loopback address and no secret_file is configured.",
+        "Set secret_file, or allow_unauthenticated: true on a network that you trust entirely.",
+    ),
+    "PD-SEC-003": Entry("A message failed authentication: {why}.", "Check that both engines use the same secret_file."),
+    # -- metaserver and reservations
+    "PD-META-001": Entry("Metaserver {url!r} is not in metaserver_urls.", "Add its exact scheme, host and port to metaserver_urls."),
+    "PD-META-002": Entry("The metaserver could not be reached: {why}.", "Check that it runs and that the address is right."),
+    "PD-META-003": Entry("The metaserver answered {status}: {why}.", "See the metaserver's log for the request id."),
+    "PD-META-004": Entry("Too many reservations are waiting for the metaserver ({count}).", "Raise metaserver_max_queue or add capacity."),
+    "PD-META-005": Entry("The reservation does not fit the prompt: {why}.", "Send the same prompt to both engines; check the tokenizers."),
+    "PD-META-006": Entry("Prefill failed: {why}.", "See the prefill engine's log."),
+    # -- transfers
+    "PD-XFER-001": Entry("The transfer missed its deadline ({stage}).", "See the timeline of the request; raise the timer named there if the work is merely slow."),
+    "PD-XFER-002": Entry("The transfer was cancelled ({why}).", "Nothing to do."),
+    "PD-XFER-003": Entry("A write to {peer} failed.", "Check the peer and the network; its blocks are quarantined until they are quiet."),
+    "PD-XFER-004": Entry("The peer {peer} is gone.", "Restart it; nothing else must be restarted."),
+    "PD-XFER-005": Entry("The peer refused the transfer: {why}.", "See the peer's log."),
+}  # fmt: skip
+
+
+class PdError(Exception):
+    """An error from the catalogue, with its values filled in."""
+
+    def __init__(self, code: str, **values: object) -> None:
+        entry = CATALOGUE[code]
+        self.code = code
+        self.values = values
+        self.sentence = entry.sentence.format(**values)
+        self.remedy = entry.remedy.format(**values)
+        super().__init__(f"{code}: {self.sentence} {self.remedy}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process boundaries inside vLLM: rebuild from the code and the values.
+        return (_rebuild, (type(self), self.code, self.values))
+
+
+def _rebuild(kind: type[PdError], code: str, values: dict[str, object]) -> PdError:
+    return kind(code, **values)
+
+
+class ConfigError(PdError, ValueError):
+    """Stops the start of an engine."""
+
+
+class LocalProtocolError(RuntimeError):
+    """We did something the protocol forbids: our bug, never the peer's."""
+
+
+class RemoteProtocolError(PdError):
+    """The peer did something the protocol forbids. Counted and answered; changes nothing."""

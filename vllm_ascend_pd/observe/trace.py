@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named stage events of a transfer, and where they go.
+
+`emit` costs one attribute read when nobody listens. With `trace_dir` set, each process writes one file of JSON
+lines; tests of real faults subscribe to stop a process at a stage. Times are this process's monotonic clock;
+`clock` lines relate it to a peer's (from BEGIN/READY) so that the pieces can be merged.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Subscriber = Callable[[str, Mapping[str, Any]], None]
+
+_subscribers: tuple[Subscriber, ...] = ()
+_lock = threading.Lock()
+
+
+def emit(stage: str, **facts: Any) -> None:
+    """Tell the subscribers that `stage` was reached. Facts are plain values; `transfer` names the transfer."""
+    for subscriber in _subscribers:
+        subscriber(stage, facts)
+
+
+def enabled() -> bool:
+    """Whether building an event's facts is worth it."""
+    return bool(_subscribers)
+
+
+def subscribe(subscriber: Subscriber) -> Callable[[], None]:
+    """Add a subscriber; the returned function removes it. Subscribers run on the emitting thread."""
+    global _subscribers
+    with _lock:
+        _subscribers = (*_subscribers, subscriber)
+
+    def unsubscribe() -> None:
+        global _subscribers
+        with _lock:
+            _subscribers = tuple(s for s in _subscribers if s is not subscriber)
+
+    return unsubscribe
+
+
+class TraceFile:
+    """Subscriber that appends events to `<dir>/<role>-<pid>.jsonl`, buffered, flushed every second and at exit."""
+
+    def __init__(self, directory: str, role: str) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file = open(Path(directory) / f"{role}-{os.getpid()}.jsonl", "a", buffering=1 << 16)  # noqa: SIM115
+        self._flushed = 0.0
+        self("clock", {"wall": time.time(), "role": role})
+        self._unsubscribe = subscribe(self)
+        atexit.register(self.close)
+
+    def __call__(self, stage: str, facts: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        line = json.dumps({"t": round(now, 6), "stage": stage, **facts}, default=str)
+        with self._lock, contextlib.suppress(ValueError):  # closed: the process is ending
+            self._file.write(line + "\n")
+            if now - self._flushed > 1.0:
+                self._file.flush()
+                self._flushed = now
+
+    def close(self) -> None:
+        self._unsubscribe()
+        with self._lock:
+            self._file.close()

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is who: incarnations, transfers, pushes and rank pairs.
+
+vLLM's request ids never leave the engine that made them; across engines only these names are used.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class TransferId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One attempt to fill one request's blocks. `n` rises with every reservation of one D scheduler."""
+
+    incarnation: str
+    n: int
+    uuid: str
+
+    def __str__(self) -> str:
+        return f"{self.incarnation[:8]}/{self.n}/{self.uuid[:8]}"
+
+
+class Contributor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+    """A P worker that writes to a D rank: pipeline stage and tensor-parallel rank."""
+
+    stage: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"P{self.stage}.{self.rank}"

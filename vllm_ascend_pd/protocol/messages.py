@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that crosses between P and D on the side channel, and the reservation.
+
+Messages may be lost, doubled and reordered, so each is idempotent and carries the full identity.
+Durations cross the wire, never clock times. Sizes are bounded: a decoder refuses what is larger.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, TransferId
+
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_LAYERS = 4096
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Token = Annotated[str, msgspec.Meta(max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a process listens on its side channel."""
+
+    host: Name
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class LayerAddresses(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where one rank's layers lie: base addresses by layer (in `layers` order) and region."""
+
+    session: Name  # the transfer engine's own name
+    num_blocks: Count
+    bases: tuple[tuple[Count, ...], ...]
+
+
+class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which blocks of D a prefill may fill, for which attempt, until when. Signed as a whole."""
+
+    version: int
+    transfer: TransferId
+    d_engine: Name
+    model: Text  # fingerprint
+    first: Count  # tokens [first, end) are wanted
+    end: Count
+    blocks: Annotated[bytes, msgspec.Meta(max_length=4 << 20)]  # int32, block index first//block_size onwards
+    geometry: CacheGeometry
+    endpoints: tuple[Endpoint, ...]  # of D's workers, by rank
+    deadline_s: Seconds
+    prompt_length: Count
+    prompt_hash: Token
+
+
+class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    transfer: TransferId
+    push: Token
+    p_incarnation: Token
+    d_incarnation: Token
+    contributor: Contributor
+    d_rank: Rank
+    seq: Count
+
+
+class Begin(_Head, frozen=True, tag="begin", kw_only=True):
+    """P rank → D rank: may I write? Repeated, with a new seq, to renew the lease."""
+
+    version: int = PROTOCOL_VERSION
+    model: Text
+    geometry: CacheGeometry
+    contributors: tuple[Contributor, ...]
+    plan_digest: Token
+    quiet_s: Seconds  # how long a failed write of P may still land
+    known_layout: Token = ""  # hash of the LayerAddresses that P has already
+
+
+class Ready(_Head, frozen=True, tag="ready", kw_only=True):
+    """D rank → P rank: you may, for `lease_s` from the moment you asked (echoed seq)."""
+
+    lease_s: Seconds
+    layout: Token
+    addresses: LayerAddresses | None = None
+
+
+class Refused(_Head, frozen=True, tag="refused", kw_only=True):
+    """D rank → P rank: no. `code` is a word of RefusalCode; `detail` names field and both values."""
+
+    code: Token
+    detail: Text = ""
+
+
+class Done(_Head, frozen=True, tag="done", kw_only=True):
+    """P rank → D rank: every byte that I owed is in your memory."""
+
+    layers: Count
+    tokens: Count
+    bytes: Count
+    plan_digest: Token
+    checksums: Annotated[tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+
+
+class Failed(_Head, frozen=True, tag="failed", kw_only=True):
+    """P rank → D rank: it will not be complete. `quiescent`: and nothing of mine can land any more."""
+
+    quiescent: bool
+    cause: Text
+
+
+class Cancel(_Head, frozen=True, tag="cancel", kw_only=True):
+    """D rank → P rank: stop. Answered by Failed(quiescent=True) or Done."""
+
+    cause: Text
+
+
+class Ack(_Head, frozen=True, tag="ack", kw_only=True):
+    """D rank → P rank: I have your `kind` of `seq`."""
+
+    kind: Token
+
+
+Message = Begin | Ready | Refused | Done | Failed | Cancel | Ack

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rest of the package asks of a transfer engine.
+
+One writer thread submits and polls; nobody else touches the engine. A write that failed is not quiet:
+its bytes may still land for `quiet_s`, so its blocks stay fenced that long (see docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class WriteState(enum.Enum):
+    PENDING = "pending"
+    LANDED = "landed"  # acknowledged by the destination: the bytes are in its memory
+    FAILED = "failed"  # and may still land
+
+
+class Transport(Protocol):
+    @property
+    def session(self) -> str:
+        """The name under which peers write to us. Changes with every `revoke`."""
+
+    @property
+    def quiet_s(self) -> float:
+        """After a failed write, how long its bytes may still land."""
+
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
+        """Register (address, length) regions once; neighbours in memory are merged."""
+
+    def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
+        """Start writing; returns a handle for `poll`. Never waits for the data. A submission that the
+        engine refuses outright returns a handle that polls FAILED."""
+
+    def poll(self, handle: int) -> WriteState:
+        """Non-blocking; a handle that is not PENDING any more is forgotten by this call."""
+
+    def revoke(self) -> str:
+        """Cut every peer off: no write of an old session can land once this returns. Returns the new session."""
+
+    def close(self) -> None:
+        """Idempotent."""
