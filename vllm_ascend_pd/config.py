@@ -233,7 +233,11 @@ def _checked(key: str, value: Any, declared: dataclasses.Field[Any], group: type
     if isinstance(wanted, types.GenericAlias):  # tuple[str, ...]
         if isinstance(value, str) or not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
             raise ConfigError(
-                "PD-CONF-002", key=key, value=value, expected="a list of strings", default=list(declared.default)
+                "PD-CONF-002",
+                key=key,
+                value=value,
+                expected="a list of strings",
+                default=list(typing.cast("tuple[str, ...]", declared.default)),
             )
         return tuple(value)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):

@@ -55,7 +55,7 @@ class TraceFile:
     def __init__(self, directory: str, role: str) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._file = open(Path(directory) / f"{role}-{os.getpid()}.jsonl", "a", buffering=1 << 16)  # noqa: SIM115
+        self._file = (Path(directory) / f"{role}-{os.getpid()}.jsonl").open("a", buffering=1 << 16)
         self._flushed = 0.0
         self("clock", {"wall": time.time(), "role": role})
         self._unsubscribe = subscribe(self)
