@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One TCP connection of the side channel, as both ends see it: frames in, frames out, and how it ended.
+
+How a connection ended is evidence for the fence of docs/protocol.md, so it is kept exactly: PEER only when the
+peer's kernel said so (FIN or RST); what we closed ourselves, and what merely timed out, proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from vllm_ascend_pd.channel.frames import GREETING_BYTES, Splitter
+from vllm_ascend_pd.errors import RemoteProtocolError
+
+KEEPALIVE_IDLE_S = 15
+KEEPALIVE_INTERVAL_S = 5
+KEEPALIVE_PROBES = 3
+UNACKNOWLEDGED_MS = 20_000  # data that the peer's kernel does not acknowledge for so long breaks the connection
+
+
+class Ending(enum.Enum):
+    PEER = "peer"  # the peer's kernel closed or reset it
+    OURS = "ours"  # we closed it
+    LOST = "lost"  # nobody answers: the network, or a host that is down
+
+
+class Owner(Protocol):
+    """Who a connection reports to. Everything is called on the loop thread."""
+
+    def connected(self, connection: Connection) -> None: ...
+
+    def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
+        """May raise RemoteProtocolError, which then goes to `offended`."""
+
+    def offended(self, connection: Connection, error: RemoteProtocolError) -> None: ...
+
+    def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
+        """Exactly once for every connection that was `connected`."""
+
+
+class Connection(asyncio.Protocol):
+    """Bounded both ways: `send` refuses when the peer does not read, frames beyond the limit are an offence."""
+
+    def __init__(self, owner: Owner, clock: Callable[[], float], send_buffer_bytes: int) -> None:
+        self._owner = owner
+        self._clock = clock
+        self._send_buffer_bytes = send_buffer_bytes
+        self._splitter = Splitter(GREETING_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._eof = False
+        self._closing = False
+        self.opened = 0.0
+        self.closing_since = 0.0
+        self.partial_since = 0.0  # when the frame that is not complete yet began; 0: none
+        self.address = ""
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    def allow(self, frame_bytes: int) -> None:
+        """The peer has proven itself: larger frames are welcome."""
+        self._splitter.limit = frame_bytes
+
+    def send(self, frame: bytes) -> bool:
+        """False, and nothing sent, when closing or when the peer has not read enough of what went before."""
+        if self._closing or self._transport is None or self._transport.is_closing():
+            return False
+        if self._transport.get_write_buffer_size() + len(frame) > self._send_buffer_bytes:
+            return False
+        self._transport.write(frame)
+        return True
+
+    def close(self, farewell: bytes = b"") -> None:
+        """Our decision, so no evidence. The farewell is sent if the peer still reads; `abort` ends a close that drags."""
+        if self._closing or self._transport is None:
+            return
+        if farewell:
+            self.send(farewell)
+        self._closing = True
+        self.closing_since = self._clock()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self.opened = self._clock()
+        peer = transport.get_extra_info("peername")
+        self.address = f"{peer[0]}:{peer[1]}" if peer else "?"
+        tune(transport.get_extra_info("socket"))
+        self._owner.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        try:
+            for kind, payload in self._splitter.feed(data):
+                self.partial_since = 0.0
+                self._owner.frame(self, kind, payload)
+                if self._closing:
+                    return
+        except RemoteProtocolError as error:
+            self._owner.offended(self, error)
+            return
+        if not self._splitter.partial:
+            self.partial_since = 0.0
+        elif not self.partial_since:
+            self.partial_since = self._clock()
+
+    def eof_received(self) -> bool:
+        self._eof = True
+        return False  # close our half too
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._closing:
+            ending = Ending.OURS
+        elif self._eof or isinstance(exc, ConnectionResetError | BrokenPipeError):
+            ending = Ending.PEER
+        else:
+            ending = Ending.LOST
+        self._closing = True
+        self._transport = None
+        self._owner.ended(self, ending, str(exc) if exc else "closed")
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small frames; a peer whose host vanished is noticed within half a minute."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS),
+    ):
+        if hasattr(socket, option):
+            with contextlib.suppress(OSError):  # an option that this kernel does not know costs only speed of detection
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calling end of the side channel: a P worker dials D workers, one connection per endpoint, reused.
+
+`send` connects on first use and again after a loss, with back-off; what cannot leave soon is dropped, since the
+protocol repeats what matters. Everything here runs on the loop thread.
+
+The kernel's closing of our connections is D's proof that this process is gone (docs/protocol.md, fence). So nothing
+here closes a working connection, and what is closed on purpose says Leaving first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
+from vllm_ascend_pd.channel.link import Context, Link
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.protocol.auth import Secrets
+
+
+class Dialer:
+    """Callbacks must not raise. `on_unreachable` is called for every attempt to connect that fails, with the reason."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        name: str,
+        secrets: Secrets | None,
+        on_message: Callable[[Endpoint, Message], None],
+        on_unreachable: Callable[[Endpoint, str], None],
+        limits: ChannelLimits | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._limits = limits or ChannelLimits()
+        self._counts: Counter[str] = Counter()
+        self._context = Context(
+            incarnation=incarnation,
+            name=name,
+            secrets=secrets,
+            on_message=on_message,
+            on_unreachable=on_unreachable,
+            limits=self._limits,
+            jitter=jitter,
+            nonce=os.urandom,
+            counts=self._counts,
+        )
+        self._links: dict[Endpoint, Link] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def send(self, endpoint: Endpoint, message: Message) -> bool:
+        """False when the message was dropped at once. True promises nothing."""
+        if self._closed:
+            return False
+        link = self._links.get(endpoint)
+        if link is None:
+            if len(self._links) >= self._limits.max_links:
+                self._counts["dropped_too_many_links"] += 1
+                return False
+            link = self._links[endpoint] = self._new_link(endpoint)
+        return link.send(message)
+
+    def up(self, endpoint: Endpoint) -> bool:
+        """Whether the greeting with this endpoint's process is complete and the connection stands."""
+        link = self._links.get(endpoint)
+        return link is not None and link.up
+
+    def stats(self) -> dict[str, int]:
+        up = sum(link.up for link in self._links.values())
+        return {**self._counts, "links": len(self._links), "links_up": up}
+
+    async def close(self, *, quiet: bool = False) -> None:
+        """Idempotent. `quiet` vouches that this process's transfer engine is closed: D may count us as gone at once.
+        Without it D waits for the kernel's word about another connection, or revokes."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await asyncio.gather(*(link.close(quiet) for link in self._links.values()))
+        self._links.clear()
+
+    def _new_link(self, endpoint: Endpoint) -> Link:
+        if self._sweeper is None:
+            loop = asyncio.get_running_loop()
+            self._context.complain = Complaints(loop.time)
+            self._sweeper = loop.call_later(self._limits.sweep_s, self._sweep)
+        return Link(endpoint, self._context)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        for endpoint, link in list(self._links.items()):
+            link.sweep(loop.time())
+            if link.forgettable(loop.time()):
+                del self._links[endpoint]
+        self._sweeper = loop.call_later(self._limits.sweep_s, self._sweep)

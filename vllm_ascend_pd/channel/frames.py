@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels on a side-channel connection: length-prefixed frames, and the few messages of the channel itself.
+
+A frame is four bytes of length (big-endian) and a body; the body's first byte says whether the rest is CLEAR
+(greeting and refusal, before there is a key) or GUARDED (everything else; signed when a secret is configured).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Annotated, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Name, Text, Token
+
+CLEAR = 0x01
+GUARDED = 0x02
+
+GREETING_BYTES = 4096  # before a peer has proven itself it may not send more than this in one frame
+FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
+NONCE_BYTES = 32
+
+_LENGTH = struct.Struct(">I")
+Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first frame of either side. Unknown fields are ignored, so that another version can still be told apart."""
+
+    version: int
+    incarnation: Token
+    nonce: Nonce
+    guarded: bool  # whether this side has a secret
+    name: Name = ""
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """Listener → dialer: the connection is refused, and why, for a human to read."""
+
+    code: Token
+    detail: Text
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="proof"):
+    """The first guarded frame of either side, the dialer's first: shows that it holds the key of this connection."""
+
+
+class Leaving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leaving"):
+    """Dialer → listener: I close this connection on purpose.
+
+    Without `quiet` the closing proves nothing about the process and its writes; with it the dialer vouches that its
+    transfer engine is closed, so nothing of it can land any more.
+    """
+
+    quiet: bool
+
+
+T = TypeVar("T")
+Clear: TypeAlias = Hello | Goodbye
+Guarded: TypeAlias = Message | Proof | Leaving
+
+_encoder = msgspec.msgpack.Encoder()
+_clear: msgspec.msgpack.Decoder[Clear] = msgspec.msgpack.Decoder(Clear)
+_guarded: msgspec.msgpack.Decoder[Guarded] = msgspec.msgpack.Decoder(Guarded)
+
+
+class Guard(Protocol):
+    """Signs what leaves and checks what arrives on one connection."""
+
+    def protect(self, payload: bytes) -> bytes: ...
+
+    def open(self, body: memoryview) -> bytes | memoryview:
+        """Raises RemoteProtocolError when the body is not the peer's, or was seen before."""
+
+
+class Unguarded:
+    """No secret: everybody who can connect is believed."""
+
+    def protect(self, payload: bytes) -> bytes:
+        return payload
+
+    def open(self, body: memoryview) -> memoryview:
+        return body
+
+
+def clear_frame(message: Clear) -> bytes:
+    return _frame(CLEAR, _encoder.encode(message))
+
+
+def guarded_frame(guard: Guard, message: Guarded) -> bytes:
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    return _frame(GUARDED, guard.protect(payload))
+
+
+def decode_clear(payload: memoryview) -> Clear:
+    return _decoded(_clear, payload)
+
+
+def decode_guarded(payload: bytes | memoryview) -> Guarded:
+    return _decoded(_guarded, payload)
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    return b"".join((_LENGTH.pack(len(body) + 1), bytes((kind,)), body))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError("PD-CTRL-002", why=str(error)[:200]) from None
+
+
+class Splitter:
+    """Cuts a byte stream into bodies. Never holds more than `limit` bytes and what one read brought."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    @property
+    def partial(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, memoryview]]:
+        """Yields (kind, payload) for every complete frame; raises RemoteProtocolError on an impossible length."""
+        self._buffer += data
+        done = 0
+        try:
+            while (end := self._next_end(done)) is not None:
+                body = bytes(memoryview(self._buffer)[done + 4 : end])
+                done = end
+                yield body[0], memoryview(body)[1:]
+        finally:
+            del self._buffer[:done]
+
+    def _next_end(self, start: int) -> int | None:
+        if len(self._buffer) - start < 4:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer, start)
+        if not 1 <= length <= self.limit:
+            raise RemoteProtocolError("PD-CTRL-002", why=f"a frame of {length} bytes; at most {self.limit} are allowed")
+        end = start + 4 + int(length)
+        return end if end <= len(self._buffer) else None

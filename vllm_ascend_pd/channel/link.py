@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One endpoint as the dialer sees it: connect, greet, send what waited, and start over when the connection breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.channel.backoff import Backoff
+from vllm_ascend_pd.channel.connection import Connection, Ending
+from vllm_ascend_pd.channel.frames import (
+    CLEAR,
+    FRAME_BYTES,
+    NONCE_BYTES,
+    Goodbye,
+    Guard,
+    Hello,
+    Leaving,
+    Proof,
+    clear_frame,
+    decode_clear,
+    decode_guarded,
+    guarded_frame,
+)
+from vllm_ascend_pd.channel.guards import candidates, check_greeting
+from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
+from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.protocol.auth import Secrets
+
+
+@dataclass(slots=True)
+class Context:
+    """What all links of one dialer share."""
+
+    incarnation: str
+    name: str
+    secrets: Secrets | None
+    on_message: Callable[[Endpoint, Message], None]
+    on_unreachable: Callable[[Endpoint, str], None]
+    limits: ChannelLimits
+    jitter: Callable[[], float]
+    nonce: Callable[[int], bytes]
+    counts: Counter[str]
+    complain: Complaints | None = None
+
+
+class LinkState(enum.Enum):
+    DOWN = "down"
+    DIALLING = "dialling"
+    GREETING = "greeting"
+    UP = "up"
+
+
+class Link:
+    """Owner of at most one connection at a time."""
+
+    def __init__(self, endpoint: Endpoint, context: Context) -> None:
+        self._endpoint = endpoint
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._state = LinkState.DOWN
+        self._queue: deque[tuple[float, Message]] = deque()
+        self._backoff = Backoff(context.limits.backoff_first_s, context.limits.backoff_max_s, context.jitter)
+        self._not_before = 0.0
+        self._asked = self._loop.time()
+        self._dial: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._connection: Connection | None = None
+        self._hello: Hello | None = None
+        self._guards: list[Guard] = []
+        self._refusal = ""
+        self._lost: asyncio.Event = asyncio.Event()
+        self._again = False
+        self._closed = False
+
+    @property
+    def up(self) -> bool:
+        return self._state is LinkState.UP
+
+    def send(self, message: Message) -> bool:
+        self._asked = self._loop.time()
+        if self._state is LinkState.UP:
+            return self._write(message)
+        if len(self._queue) >= self._context.limits.max_queued:
+            self._queue.popleft()  # the oldest is the least wanted: what matters is repeated
+            self._context.counts["dropped_queue_full"] += 1
+        self._queue.append((self._asked, message))
+        self._wake()
+        return True
+
+    def sweep(self, now: float) -> None:
+        limits = self._context.limits
+        while self._queue and now - self._queue[0][0] > limits.message_ttl_s:
+            self._queue.popleft()
+            self._context.counts["dropped_expired"] += 1
+        connection = self._connection
+        if connection is None:
+            return
+        if self._state is LinkState.GREETING and now - connection.opened > limits.greeting_s:
+            self._refusal = f"no answer to the greeting within {limits.greeting_s:g} s"
+            connection.abort()
+        elif connection.partial_since and now - connection.partial_since > limits.frame_s:
+            self._refusal = f"a frame took more than {limits.frame_s:g} s"
+            connection.abort()
+        elif connection.closing and now - connection.closing_since > limits.linger_s:
+            connection.abort()
+
+    def forgettable(self, now: float) -> bool:
+        return (
+            self._state is LinkState.DOWN and not self._queue and now - self._asked > self._context.limits.idle_link_s
+        )
+
+    async def close(self, quiet: bool) -> None:
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._dial is not None:
+            self._dial.cancel()
+        if self._connection is None:
+            return
+        farewell = guarded_frame(self._guards[0], Leaving(quiet)) if self._state is LinkState.UP else b""
+        self._connection.close(farewell)
+        try:
+            await asyncio.wait_for(self._lost.wait(), self._context.limits.linger_s)
+        except asyncio.TimeoutError:
+            self._connection.abort()
+
+    # -- connecting
+
+    def _wake(self) -> None:
+        """Dial now, or when the back-off is over."""
+        if self._closed or self._state is not LinkState.DOWN or self._retry is not None:
+            return
+        wait = self._not_before - self._loop.time()
+        if wait > 0:
+            self._retry = self._loop.call_later(wait, self._wake_after_wait)
+        else:
+            self._state = LinkState.DIALLING
+            self._again = False
+            self._dial = self._loop.create_task(self._connect())
+
+    def _wake_after_wait(self) -> None:
+        self._retry = None
+        if self._queue or self._again:
+            self._wake()
+
+    async def _connect(self) -> None:
+        self._context.counts["dialled"] += 1
+        limits = self._context.limits
+        try:
+            await asyncio.wait_for(
+                self._loop.create_connection(
+                    lambda: Connection(self, self._loop.time, limits.send_buffer_bytes),
+                    self._endpoint.host,
+                    self._endpoint.port,
+                ),
+                limits.greeting_s,
+            )
+        except asyncio.TimeoutError:
+            if self._connection is None:  # else it came in the same moment, and the greeting has its own limit
+                self._failed(f"no connection within {limits.greeting_s:g} s")
+        except OSError as error:
+            self._failed(error.strerror or str(error))
+
+    def _failed(self, detail: str) -> None:
+        """An attempt came to nothing."""
+        self._state = LinkState.DOWN
+        self._not_before = self._loop.time() + self._backoff.failed()
+        self._context.counts["unreachable"] += 1
+        if self._closed:
+            return
+        if self._queue:
+            self._wake()
+        self._context.on_unreachable(self._endpoint, detail)
+
+    # -- Owner of the connection
+
+    def connected(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lost.clear()
+        self._guards = []
+        self._state = LinkState.GREETING
+        context = self._context
+        self._refusal = ""
+        self._hello = Hello(
+            PROTOCOL_VERSION,
+            context.incarnation,
+            context.nonce(NONCE_BYTES),
+            context.secrets is not None,
+            context.name,
+        )
+        connection.send(clear_frame(self._hello))
+        if self._closed:
+            connection.abort()
+
+    def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
+        if kind == CLEAR:
+            self._clear(connection, payload)
+        elif self._state is LinkState.GREETING and not self._guards:
+            raise RemoteProtocolError("PD-CTRL-002", why="a guarded frame before the greeting")
+        else:
+            message = decode_guarded(self._guards[0].open(payload))
+            if isinstance(message, Proof | Leaving):
+                self._proven(message)
+                return
+            if self._state is not LinkState.UP:
+                raise RemoteProtocolError("PD-CTRL-002", why="a message before the proof")
+            self._context.counts["messages_in"] += 1
+            self._context.on_message(self._endpoint, message)
+
+    def offended(self, connection: Connection, error: RemoteProtocolError) -> None:
+        self._context.counts[f"offence_{error.code}"] += 1
+        self._refusal = self._refusal or str(error)
+        if self._context.complain is not None:
+            self._context.complain(error.code, "side channel: closing %s: %s", self._endpoint, error)
+        connection.close()
+
+    def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
+        was_up = self._state is LinkState.UP
+        self._connection = None
+        self._lost.set()
+        self._context.counts[f"ended_{ending.value}"] += 1
+        if was_up and not self._refusal:
+            self._state = LinkState.DOWN  # perhaps only the connection broke: the next attempt tells
+            self._not_before = self._loop.time() + self._backoff.failed()
+            if not self._closed:
+                self._context.counts["reconnects"] += 1
+                self._again = True  # even with nothing to say: D's fence watches this connection
+                self._wake()
+        else:
+            self._failed(self._refusal or f"the connection ended during the greeting ({detail})")
+
+    # -- the greeting
+
+    def _clear(self, connection: Connection, payload: memoryview) -> None:
+        message = decode_clear(payload)
+        if isinstance(message, Goodbye):
+            self._refusal = f"{message.code}: {message.detail}"
+            self._context.counts[f"refused_{message.code[:16]}"] += 1
+            connection.close()
+            return
+        if self._state is not LinkState.GREETING or self._hello is None or self._guards:
+            raise RemoteProtocolError("PD-CTRL-002", why="a second greeting")
+        check_greeting(message, guarded=self._context.secrets is not None)
+        self._guards = candidates(self._context.secrets, self._hello, message, as_listener=False)
+        connection.send(guarded_frame(self._guards[0], Proof()))
+
+    def _proven(self, message: Proof | Leaving) -> None:
+        connection = self._connection
+        if self._state is not LinkState.GREETING or connection is None or not isinstance(message, Proof):
+            raise RemoteProtocolError("PD-CTRL-002", why=f"an unexpected {type(message).__name__}")
+        connection.allow(FRAME_BYTES)
+        self._state = LinkState.UP
+        self._backoff.succeeded()
+        waiting, self._queue = self._queue, deque()
+        for _, queued in waiting:
+            self._write(queued)
+
+    def _write(self, message: Message) -> bool:
+        connection = self._connection
+        frame = guarded_frame(self._guards[0], message)
+        if connection is None or not connection.send(frame):
+            self._context.counts["dropped_buffer_full"] += 1
+            return False
+        self._context.counts["messages_out"] += 1
+        self._context.counts["bytes_out"] += len(frame)
+        return True

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The called end of the side channel: a D worker listens, P workers dial.
+
+A peer is its incarnation, so an answer takes whichever connection that process has now. Everything here runs on the
+loop thread. The listener is also the witness of the fence: when the *peer's kernel* has closed the last connection
+of an incarnation, `on_gone` says so once; `on_back` takes it back if the same incarnation shows up again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.channel.connection import Connection, Ending
+from vllm_ascend_pd.channel.frames import (
+    CLEAR,
+    FRAME_BYTES,
+    NONCE_BYTES,
+    Goodbye,
+    Guard,
+    Guarded,
+    Hello,
+    Leaving,
+    Proof,
+    clear_frame,
+    decode_clear,
+    decode_guarded,
+    guarded_frame,
+)
+from vllm_ascend_pd.channel.guards import candidates, check_greeting
+from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
+from vllm_ascend_pd.errors import PdError, RemoteProtocolError
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.protocol.auth import Secrets
+
+
+@dataclass(slots=True)
+class _Caller:
+    """What is known about one connection's other end."""
+
+    hello: Hello | None = None
+    guards: list[Guard] = field(default_factory=list)  # candidates until proven, then the one
+    proven: bool = False
+    leaving: bool = False  # said that closing means nothing
+
+
+class Listener:
+    """`start` binds, `close` refuses everybody from then on. Callbacks must not raise."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        incarnation: str,
+        secrets: Secrets | None,
+        on_message: Callable[[Hashable, Message], None],
+        on_gone: Callable[[str], None],
+        on_back: Callable[[str], None],
+        limits: ChannelLimits | None = None,
+    ) -> None:
+        self._host, self._port = host, port
+        self._incarnation = incarnation
+        self._secrets = secrets
+        self._on_message, self._on_gone, self._on_back = on_message, on_gone, on_back
+        self._limits = limits or ChannelLimits()
+        self._callers: dict[Connection, _Caller] = {}
+        self._unproven: set[Connection] = set()
+        self._by_incarnation: dict[str, list[Connection]] = {}  # the newest last
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    async def start(self) -> Endpoint:
+        """Bind and listen; PD-CTRL-001 when that is impossible. The endpoint carries the port that was chosen."""
+        self._loop = asyncio.get_running_loop()
+        self._complain = Complaints(self._loop.time)
+        try:
+            self._server = await self._loop.create_server(self._accept, self._host, self._port, backlog=1024)
+        except OSError as error:
+            raise PdError("PD-CTRL-001", address=f"{self._host}:{self._port}", why=error.strerror or error) from error
+        port = int(self._server.sockets[0].getsockname()[1])
+        self._sweeper = self._loop.call_later(self._limits.sweep_s, self._sweep)
+        return Endpoint(self._host, port)
+
+    def send(self, peer: Hashable, message: Message) -> bool:
+        """False when nothing was sent: unknown peer, or one that does not read. The protocol repeats."""
+        connections = self._by_incarnation.get(str(peer))
+        if not connections:
+            self._counts["dropped_unknown_peer"] += 1
+            return False
+        connection = connections[-1]
+        frame = guarded_frame(self._callers[connection].guards[0], message)
+        if not connection.send(frame):
+            self._counts["dropped_buffer_full"] += 1
+            return False
+        self._counts["messages_out"] += 1
+        self._counts["bytes_out"] += len(frame)
+        return True
+
+    def connected_to(self, incarnation: str) -> bool:
+        return incarnation in self._by_incarnation
+
+    def stats(self) -> dict[str, int]:
+        return {**self._counts, "connections": len(self._callers), "unproven": len(self._unproven)}
+
+    async def close(self) -> None:
+        """Idempotent. Our closing is no evidence, so nobody is reported gone."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        server.close()
+        for connection in list(self._callers):
+            connection.close()
+        deadline = self._loop.time() + self._limits.linger_s
+        while self._callers and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in list(self._callers):
+            connection.abort()
+        await server.wait_closed()
+
+    # -- Owner of the connections
+
+    def _accept(self) -> Connection:
+        return Connection(self, self._loop.time, self._limits.send_buffer_bytes)
+
+    def connected(self, connection: Connection) -> None:
+        full = len(self._callers) >= self._limits.max_connections or len(self._unproven) >= self._limits.max_unproven
+        self._callers[connection] = _Caller()
+        self._unproven.add(connection)
+        self._counts["accepted"] += 1
+        if full:
+            self._counts["refused_full"] += 1
+            self._complain("full", "side channel: too many connections, refused %s", connection.address)
+            connection.abort()
+
+    def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
+        caller = self._callers[connection]
+        if caller.hello is None:
+            self._greet(connection, caller, kind, payload)
+        elif kind == CLEAR:
+            raise RemoteProtocolError("PD-CTRL-002", why="an unguarded frame after the greeting")
+        elif not caller.proven:
+            self._prove(connection, caller, caller.hello, payload)
+        else:
+            self._counts["bytes_in"] += len(payload)
+            self._take(caller, caller.hello, decode_guarded(caller.guards[0].open(payload)))
+
+    def offended(self, connection: Connection, error: RemoteProtocolError) -> None:
+        self._counts[f"offence_{error.code}"] += 1
+        self._complain(error.code, "side channel: closing %s: %s", connection.address, error)
+        detail = f"{error.sentence} {error.remedy}"[:1024]
+        connection.close(clear_frame(Goodbye(error.code, detail)))
+
+    def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
+        caller = self._callers.pop(connection)
+        self._unproven.discard(connection)
+        self._counts[f"ended_{ending.value}"] += 1
+        if not caller.proven or caller.hello is None:
+            return
+        incarnation = caller.hello.incarnation
+        connections = self._by_incarnation[incarnation]
+        connections.remove(connection)
+        if connections:
+            return
+        del self._by_incarnation[incarnation]
+        if ending is Ending.PEER and not caller.leaving and self._server is not None:
+            self._report_gone(incarnation)
+
+    # -- the greeting
+
+    def _greet(self, connection: Connection, caller: _Caller, kind: int, payload: memoryview) -> None:
+        hello = decode_clear(payload) if kind == CLEAR else None
+        if not isinstance(hello, Hello):
+            raise RemoteProtocolError("PD-CTRL-002", why="the first frame is not a greeting")
+        check_greeting(hello, guarded=self._secrets is not None)
+        mine = Hello(PROTOCOL_VERSION, self._incarnation, os.urandom(NONCE_BYTES), self._secrets is not None)
+        caller.guards = candidates(self._secrets, hello, mine, as_listener=True)
+        caller.hello = hello
+        connection.send(clear_frame(mine))
+
+    def _prove(self, connection: Connection, caller: _Caller, hello: Hello, payload: memoryview) -> None:
+        caller.guards = [_first_that_opens(caller.guards, payload)]
+        caller.proven = True
+        connection.send(guarded_frame(caller.guards[0], Proof()))
+        connection.allow(FRAME_BYTES)
+        self._unproven.discard(connection)
+        self._counts["proven"] += 1
+        connections = self._by_incarnation.setdefault(hello.incarnation, [])
+        connections.append(connection)
+        if len(connections) > self._limits.max_per_incarnation:
+            self._counts["closed_surplus"] += 1
+            connections[0].abort()
+        if self._gone.pop(hello.incarnation, hello) is None:
+            self._counts["back"] += 1
+            self._on_back(hello.incarnation)
+
+    def _take(self, caller: _Caller, hello: Hello, message: Guarded) -> None:
+        if isinstance(message, Leaving):
+            caller.leaving = not message.quiet
+        elif isinstance(message, Proof):
+            raise RemoteProtocolError("PD-CTRL-002", why="a second proof")
+        elif message.p_incarnation != hello.incarnation:
+            # Only what a process says about itself can be weighed against its connection's end.
+            self._counts["dropped_foreign_incarnation"] += 1
+        else:
+            self._counts["messages_in"] += 1
+            self._on_message(hello.incarnation, message)
+
+    # -- housekeeping
+
+    def _report_gone(self, incarnation: str) -> None:
+        self._counts["gone"] += 1
+        self._gone[incarnation] = None
+        if len(self._gone) > self._limits.remembered_gone:
+            self._gone.popitem(last=False)
+        self._on_gone(incarnation)
+
+    def _sweep(self) -> None:
+        """Ends what takes too long: a greeting, a frame, a farewell that is not read."""
+        now, limits = self._loop.time(), self._limits
+        for connection, caller in list(self._callers.items()):
+            if connection.closing:
+                if now - connection.closing_since > limits.linger_s:
+                    connection.abort()
+            elif not caller.proven:
+                if now - connection.opened > limits.greeting_s:
+                    self._counts["timeout_greeting"] += 1
+                    connection.abort()
+            elif connection.partial_since and now - connection.partial_since > limits.frame_s:
+                self._counts["timeout_frame"] += 1
+                connection.abort()
+        self._sweeper = self._loop.call_later(limits.sweep_s, self._sweep)
+
+
+def _first_that_opens(guards: list[Guard], payload: memoryview) -> Guard:
+    """The guard under which the proof opens; the last guard's error when none does."""
+    for n, guard in enumerate(guards):
+        try:
+            opened = guard.open(payload)
+        except RemoteProtocolError:
+            if n == len(guards) - 1:
+                raise
+            continue
+        if not isinstance(decode_guarded(opened), Proof):
+            raise RemoteProtocolError("PD-CTRL-002", why="the first guarded frame is not a proof")
+        return guard
+    raise RemoteProtocolError("PD-SEC-003", why="there is no secret to check it with")
