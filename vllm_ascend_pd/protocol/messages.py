@@ -7,7 +7,9 @@ Durations cross the wire, never clock times. Sizes are bounded: a decoder refuse
 
 from __future__ import annotations
 
-from typing import Annotated
+import enum
+import hashlib
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -22,6 +24,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Token = Annotated[str, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Sum = Annotated[int, msgspec.Meta(ge=0)]  # a 64-bit sum; msgpack itself holds it below 2**64
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
 
 
@@ -41,6 +44,21 @@ class LayerAddresses(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     session: Name  # the transfer engine's own name
     num_blocks: Count
     bases: tuple[tuple[Count, ...], ...]
+
+
+def layout_hash(addresses: LayerAddresses) -> str:
+    """Names one rank's addresses, so that they need not be told twice."""
+    return hashlib.sha256(msgspec.msgpack.encode(addresses)).hexdigest()[:32]
+
+
+class RefusalCode(str, enum.Enum):
+    """Why D says no to a BEGIN."""
+
+    OVER = "over"  # the transfer is complete, or no longer known
+    CANCELLED = "cancelled"
+    BOUND = "bound"  # the transfer belongs to another push
+    MISMATCH = "mismatch"  # the detail names each field and both values
+    STALE = "stale"  # meant for another incarnation of D
 
 
 class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +122,7 @@ class Done(_Head, frozen=True, tag="done", kw_only=True):
     tokens: Count
     bytes: Count
     plan_digest: Token
-    checksums: Annotated[tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+    checksums: Annotated[tuple[tuple[Name, Sum], ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
 
 
 class Failed(_Head, frozen=True, tag="failed", kw_only=True):
@@ -126,4 +144,4 @@ class Ack(_Head, frozen=True, tag="ack", kw_only=True):
     kind: Token
 
 
-Message = Begin | Ready | Refused | Done | Failed | Cancel | Ack
+Message: TypeAlias = Begin | Ready | Refused | Done | Failed | Cancel | Ack

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machines ask of the runtime. They decide; it acts, in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hand a message to the side channel; it may be lost. `peer` is what the channel or the order called it."""
+
+    peer: Hashable
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """D: this rank has finished with the transfer and nothing can land any more. Once per transfer."""
+
+    transfer: TransferId
+    ok: bool
+    code: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """D: every contributor is done; compare the memory with the sum of their checksums, then call `verified`."""
+
+    transfer: TransferId
+    sums: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """D: cut every writer off (Transport.revoke), register again, then call `revoked` with the new addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """P: every pair of this push has closed; its blocks may go. Once per push."""
+
+    push: str
+    ok: bool
+    code: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """For the trace: a stage was reached."""
+
+    stage: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+Action: TypeAlias = Send | Report | Verify | Revoke | Closed | Note

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may speak: signed sessions, sealed reservations, and decoders that believe nothing.
+
+Every connection has a key of its own, made from the shared secret and what both sides said in the greeting, one key
+per direction. A frame carries a counter and an HMAC-SHA256 over both; a counter is accepted once, inside a sliding
+window, so a recorded frame is worth nothing, neither on its own connection nor on another. A reservation travels
+through third parties and is sealed as a whole with the secret itself.
+
+No secret means no signatures: the same functions then pass bytes through, and refuse bytes that are signed.
+Nonces come from the caller. Nothing here ever prints a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation
+
+_T = TypeVar("_T")
+
+MIN_SECRET_BYTES = 32
+MIN_NONCE_BYTES = 16
+MAC_BYTES = 32
+COUNTER_BYTES = 8
+WINDOW = 1024  # how far behind the newest frame an older one may arrive
+
+_SEALED_PLAIN = b"PDR\x00"
+_SEALED_SIGNED = b"PDR\x01"
+_SEAL_CONTEXT = b"vllm-ascend-pd reservation 1"
+_SESSION_CONTEXT = b"vllm-ascend-pd session 1"
+
+_encoder = msgspec.msgpack.Encoder()
+_message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_reservation_decoder: msgspec.msgpack.Decoder[Reservation] = msgspec.msgpack.Decoder(Reservation)
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """The secret that signs, and one more that is accepted while secrets are rotated. Never in a repr."""
+
+    current: bytes = field(repr=False)
+    previous: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for secret in self.accepted:
+            if len(secret) < MIN_SECRET_BYTES:
+                raise ConfigError("PD-SEC-001", path="secret_file", why=f"it has {len(secret)} bytes")
+
+    @property
+    def accepted(self) -> tuple[bytes, ...]:
+        return (self.current,) if self.previous is None else (self.current, self.previous)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What one side said when the connection was made, as far as the keys depend on it."""
+
+    nonce: bytes
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """The two keys of one connection under one secret."""
+
+    to_listener: bytes = field(repr=False)
+    to_dialer: bytes = field(repr=False)
+
+    @classmethod
+    def derive(cls, secret: bytes, dialer: Greeting, listener: Greeting) -> SessionKey:
+        """Both sides get the same; another nonce, incarnation or secret on either side gives another."""
+        for side in (dialer, listener):
+            if len(side.nonce) < MIN_NONCE_BYTES:
+                raise RemoteProtocolError("PD-SEC-003", why=f"a nonce of {len(side.nonce)} bytes")
+        parts = (dialer.nonce, dialer.incarnation.encode(), listener.nonce, listener.incarnation.encode())
+        spoken = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return cls(
+            to_listener=_mac(secret, _SESSION_CONTEXT, b" to listener", spoken),
+            to_dialer=_mac(secret, _SESSION_CONTEXT, b" to dialer", spoken),
+        )
+
+
+class Signer:
+    """Signs one direction of one connection. A repeated message gets a counter, and so a signature, of its own."""
+
+    def __init__(self, key: bytes) -> None:
+        self._hmac = hmac.new(key, digestmod=hashlib.sha256)
+        self._counter = 0
+
+    def sign(self, payload: bytes) -> bytes:
+        self._counter += 1
+        counter = self._counter.to_bytes(COUNTER_BYTES, "big")
+        signed = self._hmac.copy()
+        signed.update(counter)
+        signed.update(payload)
+        return b"".join((counter, signed.digest(), payload))
+
+
+class Verifier:
+    """Checks one direction of one connection: the signature in constant time, each counter once."""
+
+    def __init__(self, key: bytes, window: int = WINDOW) -> None:
+        self._hmac = hmac.new(key, digestmod=hashlib.sha256)
+        self._window = window
+        self._newest = 0
+        self._seen = 0  # bit i: counter newest - i has been accepted
+
+    def verify(self, frame: bytes | memoryview) -> memoryview:
+        """The payload, or RemoteProtocolError. A refused frame changes nothing."""
+        view = memoryview(frame)
+        if not COUNTER_BYTES + MAC_BYTES <= len(view) <= COUNTER_BYTES + MAC_BYTES + MAX_MESSAGE_BYTES:
+            raise RemoteProtocolError("PD-SEC-003", why=f"a frame of {len(view)} bytes")
+        signed = self._hmac.copy()
+        signed.update(view[:COUNTER_BYTES])
+        signed.update(view[COUNTER_BYTES + MAC_BYTES :])
+        if not hmac.compare_digest(signed.digest(), view[COUNTER_BYTES : COUNTER_BYTES + MAC_BYTES]):
+            raise RemoteProtocolError("PD-SEC-003", why="the signature does not fit")
+        self._accept_once(int.from_bytes(view[:COUNTER_BYTES], "big"))
+        return view[COUNTER_BYTES + MAC_BYTES :]
+
+    def _accept_once(self, counter: int) -> None:
+        behind = self._newest - counter
+        if counter < 1 or behind >= self._window or (behind >= 0 and self._seen >> behind & 1):
+            raise RemoteProtocolError("PD-SEC-003", why="the frame was seen before")
+        if behind < 0:
+            # Shift first and mask after only where the shift is small: a peer chooses the counter.
+            self._seen = 1 if -behind >= self._window else (self._seen << -behind | 1) & ((1 << self._window) - 1)
+            self._newest = counter
+        else:
+            self._seen |= 1 << behind
+
+
+class Session:
+    """One side of one connection under one secret: what leaves is signed, what arrives is checked."""
+
+    def __init__(self, key: SessionKey, *, as_dialer: bool) -> None:
+        self._signer = Signer(key.to_listener if as_dialer else key.to_dialer)
+        self._verifier = Verifier(key.to_dialer if as_dialer else key.to_listener)
+
+    def protect(self, payload: bytes) -> bytes:
+        return self._signer.sign(payload)
+
+    def open(self, body: bytes | memoryview) -> memoryview:
+        return self._verifier.verify(body)
+
+
+def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_dialer: bool) -> list[Session]:
+    """One session per accepted secret, the current one first. The dialer speaks under its current secret; the
+    listener keeps the first session that opens the dialer's first frame, and answers under it."""
+    keys = [SessionKey.derive(secret, dialer, listener) for secret in secrets.accepted]
+    return [Session(key, as_dialer=as_dialer) for key in keys]
+
+
+# -- reservations
+
+
+def seal(reservation: Reservation, secrets: Secrets | None) -> bytes:
+    """The signed envelope in which a reservation travels."""
+    payload = _encoder.encode(reservation)
+    if secrets is None:
+        return _SEALED_PLAIN + payload
+    return b"".join((_SEALED_SIGNED, _mac(secrets.current, _SEAL_CONTEXT, payload), payload))
+
+
+def unseal(sealed: bytes, secrets: Secrets | None) -> Reservation:
+    """The reservation in an envelope, or RemoteProtocolError (PD-SEC-003 signature, PD-CTRL-002 contents)."""
+    head, body = sealed[:4], memoryview(sealed)[4:]
+    if head not in (_SEALED_PLAIN, _SEALED_SIGNED):
+        raise RemoteProtocolError("PD-CTRL-002", why="not a sealed reservation")
+    if secrets is None:
+        if head != _SEALED_PLAIN:
+            raise RemoteProtocolError("PD-SEC-003", why="a signed reservation, but no secret_file is configured here")
+        return decode_reservation(body)
+    if head != _SEALED_SIGNED:
+        raise RemoteProtocolError("PD-SEC-003", why="the reservation is not signed")
+    payload = body[MAC_BYTES:]
+    fits = [hmac.compare_digest(_mac(s, _SEAL_CONTEXT, payload), body[:MAC_BYTES]) for s in secrets.accepted]
+    if not any(fits):
+        raise RemoteProtocolError("PD-SEC-003", why="the signature of the reservation does not fit")
+    return decode_reservation(payload)
+
+
+# -- decoders
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(payload: bytes | memoryview) -> Message:
+    """A message, or RemoteProtocolError: no other exception, whatever the bytes."""
+    return _decoded(_message_decoder, payload)
+
+
+def decode_reservation(payload: bytes | memoryview) -> Reservation:
+    """As `decode_message`, for the inside of an envelope."""
+    return _decoded(_reservation_decoder, payload)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes | memoryview) -> _T:
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError("PD-CTRL-002", why=f"{len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError("PD-CTRL-002", why=str(error)[:200]) from None
+
+
+# -- prompts
+
+
+def prompt_hash(
+    token_ids: Sequence[int], lora: str | None = None, cache_salt: str | None = None, mm_hashes: Sequence[str] = ()
+) -> str:
+    """Everything that decides what the KV of a prompt is, apart from the model. 64 hex digits."""
+    tokens = np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
+    parts = [tokens, _optional(lora), _optional(cache_salt), *(name.encode() for name in mm_hashes)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _optional(text: str | None) -> bytes:
+    """None and "" are different salts."""
+    return b"-" if text is None else b"+" + text.encode()
+
+
+def _mac(key: bytes, *parts: bytes | memoryview) -> bytes:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(part)
+    return mac.digest()
