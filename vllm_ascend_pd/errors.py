@@ -89,6 +89,16 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-004": Entry("Too many reservations are waiting for the metaserver ({count}).", "Raise metaserver_max_queue or add capacity."),
     "PD-META-005": Entry("The reservation does not fit the prompt: {why}.", "Send the same prompt to both engines; check the tokenizers."),
     "PD-META-006": Entry("Prefill failed: {why}.", "See the prefill engine's log."),
+    # -- ops: the compiled extension and what it is given
+    "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
+    "PD-OPS-002": Entry(
+        "The op {name} has no kernel of its own for device {device!r}.",
+        "Build with VLLM_ASCEND_PD_NPU=1 where CANN and torch_npu are installed; without it torch would fall back to the CPU silently.",
+    ),
+    "PD-OPS-003": Entry(
+        "Region {region!r} (strides {strides}, cell {cell} bytes) is not a whole number of the cache's {item}-byte elements.",
+        "This is a bug: report it with the attention backend and the cache dtype.",
+    ),
     # -- transfers
     "PD-XFER-001": Entry("The transfer missed its deadline ({stage}).", "See the timeline of the request; raise the timer named there if the work is merely slow."),
     "PD-XFER-002": Entry("The transfer was cancelled ({why}).", "Nothing to do."),
