@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection as Pipe
 
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.listener import Listener
+from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Ack, Done, Endpoint
 
@@ -22,8 +23,6 @@ from vllm_ascend_pd.protocol.messages import Ack, Done, Endpoint
 def _secrets(with_secret: bool):
     if not with_secret:
         return None
-    from vllm_ascend_pd.protocol.auth import Secrets
-
     return Secrets(b"benchmark" * 4)
 
 

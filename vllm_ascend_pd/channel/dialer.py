@@ -15,14 +15,11 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.channel.link import Context, Link
+from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
-
-if TYPE_CHECKING:
-    from vllm_ascend_pd.protocol.auth import Secrets
 
 
 class Dialer:

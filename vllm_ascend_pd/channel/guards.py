@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from vllm_ascend_pd.channel.frames import Guard, Hello, Unguarded
 from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.protocol.auth import Greeting, Secrets, sessions
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 
 
@@ -13,14 +14,13 @@ def check_greeting(hello: Hello, guarded: bool) -> None:
     if hello.version != PROTOCOL_VERSION:
         raise RemoteProtocolError("PD-CTRL-003", theirs=hello.version, ours=PROTOCOL_VERSION)
     if hello.guarded != guarded:
-        who = "the caller has no secret_file, the called has one"
-        if not guarded:
-            who = "the caller has a secret_file, the called has none"
-        raise RemoteProtocolError("PD-SEC-003", why=who)
+        one, other = ("a", "none") if hello.guarded else ("no", "one")
+        raise RemoteProtocolError("PD-SEC-003", why=f"the sender has {one} secret_file, the receiver has {other}")
 
 
-def candidates(secrets: object | None, dialer: Hello, listener: Hello, *, as_listener: bool) -> list[Guard]:
+def candidates(secrets: Secrets | None, dialer: Hello, listener: Hello, *, as_dialer: bool) -> list[Guard]:
     """The guards to try, the current secret's first."""
     if secrets is None:
         return [Unguarded()]
-    raise NotImplementedError
+    said = [Greeting(hello.nonce, hello.incarnation) for hello in (dialer, listener)]
+    return list(sessions(secrets, *said, as_dialer=as_dialer))

@@ -8,7 +8,6 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.channel.backoff import Backoff
 from vllm_ascend_pd.channel.connection import Connection, Ending
@@ -29,11 +28,9 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
-
-if TYPE_CHECKING:
-    from vllm_ascend_pd.protocol.auth import Secrets
 
 
 @dataclass(slots=True)
@@ -75,7 +72,8 @@ class Link:
         self._retry: asyncio.TimerHandle | None = None
         self._connection: Connection | None = None
         self._hello: Hello | None = None
-        self._guards: list[Guard] = []
+        self._guard: Guard | None = None
+        self._secret = 0  # which of the accepted secrets to speak under
         self._refusal = ""
         self._lost: asyncio.Event = asyncio.Event()
         self._again = False
@@ -126,7 +124,7 @@ class Link:
             self._dial.cancel()
         if self._connection is None:
             return
-        farewell = guarded_frame(self._guards[0], Leaving(quiet)) if self._state is LinkState.UP else b""
+        farewell = guarded_frame(self._guard, Leaving(quiet)) if self._guard and self.up else b""
         self._connection.close(farewell)
         try:
             await asyncio.wait_for(self._lost.wait(), self._context.limits.linger_s)
@@ -186,7 +184,7 @@ class Link:
     def connected(self, connection: Connection) -> None:
         self._connection = connection
         self._lost.clear()
-        self._guards = []
+        self._guard = None
         self._state = LinkState.GREETING
         context = self._context
         self._refusal = ""
@@ -204,10 +202,10 @@ class Link:
     def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
         if kind == CLEAR:
             self._clear(connection, payload)
-        elif self._state is LinkState.GREETING and not self._guards:
+        elif self._guard is None:
             raise RemoteProtocolError("PD-CTRL-002", why="a guarded frame before the greeting")
         else:
-            message = decode_guarded(self._guards[0].open(payload))
+            message = decode_guarded(self._guard.open(payload))
             if isinstance(message, Proof | Leaving):
                 self._proven(message)
                 return
@@ -244,14 +242,17 @@ class Link:
         message = decode_clear(payload)
         if isinstance(message, Goodbye):
             self._refusal = f"{message.code}: {message.detail}"
-            self._context.counts[f"refused_{message.code[:16]}"] += 1
+            self._context.counts["refused"] += 1
+            if message.code == "PD-SEC-003":
+                self._secret += 1  # the listener may not have the new secret yet, or not the old one any more
             connection.close()
             return
-        if self._state is not LinkState.GREETING or self._hello is None or self._guards:
+        if self._state is not LinkState.GREETING or self._hello is None or self._guard:
             raise RemoteProtocolError("PD-CTRL-002", why="a second greeting")
         check_greeting(message, guarded=self._context.secrets is not None)
-        self._guards = candidates(self._context.secrets, self._hello, message, as_listener=False)
-        connection.send(guarded_frame(self._guards[0], Proof()))
+        guards = candidates(self._context.secrets, self._hello, message, as_dialer=True)
+        self._guard = guards[self._secret % len(guards)]
+        connection.send(guarded_frame(self._guard, Proof()))
 
     def _proven(self, message: Proof | Leaving) -> None:
         connection = self._connection
@@ -265,9 +266,11 @@ class Link:
             self._write(queued)
 
     def _write(self, message: Message) -> bool:
-        connection = self._connection
-        frame = guarded_frame(self._guards[0], message)
-        if connection is None or not connection.send(frame):
+        connection, guard = self._connection, self._guard
+        if connection is None or guard is None:
+            return False
+        frame = guarded_frame(guard, message)
+        if not connection.send(frame):
             self._context.counts["dropped_buffer_full"] += 1
             return False
         self._context.counts["messages_out"] += 1

@@ -13,7 +13,6 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.frames import (
@@ -34,11 +33,9 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
+from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
-
-if TYPE_CHECKING:
-    from vllm_ascend_pd.protocol.auth import Secrets
 
 
 @dataclass(slots=True)
@@ -186,7 +183,7 @@ class Listener:
             raise RemoteProtocolError("PD-CTRL-002", why="the first frame is not a greeting")
         check_greeting(hello, guarded=self._secrets is not None)
         mine = Hello(PROTOCOL_VERSION, self._incarnation, os.urandom(NONCE_BYTES), self._secrets is not None)
-        caller.guards = candidates(self._secrets, hello, mine, as_listener=True)
+        caller.guards = candidates(self._secrets, hello, mine, as_dialer=False)
         caller.hello = hello
         connection.send(clear_frame(mine))
 
