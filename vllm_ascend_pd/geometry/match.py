@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two engines' caches fit each other, field by field, and whether a reservation's range is possible.
+
+Sizes that may differ (tensor parallel size, strides, and the block size where tokens can be addressed one by one) are
+not compared. What a cell contains must be equal: dtype, packing, the regions' names and their cells.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+
+
+class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One field that differs, with both values as a user should see them."""
+
+    field: str
+    prefill: str
+    decode: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: prefill {self.prefill}, decode {self.decode}"
+
+    def error(self) -> PdError:
+        if self.field == "block_size":
+            return PdError("PD-GEO-002", prefill=self.prefill, decode=self.decode)
+        return PdError("PD-GEO-001", field=self.field, prefill=self.prefill, decode=self.decode)
+
+
+def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
+    """Every field in which the two caches do not fit; empty when P can push into D."""
+    found = [
+        Mismatch(field, str(ours), str(theirs))
+        for field, ours, theirs in (
+            ("dtype", p.dtype, d.dtype),
+            ("kv_heads", p.kv_heads, d.kv_heads),
+            ("packing", p.packing, d.packing),
+        )
+        if ours != theirs
+    ]
+    if (p.opaque or d.opaque) and p.block_size != d.block_size:
+        found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
+    found.extend(_regions(p, d))
+    if p.layers != d.layers:
+        found.append(_layers(p.layers, d.layers))
+    return tuple(found)
+
+
+def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
+    """Raise the first difference as an error of the catalogue."""
+    found = mismatches(p, d)
+    if found:
+        raise found[0].error()
+
+
+def range_fault(d: CacheGeometry, first: int, end: int, blocks: int) -> str:
+    """Why tokens [first, end) in `blocks` D blocks, the first of which holds `first`, cannot be pushed; "" if they can."""
+    if not 0 <= first < end:
+        return f"the token range [{first}, {end}) is empty or negative"
+    if d.opaque and first % d.block_size:
+        return f"token {first} is inside a block of {d.block_size}, and the token axis is opaque"
+    wanted = -(-end // d.block_size) - first // d.block_size
+    if blocks != wanted:
+        return f"{blocks} blocks are named where [{first}, {end}) needs {wanted}"
+    return ""
+
+
+def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
+    ours, theirs = ([region.name for region in side.regions] for side in (p, d))
+    if ours != theirs:
+        return [Mismatch("regions", ", ".join(ours), ", ".join(theirs))]
+    found = []
+    for a, b in zip(p.regions, d.regions, strict=True):
+        if a.opaque != b.opaque:
+            found.append(Mismatch(f"token axis of {a.name}", _axis(a), _axis(b)))
+        elif a.cell_bytes != b.cell_bytes and not (a.opaque and p.block_size != d.block_size):
+            found.append(Mismatch(f"cell bytes of {a.name}", str(a.cell_bytes), str(b.cell_bytes)))
+    return found
+
+
+def _axis(region: Region) -> str:
+    return "opaque" if region.opaque else "addressable"
+
+
+def _layers(ours: tuple[str, ...], theirs: tuple[str, ...]) -> Mismatch:
+    """Layer lists are long: tell their lengths and the first place where they part."""
+    for index in range(max(len(ours), len(theirs))):
+        a, b = (names[index] if index < len(names) else "nothing" for names in (ours, theirs))
+        if a != b:
+            return Mismatch("layers", f"{len(ours)} with {a} at {index}", f"{len(theirs)} with {b} at {index}")
+    return Mismatch("layers", str(len(ours)), str(len(theirs)))

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The direct plan: which bytes of its own cache a P rank writes where in the D ranks' caches.
+
+A step is planned once for all its requests; the spans are offsets, so every layer only adds its base addresses. The
+work is proportional to the blocks of the step, not to those sent before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.match import require_match
+from vllm_ascend_pd.geometry.ownership import Line, granule
+from vllm_ascend_pd.geometry.runs import Grid, Pattern, grid
+from vllm_ascend_pd.geometry.shard import Shares, destinations, head_shares
+
+_CACHED_ROUTES = 256
+
+
+def push_range(first: int, end: int, before: int, after: int, d_block_size: int) -> tuple[int, int]:
+    """Which tokens of [first, end) leave in the step that moves the watermark from `before` to `after`.
+
+    Only complete D blocks leave, and the final partial one. Consecutive steps meet without gap or overlap.
+    """
+    lo = max(first, before // d_block_size * d_block_size)
+    hi = end if after >= end else after // d_block_size * d_block_size
+    if before >= end:
+        lo = end
+    return lo, max(lo, hi)
+
+
+def window_first(first: int, end: int, window: int, d_block_size: int) -> int:
+    """The first token that a sliding-window group still needs once D has the prompt up to `end`."""
+    return max(first, max(0, end - window) // d_block_size * d_block_size)
+
+
+def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: str) -> str:
+    """What P and D must agree on before a byte moves: both geometries, the token range and the mode, as a hash."""
+    facts = ("plan/1", msgspec.structs.astuple(p), msgspec.structs.astuple(d), first, end, mode)
+    return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()
+
+
+class Job(msgspec.Struct, frozen=True, eq=False):
+    """One request's tokens [lo, hi) of one step, on their way to one D instance."""
+
+    d: CacheGeometry
+    first: int  # where the transfer starts
+    lo: int
+    hi: int
+    p_blocks: npt.NDArray[np.int32]  # from token 0
+    d_blocks: npt.NDArray[np.int32]  # from the block that holds `first`
+    instance: int = 0  # tells D instances of equal geometry apart
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one P rank owes one D rank of a job: every cell of these heads at these tokens."""
+
+    lo: int
+    hi: int
+    heads: tuple[int, int]  # first, and one past the last
+
+
+class JobPlan(msgspec.Struct, eq=False):
+    """One job's spans by D rank, one `Spans` per region. D ranks that get nothing in this step are absent."""
+
+    by_rank: dict[int, tuple[Spans, ...]]
+    parts: dict[int, Part]
+
+    def nbytes(self, d_rank: int) -> int:
+        return sum(spans.nbytes for spans in self.by_rank.get(d_rank, ()))
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """How this rank serves one D rank: which heads, with whom it shares them, and the spans of a chunk."""
+
+    d_rank: int
+    heads: range
+    shares: Shares
+    patterns: tuple[Pattern, ...]
+
+
+class _Route(msgspec.Struct, frozen=True):
+    """What is known about one D layout before any job."""
+
+    granule: int
+    targets: tuple[_Target, ...]
+
+
+Layout = tuple[int, int, tuple[Region, ...]]
+
+
+def layout_of(d: CacheGeometry) -> Layout:
+    """Jobs with equal layouts share a line."""
+    return d.tp_size, d.block_size, d.regions
+
+
+class StepPlanner:
+    """Plans the steps of one P rank. Keeps what depends on geometries only; forgets the rest."""
+
+    def __init__(self, p: CacheGeometry, rank: int) -> None:
+        self._p = p
+        self._rank = rank
+        self._routes: dict[Layout, _Route] = {}
+
+    def plan(self, jobs: Sequence[Job], rotation: int = 0) -> list[JobPlan]:
+        """Plans in the order of `jobs`. `rotation` is the step's sequence number, equal on all ranks."""
+        plans = [JobPlan({}, {}) for _ in jobs]
+        for layout, members in by_layout(jobs).items():
+            some = [jobs[index] for index in members]
+            route = self._route(layout, some[0].d)
+            line = line_of(some, route.granule)
+            for target in route.targets:
+                shares = target.shares.rotated(rotation)
+                lo, hi = line.owned(shares, self._rank)
+                self._fill(plans, jobs, members, target, lo, hi)
+        return plans
+
+    def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
+        route = self._routes.get(layout)
+        if route is None:
+            require_match(self._p, d)
+            if len(self._routes) >= _CACHED_ROUTES:
+                self._routes.clear()
+            targets = tuple(self._target(d, d_rank) for d_rank in destinations(self._p, d, self._rank))
+            route = self._routes[layout] = _Route(granule(d), targets)
+        return route
+
+    def _target(self, d: CacheGeometry, d_rank: int) -> _Target:
+        ours, theirs = self._p.head_range(self._rank), d.head_range(d_rank)
+        heads = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+        # A rank that shares a head holds no other, and a head held once is not shared: one cut serves all heads.
+        shares = head_shares(self._p, d, d_rank, heads.start)
+        patterns = tuple(
+            Pattern.between(
+                (a, self._p.block_size, heads.start - ours.start),
+                (b, d.block_size, heads.start - theirs.start),
+                len(heads),
+            )
+            for a, b in zip(self._p.regions, d.regions, strict=True)
+        )
+        return _Target(d_rank, heads, shares, patterns)
+
+    def _fill(
+        self, plans: list[JobPlan], jobs: Sequence[Job], members: Sequence[int], target: _Target, lo: Ints, hi: Ints
+    ) -> None:
+        """Add what `target` gets of each job's [lo, hi) to the plans."""
+        busy = np.flatnonzero(hi > lo)
+        if not len(busy):
+            return
+        chosen = [members[index] for index in busy.tolist()]
+        lo, hi = lo[busy], hi[busy]
+        chunks = chunks_of([jobs[index] for index in chosen], self._p.block_size, lo, hi)
+        by_region: list[tuple[Spans, list[int]]] = []
+        for index, pattern in enumerate(target.patterns):
+            twin = target.patterns.index(pattern)  # K and V alike: one set of spans serves both
+            if twin < index:
+                by_region.append(by_region[twin])
+                continue
+            spans, stops = merged(*pattern.spans(chunks))
+            by_region.append((spans, stops.tolist()))
+        heads = (target.heads.start, target.heads.stop)
+        for index, (job, begin, end) in enumerate(zip(chosen, lo.tolist(), hi.tolist(), strict=True)):
+            plan = plans[job]
+            plan.by_rank[target.d_rank] = tuple(_slice(spans, ends, index) for spans, ends in by_region)
+            plan.parts[target.d_rank] = Part(begin, end, heads)
+
+
+def _slice(spans: Spans, ends: list[int], index: int) -> Spans:
+    a, b = ends[index - 1] if index else 0, ends[index]
+    return Spans(spans.src[a:b], spans.dst[a:b], spans.size[a:b])
+
+
+def by_layout(jobs: Sequence[Job]) -> dict[Layout, list[int]]:
+    """Indices of the jobs by layout, both in the order of the jobs: never in hash order."""
+    layouts: dict[int, list[int]] = {}
+    found: dict[Layout, list[int]] = {}
+    for index, job in enumerate(jobs):
+        members = layouts.get(id(job.d))
+        if members is None:
+            members = layouts[id(job.d)] = found.setdefault(layout_of(job.d), [])
+        members.append(index)
+    return found
+
+
+def line_of(jobs: Sequence[Job], granule_tokens: int) -> Line:
+    count = len(jobs)
+    lo = np.fromiter((job.lo for job in jobs), np.int64, count)
+    hi = np.fromiter((job.hi for job in jobs), np.int64, count)
+    if (hi < lo).any() or (lo < np.fromiter((job.first for job in jobs), np.int64, count)).any():
+        raise LocalProtocolError("a job's token range is reversed or starts before its transfer")
+    d = jobs[0].d
+    if d.opaque and (lo[hi > lo] % d.block_size).any():
+        raise LocalProtocolError("a job starts inside a block whose token axis is opaque")
+    return Line(lo, hi, d.block_size, granule_tokens)
+
+
+def chunks_of(jobs: Sequence[Job], p_block_size: int, lo: Ints, hi: Ints) -> Grid:
+    """The token ranges [lo, hi) of the jobs, cut at every border of a P block or a D block."""
+    d = jobs[0].d
+    firsts = [job.first // d.block_size for job in jobs]
+    return grid(
+        lo,
+        hi,
+        (p_block_size, [job.p_blocks for job in jobs], [0] * len(jobs)),
+        (d.block_size, [job.d_blocks for job in jobs], firsts),
+    )

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From token ranges to byte spans: chunks of tokens, and the pattern of spans that one chunk makes.
+
+A chunk is a run of tokens inside one P block and one D block. How many spans it makes depends on how far heads and
+tokens lie together on both sides: one span, one per head, one per token, or one per cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.coalesce import Ints, Spans
+from vllm_ascend_pd.geometry.layout import Region
+
+BlockTables = tuple[int, Sequence[npt.NDArray[np.int32]], Sequence[int]]  # block size, tables, each table's first block
+
+
+class Grid(msgspec.Struct, frozen=True, eq=False):
+    """Chunks of several jobs, in job and token order."""
+
+    tokens: Ints  # of each chunk
+    src_block: npt.NDArray[np.int32]
+    src_token: Ints  # place of the chunk's first token inside its block
+    dst_block: npt.NDArray[np.int32]
+    dst_token: Ints
+    ends: Ints  # where each job's chunks end
+
+
+def grid(lo: Ints, hi: Ints, src: BlockTables, dst: BlockTables) -> Grid:
+    """Cut the token ranges [lo, hi), none of them empty, at every block border of both sides."""
+    size = math.gcd(src[0], dst[0])
+    begin, stop = lo // size, -(-hi // size)
+    count = stop - begin
+    ends = np.cumsum(count)
+    starts = ends - count
+    chunk = np.arange(int(ends[-1]), dtype=np.int64)
+    chunk += np.repeat(begin - starts, count)
+    skipped = lo - begin * size
+    tokens = np.full(len(chunk), size, dtype=np.int64)
+    tokens[starts] -= skipped
+    tokens[ends - 1] -= stop * size - hi
+    sides = []
+    for block_size, tables, firsts in (src, dst):
+        ratio = block_size // size
+        block = _blocks(tables, firsts, lo, hi, block_size)
+        token = (chunk % ratio) * size if ratio > 1 else np.zeros(len(chunk), dtype=np.int64)
+        token[starts] += skipped
+        if ratio > 1:
+            per_job = -(-hi // block_size) - lo // block_size
+            shift = np.cumsum(per_job) - per_job - lo // block_size
+            block = block[chunk // ratio + np.repeat(shift, count)]
+        sides.append((block, token))
+    return Grid(tokens, *sides[0], *sides[1], ends)
+
+
+def _blocks(
+    tables: Sequence[npt.NDArray[np.int32]], firsts: Sequence[int], lo: Ints, hi: Ints, block_size: int
+) -> npt.NDArray[np.int32]:
+    """The jobs' block ids over their token ranges, end to end."""
+    begin, stop = (lo // block_size).tolist(), (-(-hi // block_size)).tolist()
+    parts = [table[a - f : b - f] for table, a, b, f in zip(tables, begin, stop, firsts, strict=True)]
+    blocks = np.concatenate(parts)
+    if len(blocks) != sum(stop) - sum(begin):
+        raise LocalProtocolError("a job's block table is shorter than its token range")
+    return blocks
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One region of one side as seen from the first head of a pattern."""
+
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    base: int  # of the first head inside a block
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """The spans of one chunk of n tokens: `outer_heads` x (n if `by_token` else 1), each `head_unit` or n tokens long."""
+
+    src: Side
+    dst: Side
+    cell: int
+    heads: int  # heads that need spans of their own
+    width: int  # bytes of one token, or of one plane, in one span
+    by_token: bool  # each token is a span of its own
+    plane: bool  # the token axis is opaque: a span does not depend on the tokens
+    whole: int  # tokens of a chunk whose heads lie together on both sides, 0: never
+
+    @classmethod
+    def between(cls, src: tuple[Region, int, int], dst: tuple[Region, int, int], heads: int) -> Pattern:
+        """`src` and `dst`: region, block size, local index of the first head; `heads` neighbouring heads are copied."""
+        (a, a_block, a_head), (b, b_block, b_head) = src, dst
+        cell = a.cell_bytes
+        sides = (
+            Side(a.block_stride, a.head_stride, a.token_stride, a_head * a.head_stride),
+            Side(b.block_stride, b.head_stride, b.token_stride, b_head * b.head_stride),
+        )
+        row = heads == 1 or (a.head_stride == cell and b.head_stride == cell)
+        outer, width = (1, heads * cell) if row else (heads, cell)
+        if a.opaque:
+            return cls(*sides, cell, outer, width, by_token=False, plane=True, whole=0)
+        by_token = a.token_stride != width or b.token_stride != width
+        together = not by_token and a_block == b_block and a.head_stride == b.head_stride == a_block * cell
+        return cls(*sides, cell, outer, width, by_token, plane=False, whole=a_block if together and outer > 1 else 0)
+
+    def spans(self, chunks: Grid) -> tuple[Spans, Ints]:
+        """The spans of all chunks, and where each job's spans end."""
+        src = self._starts(self.src, chunks.src_block, chunks.src_token)
+        dst = self._starts(self.dst, chunks.dst_block, chunks.dst_token)
+        size = (
+            np.full(len(src), self.width, dtype=np.int64) if self.plane or self.by_token else chunks.tokens * self.width
+        )
+        if self.heads == 1 and not self.by_token:
+            return Spans(src, dst, size), chunks.ends
+        per_chunk = self._counts(chunks.tokens)
+        ends = np.cumsum(per_chunk)
+        within = np.arange(int(ends[-1]), dtype=np.int64)
+        within -= np.repeat(ends - per_chunk, per_chunk)
+        head, token = within, None
+        if self.by_token and self.heads == 1:
+            head, token = np.zeros_like(within), within
+        elif self.by_token:
+            token, head = np.divmod(within, self.heads)
+        src = np.repeat(src, per_chunk) + head * self.src.head_stride
+        dst = np.repeat(dst, per_chunk) + head * self.dst.head_stride
+        size = np.repeat(size, per_chunk)
+        if token is not None:
+            src += token * self.src.token_stride
+            dst += token * self.dst.token_stride
+        if self.whole:
+            size[(ends - 1)[per_chunk == 1]] *= self.heads
+        return Spans(src, dst, size), ends[chunks.ends - 1]
+
+    def _counts(self, tokens: Ints) -> Ints:
+        if self.by_token:
+            return tokens * self.heads
+        counts = np.full(len(tokens), self.heads, dtype=np.int64)
+        if self.whole:
+            counts[tokens == self.whole] = 1
+        return counts
+
+    def _starts(self, side: Side, block: npt.NDArray[np.int32], token: Ints) -> Ints:
+        start = np.multiply(block, side.block_stride, dtype=np.int64)
+        start += side.base
+        if not self.plane:
+            start += token * side.token_stride
+        return start
