@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of the OpenAI endpoints that measures the time to the first token and keeps the token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+TIMEOUT = httpx.Timeout(connect=5.0, read=240.0, write=30.0, pool=240.0)
+
+
+class RequestFailed(RuntimeError):
+    """An answer that is not 200, or a stream that ended with an error frame."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:500]}")
+        self.status = status
+        self.text = text
+
+
+@dataclass
+class Answer:
+    """What came back, and when."""
+
+    prompt: tuple[int, ...] = ()  # as the engine tokenised it
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    finish: str = ""
+    ttft: float = 0.0
+    times: list[float] = field(default_factory=list)  # of each chunk, seconds after sending
+    started: float = 0.0  # this process's monotonic clock
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] if self.times else 0.0
+
+
+def prompt(length: int, seed: int, vocab: int = 512) -> list[int]:
+    """`length` token ids that no other seed gives: never the special ones, never the same first block."""
+    dice = random.Random(f"{seed}/{length}")
+    return [dice.randrange(3, vocab - 1) for _ in range(length)]
+
+
+def body_of(tokens: Sequence[int] | str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+    """A greedy completion of exactly `max_tokens` tokens, with the ids in the answer."""
+    return {
+        "model": "model",
+        "prompt": tokens if isinstance(tokens, str) else list(tokens),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+def chat_body_of(text: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+    body = body_of("", max_tokens, **more)
+    del body["prompt"]
+    return {**body, "messages": [{"role": "user", "content": text}]}
+
+
+async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Answer:
+    """POST with stream on; `url` ends in /completions or /chat/completions."""
+    answer = Answer(started=time.monotonic())
+    tokens: list[int] = []
+    async with client.stream("POST", url, json={**body, "stream": True}) as response:
+        if response.status_code != 200:
+            raise RequestFailed(response.status_code, (await response.aread()).decode(errors="replace"))
+        async for line in response.aiter_lines():
+            if not line.startswith("data:") or line.strip() == "data: [DONE]":
+                continue
+            _take(answer, tokens, json.loads(line[5:]), time.monotonic() - answer.started)
+    if not tokens:
+        raise RequestFailed(200, "the stream ended without a token")
+    answer.tokens = tuple(tokens)
+    return answer
+
+
+def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -> None:
+    if "error" in chunk:
+        raise RequestFailed(int(chunk["error"].get("code") or 500), json.dumps(chunk["error"]))
+    answer.prompt = answer.prompt or tuple(chunk.get("prompt_token_ids") or ())
+    for choice in chunk.get("choices", ()):
+        answer.prompt = answer.prompt or tuple(choice.get("prompt_token_ids") or ())
+        new = choice.get("token_ids") or ()
+        answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        answer.finish = choice.get("finish_reason") or answer.finish
+        if new:
+            answer.ttft = answer.ttft or at
+            answer.times.append(at)
+            tokens.extend(new)
+
+
+def complete(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> Answer:
+    """One streamed request from ordinary code."""
+    return gather(base, [body], path)[0]
+
+
+def gather(base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[Answer]:
+    """All requests at once; the first failure is raised after all have ended."""
+    results = attempt(base, bodies, path)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Answer)]
+
+
+def attempt(
+    base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions"
+) -> list[Answer | BaseException]:
+    """All requests at once; an answer or an exception for each."""
+
+    async def run() -> list[Answer | BaseException]:
+        limits = httpx.Limits(max_connections=len(bodies), max_keepalive_connections=len(bodies))
+        async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+            return await asyncio.gather(*(stream(client, base + path, body) for body in bodies), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def post(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    """One request that is not streamed; the whole JSON answer."""
+    response = httpx.post(base + path, json=dict(body), timeout=TIMEOUT, trust_env=False)
+    if response.status_code != 200:
+        raise RequestFailed(response.status_code, response.text)
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def leave_after(base: str, body: Mapping[str, Any], seconds: float) -> None:
+    """Send a streamed request and close the connection after `seconds`, whatever has come by then."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
+            try:
+                await asyncio.wait_for(stream(client, base + "/v1/completions", body), seconds)
+            except asyncio.TimeoutError:
+                return
+
+    asyncio.run(run())

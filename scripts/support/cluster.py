@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines and metaservers as one owned set: started together, waited for with a deadline, all stopped at the end.
+
+with Cluster(directory) as cluster:
+    prefill, decode = cluster.start(spec_p, spec_d)
+    front = cluster.metaserver([prefill], [decode])
+    ...
+# leaving the block stops everything; cluster.leaks names what did not end by itself
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from scripts.support.engine import CONNECTOR, CPU_ENVIRONMENT, Engine, EngineSpec
+from scripts.support.models import ROOT
+from scripts.support.process import Child, ProcessDied, free_port
+
+Progress = Callable[[str], None]
+START_DEADLINE_S = 240.0
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+class Metaserver:
+    """A started metaserver process."""
+
+    def __init__(self, port: int, prefill: Sequence[str], decode: Sequence[str], logs: Path, options: Sequence[str]):
+        self.url = f"http://127.0.0.1:{port}"
+        words = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver", "--host", "127.0.0.1", "--port", str(port)]
+        for flag, urls in (("--prefill", prefill), ("--decode", decode)):
+            for url in urls:
+                words += [flag, url]
+        env = {**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        self.process = Child(f"metaserver-{port}", [*words, *options], logs / f"metaserver-{port}.log", env, ROOT)
+
+    name = "metaserver"
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stage(self) -> str:
+        return "starting"
+
+
+class Cluster:
+    """Owns every process it starts. `directory` takes logs, traces and the secret."""
+
+    def __init__(self, directory: Path, progress: Progress = say, port_base: int | None = None) -> None:
+        self.directory = directory
+        self.logs = directory / "logs"
+        self.traces = directory / "traces"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.traces.mkdir(parents=True, exist_ok=True)
+        self.secret_file = self._write_secret()
+        self.progress = progress
+        self.leaks: list[str] = []
+        self.starts = 0
+        self._port_base = port_base
+        self._running: list[Engine | Metaserver] = []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _write_secret(self) -> Path:
+        path = self.directory / "secret"
+        if not path.exists():
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as out:
+                out.write(secrets.token_hex(32))
+        return path
+
+    def port(self) -> int:
+        port = free_port(self._port_base)
+        if self._port_base is not None:
+            self._port_base = port + 1
+        return port
+
+    def push_config(self, *metaservers: str, **more: Any) -> dict[str, Any]:
+        """kv_connector_extra_config of an engine of this cluster: signed, traced, every block checked."""
+        config: dict[str, Any] = {
+            "verify": "full",
+            "trace_dir": str(self.traces),
+            "secret_file": str(self.secret_file),
+        }
+        if metaservers:
+            config["metaserver_urls"] = list(metaservers)
+        return {**config, **more}
+
+    def start(self, *specs: EngineSpec) -> list[Engine]:
+        """Start engines side by side and wait until all answer; on failure stop these and raise with the log's end."""
+        begun = time.monotonic()
+        engines: list[Engine] = []
+        for spec in specs:
+            engine = Engine(spec if spec.port else spec.on_port(self.port()), self.logs)
+            self.starts += 1
+            self._running.append(engine)
+            engines.append(engine)
+            self.progress(f"  starting {describe(spec)}, log {engine.process.log}")
+        try:
+            self._wait(engines, begun)
+        except BaseException:
+            self.stop(*engines)
+            raise
+        return engines
+
+    def metaserver(
+        self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, options: Sequence[str] = ()
+    ) -> Metaserver:
+        begun = time.monotonic()
+        urls = ([engine.url for engine in prefill], [engine.url for engine in decode])
+        server = Metaserver(port or self.port(), *urls, self.logs, options)
+        self._running.append(server)
+        try:
+            self._wait([server], begun, deadline_s=30.0)
+        except BaseException:
+            self.stop(server)
+            raise
+        return server
+
+    def _wait(self, waiting: Sequence[Engine | Metaserver], begun: float, deadline_s: float = START_DEADLINE_S) -> None:
+        pending = list(waiting)
+        told = begun
+        while pending:
+            for server in list(pending):
+                if not server.process.alive:
+                    raise ProcessDied(
+                        f"{server.name} ended with code {server.process.returncode} before it was ready; "
+                        f"the end of {server.process.log}:\n{server.process.tail()}"
+                    )
+                if server.ready():
+                    pending.remove(server)
+                    self.progress(f"  [{time.monotonic() - begun:4.0f} s] {server.name} is ready at {server.url}")
+            now = time.monotonic()
+            if pending and now - begun > deadline_s:
+                slow = pending[0]
+                raise TimeoutError(
+                    f"{slow.name} was not ready after {deadline_s:.0f} s; the end of {slow.process.log}:\n"
+                    f"{slow.process.tail()}"
+                )
+            if pending and now - told > 8.0:
+                told = now
+                states = ", ".join(f"{server.name}: {server.stage()}" for server in pending)
+                self.progress(f"  [{now - begun:4.0f} s] {states}")
+            if pending:
+                time.sleep(0.3)
+
+    def stop(self, *servers: Engine | Metaserver) -> None:
+        """Stop these; what did not end by itself is added to `leaks`."""
+        for server in servers:
+            if server in self._running:
+                self._running.remove(server)
+                self.leaks += server.process.stop()
+
+    def close(self) -> None:
+        # Decode first: it cancels what it still waits for, and P sees an orderly end.
+        for server in list(reversed(self._running)):
+            self.stop(server)
+
+
+def describe(spec: EngineSpec) -> str:
+    role = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}[spec.role]
+    shape = f"TP {spec.tp}" + (f", PP {spec.pp}" if spec.pp > 1 else "")
+    connector = "" if spec.role == "plain" or spec.connector == CONNECTOR else f", {spec.connector}"
+    return f"{spec.name} ({role}, {shape}{connector})"

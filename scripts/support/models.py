@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models with a local tokenizer, written once as safetensors and reused.
+
+Weights come from a seed, so P, D and the reference load identical files whatever their TP size. They are scaled so
+that greedy tokens depend on every block of the cache: a model that ignores its context would hide a lost push.
+
+    python -m scripts.support.models gqa mla        # writes models/gqa and models/mla, prints their paths
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMAT = 1  # raised when a recipe's meaning changes, so that old directories are rewritten
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
+
+    family: str  # llama | deepseek_v2
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int = 512
+    max_len: int = 4096
+    spread: float = 0.08  # standard deviation of the initial weights
+    seed: int = 0
+
+    @property
+    def mla(self) -> bool:
+        return self.family == "deepseek_v2"
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
+        """Of the whole model, all ranks together, replicas counted once."""
+        per_layer = 576 if self.mla else 2 * self.kv_heads * self.head_dim
+        return self.layers * per_layer * dtype_bytes
+
+
+RECIPES = {
+    # the integration tests' models: four layers, so that a pipeline of two has two each
+    "gqa": Recipe("llama", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
+    "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384),
+    "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
+    # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
+    "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
+    "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),
+}
+
+
+def ensure(name: str, directory: Path | None = None) -> Path:
+    """The path of model `name`, made now unless a complete one is there."""
+    recipe = RECIPES[name]
+    target = (directory or ROOT / "models") / name
+    mark = target / "recipe.json"
+    wanted = {"format": FORMAT, **asdict(recipe)}
+    if mark.exists() and json.loads(mark.read_text()) == wanted:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    _write(recipe, scratch)
+    (scratch / "recipe.json").write_text(json.dumps(wanted, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    scratch.rename(target)
+    return target
+
+
+def recipe_of(model: Path) -> Recipe | None:
+    """The recipe a directory was made from; None for a model from elsewhere."""
+    mark = model / "recipe.json"
+    if not mark.exists():
+        return None
+    facts = json.loads(mark.read_text())
+    facts.pop("format")
+    return Recipe(**facts)
+
+
+def _write(recipe: Recipe, directory: Path) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+
+    torch.manual_seed(recipe.seed)
+    with torch.no_grad():
+        model = (_deepseek_v2 if recipe.mla else _llama)(recipe).to(torch.float32)
+    model.save_pretrained(directory, safe_serialization=True)
+    _write_tokenizer(directory, recipe.vocab)
+
+
+def _llama(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.LlamaForCausalLM(
+        library.LlamaConfig(
+            vocab_size=recipe.vocab,
+            hidden_size=recipe.hidden,
+            intermediate_size=recipe.intermediate,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.kv_heads,
+            head_dim=recipe.head_dim,
+            max_position_embeddings=recipe.max_len,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=recipe.spread,
+        )
+    )
+
+
+def _deepseek_v2(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.DeepseekV2ForCausalLM(
+        library.DeepseekV2Config(
+            vocab_size=recipe.vocab,
+            hidden_size=recipe.hidden,
+            intermediate_size=recipe.intermediate,
+            moe_intermediate_size=128,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.kv_heads,
+            n_shared_experts=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            first_k_dense_replace=recipe.layers,  # dense everywhere: experts add nothing to a test of the cache
+            n_group=1,
+            topk_group=1,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=recipe.head_dim,
+            v_head_dim=recipe.head_dim,
+            max_position_embeddings=recipe.max_len,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=recipe.spread,
+        )
+    )
+
+
+def _write_tokenizer(directory: Path, vocab: int) -> None:
+    """Bytes are tokens and nothing merges, so a text of n bytes is a prompt of n tokens."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"<extra_{i}>" for i in range(vocab - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    library: Any = transformers
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    fast.save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=sorted(RECIPES), help=f"of {', '.join(sorted(RECIPES))}")
+    parser.add_argument("--directory", type=Path, default=None, help="default: models/ in the repository")
+    args = parser.parse_args()
+    for name in args.names:
+        if name not in RECIPES:
+            parser.error(f"no recipe {name!r}; known: {', '.join(sorted(RECIPES))}")
+        print(ensure(name, args.directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes that never outlive us: own group, log in a file, stopped by pid, checked for leftovers.
+
+A server of vLLM is a tree (front end, engine core, workers), so every stop names the whole tree: the members seen
+before the signal, and whatever is still in the process group afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+_given: set[int] = set()
+
+
+class ProcessDied(RuntimeError):
+    """A child ended before it was ready, or while it was needed."""
+
+
+def free_port(base: int | None = None) -> int:
+    """A port nobody listens on: `base` or the next one above; else below the kernel's own ephemeral range, away from
+    Mooncake's (15000 to 17000). The kernel may give it away before it is used, so never the same one twice."""
+    start = base if base is not None else 18000 + (os.getpid() * 97) % 9000
+    for offset in range(2000):
+        port = start + offset
+        if port in _given:
+            continue
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given.add(port)
+        return port
+    raise RuntimeError(f"no free port in {start}..{start + 2000}")
+
+
+class Child:
+    """One child process and all its descendants."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> None:
+        self.name = name
+        self.command = tuple(command)
+        self.log = log
+        self.started = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            self._popen = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    def members(self) -> list[psutil.Process]:
+        """The tree and the group, as far as they still run."""
+        found: dict[int, psutil.Process] = {}
+        if self.alive:
+            root = psutil.Process(self.pid)
+            for process in (root, *root.children(recursive=True)):
+                found[process.pid] = process
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.pid:
+                    found[process.pid] = process
+            except (ProcessLookupError, PermissionError):
+                continue
+        return [p for p in found.values() if _runs(p)]
+
+    def cpu_seconds(self) -> float:
+        """User and system time of the whole tree so far."""
+        total = 0.0
+        for process in self.members():
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += times.user + times.system
+        return total
+
+    def tail(self, lines: int = 30) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def signal(self, number: int) -> None:
+        """To the front process only, as an operator or Kubernetes would."""
+        if self.alive:
+            os.kill(self.pid, number)
+
+    def stop(self, grace_s: float = 25.0) -> list[str]:
+        """End the tree; returns what had to be killed by force (a clean stop returns nothing)."""
+        known = self.members()
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # named below as a process that had to be killed
+            self._popen.wait(grace_s)
+        # Workers notice their parent's end by themselves; that may take a moment after the front end is gone.
+        psutil.wait_procs([p for p in known if p.pid != self.pid], timeout=10.0)
+        left = {p.pid: p for p in (*known, *self.members()) if _runs(p)}
+        told = [f"{self.name}: pid {pid} ({_title(p)}) did not end by itself" for pid, p in left.items()]
+        for process in left.values():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(list(left.values()), timeout=10.0)
+        self._popen.wait(10.0)
+        return told
+
+    def kill(self) -> None:
+        """SIGKILL to every member at once: what a crash of the machine's part looks like to others."""
+        for process in self.members():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._popen.wait(10.0)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:80] or process.name()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return "gone"

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of one transfer, merged from the trace files of P, D and the metaserver.
+
+Each process writes its own monotonic clock; `Trace` brings all of them onto one: on one host the clocks are the same,
+between hosts the wall clock of each file's first line relates them.
+
+    python -m scripts.support.timeline DIRECTORY [TRANSFER]     # the table, and the picture of one transfer
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SAME_CLOCK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Event:
+    t: float
+    stage: str
+    source: str  # the file's name: role and pid
+    facts: Mapping[str, Any]
+
+    def names(self, transfer: str) -> bool:
+        return self.facts.get("transfer") == transfer or transfer in (self.facts.get("transfers") or ())
+
+
+@dataclass(frozen=True)
+class Write:
+    """A batch that carried bytes of the transfer; a fused batch counts by its share."""
+
+    source: str
+    peer: str
+    layers: tuple[int, ...]
+    step: int
+    submitted: float
+    landed: float
+    nbytes: float
+    descriptors: float
+
+
+@dataclass
+class Way:
+    """What one transfer did."""
+
+    transfer: str
+    moments: dict[str, float] = field(default_factory=dict)  # first time of each stage without layers
+    computed: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (source, step, layer) → hook
+    writes: list[Write] = field(default_factory=list)
+    failed_writes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return round(sum(write.nbytes for write in self.writes))
+
+    @property
+    def descriptors(self) -> int:
+        return round(sum(write.descriptors for write in self.writes))
+
+    def last_hooks(self) -> dict[str, float]:
+        """Per P worker: when its last layer's hook of the last step fired."""
+        last: dict[str, float] = {}
+        for (source, _, _), at in self.computed.items():
+            last[source] = max(at, last.get(source, at))
+        return last
+
+    def hidden(self) -> float:
+        """The share of the bytes that had landed on D before the writer's last layer's hook fired."""
+        last = self.last_hooks()
+        early = sum(w.nbytes for w in self.writes if w.landed <= last.get(w.source, 0.0))
+        return early / self.nbytes if self.nbytes else 0.0
+
+    def exposed_s(self) -> float:
+        """From the last hook of any worker to the last byte on D: what the push added to the prefill."""
+        hooks = self.last_hooks().values()
+        return max(0.0, max(w.landed for w in self.writes) - max(hooks)) if self.writes and hooks else 0.0
+
+
+class Trace:
+    """All events of a directory, in order of time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.events: list[Event] = []
+        reference: float | None = None
+        for path in sorted(directory.glob("*.jsonl")):
+            events = [Event(e.pop("t"), e.pop("stage"), path.stem, e) for e in _lines(path)]
+            opened = next((e for e in events if e.stage == "clock" and "wall" in e.facts), None)
+            ahead = opened.facts["wall"] - opened.t if opened else reference or 0.0
+            reference = ahead if reference is None else reference
+            shift = ahead - reference if abs(ahead - reference) > SAME_CLOCK_S else 0.0
+            self.events += [Event(e.t + shift, e.stage, e.source, e.facts) for e in events]
+        self.events.sort(key=lambda event: event.t)
+
+    def transfers(self, since: float = 0.0, until: float = float("inf")) -> list[str]:
+        """Transfers reserved within a span of time, in order."""
+        reserved = (e for e in self.events if e.stage == "reserved" and since <= e.t <= until)
+        return list(dict.fromkeys(str(e.facts["transfer"]) for e in reserved))
+
+    def way(self, transfer: str) -> Way:
+        way = Way(transfer)
+        steps = {(e.source, e.facts["step"]) for e in self.events if e.stage == "step" and e.names(transfer)}
+        submitted: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], float] = {}
+        for event in self.events:
+            if event.stage == "layer_computed":
+                if (event.source, event.facts["step"]) in steps:
+                    way.computed[event.source, event.facts["step"], event.facts["layer"]] = event.t
+            elif not event.names(transfer):
+                continue
+            elif event.stage == "layer_submitted":
+                submitted[_batch(event)] = event.t
+            elif event.stage == "layer_pushed":
+                self._pushed(way, event, submitted)
+            elif event.stage != "step":
+                way.moments.setdefault(event.stage, event.t)
+                if event.stage in ("contributor_done", "done_sent", "closed", "reported"):
+                    way.moments[event.stage] = event.t  # the last of them counts
+        return way
+
+    @staticmethod
+    def _pushed(way: Way, event: Event, submitted: Mapping[Any, float]) -> None:
+        if not event.facts["ok"]:
+            way.failed_writes += 1
+            return
+        share = 1.0 / len(event.facts["transfers"])
+        way.writes.append(
+            Write(
+                source=event.source,
+                peer=event.facts["peer"],
+                layers=tuple(event.facts["layers"]),
+                step=max(event.facts["steps"]),
+                submitted=submitted.get(_batch(event), event.t),
+                landed=event.t,
+                nbytes=event.facts["bytes"] * share,
+                descriptors=event.facts["descriptors"] * share,
+            )
+        )
+
+
+def _batch(event: Event) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+    facts = event.facts
+    return event.source, facts["peer"], tuple(facts["layers"]), tuple(facts["steps"])
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):  # the last one may be half written
+                yield json.loads(line)
+
+
+def picture(way: Way, width: int = 64) -> list[str]:
+    """The transfer as text: a row per layer and P worker, `c` where its compute ended, `=` while its bytes were on
+    the way, `#` when they had landed; above it the other stages in order."""
+    if not way.computed or not way.writes:
+        return [f"transfer {way.transfer}: no layer was pushed"]
+    zero = min(way.moments.get("reserved", way.writes[0].submitted), *way.computed.values())
+    end = max(*way.computed.values(), *(w.landed for w in way.writes))
+    first = min(way.computed.values())
+    first -= (end - first) / width
+    scale = (end - first) / (width - 1)
+    rows = [f"transfer {way.transfer}, milliseconds after D reserved its blocks"]
+    for stage, at in sorted(way.moments.items(), key=lambda item: item[1]):
+        rows.append(f"  {(at - zero) * 1e3:9.1f}  {stage}")
+    for source in sorted({key[0] for key in way.computed}):
+        rows.append(
+            f"  {source}: c computed, = on the way, # landed; {(first - zero) * 1e3:.0f} to {(end - zero) * 1e3:.0f} ms"
+        )
+        rows += _layer_rows(way, source, first, scale, width)
+    rows.append(f"  {way.hidden():.1%} of {way.nbytes:,} bytes had landed before the last layer's hook fired")
+    return rows
+
+
+def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -> Iterable[str]:
+    """One row per layer; with several steps (chunks) their marks share the row."""
+    for layer in sorted({key[2] for key in way.computed if key[0] == source}):
+        cells = [" "] * width
+        for write in way.writes:
+            if write.source == source and layer in write.layers:
+                begin, landed = (round((t - first) / scale) for t in (write.submitted, write.landed))
+                cells[begin:landed] = "=" * (landed - begin)
+                cells[min(landed, width - 1)] = "#"
+        for (owner, _, index), at in way.computed.items():
+            if owner == source and index == layer:
+                column = round((at - first) / scale)
+                cells[column] = "c" if cells[column] in " =" else cells[column]
+        yield f"  layer {layer:2d} |{''.join(cells)}|"
+
+
+def main() -> None:
+    trace = Trace(Path(sys.argv[1]))
+    transfers = trace.transfers()
+    print(f"{'transfer':32} {'KV bytes':>12} {'descriptors':>11} {'hidden':>7} {'exposed ms':>10}")
+    for transfer in transfers:
+        way = trace.way(transfer)
+        print(f"{transfer:32} {way.nbytes:12,} {way.descriptors:11,} {way.hidden():7.1%} {way.exposed_s() * 1e3:10.1f}")
+    wanted = sys.argv[2] if len(sys.argv) > 2 else transfers[-1] if transfers else ""
+    if wanted:
+        print("\n".join(picture(trace.way(wanted))))
+
+
+if __name__ == "__main__":
+    main()
