@@ -1,0 +1,194 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# What prefill.sh and decode.sh have in common: from flags to one vLLM server's environment and command line.
+# The caller sets ROLE (prefill or decode) and calls engine_main "$@".
+
+# shellcheck source=scripts/setup.sh
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+# shellcheck source=scripts/options.sh
+. "$(dirname "${BASH_SOURCE[0]}")/options.sh"
+
+engine_options() {
+  local own port
+  case $ROLE in
+    prefill) own=PD_P port=8001 ;;
+    decode) own=PD_D port=8002 ;;
+  esac
+  OPTIONS=(
+    "model|PD_MODEL||model directory or Hugging Face name (required)"
+    "served-name|PD_SERVED_NAME||name that clients use; none: vLLM's own rule (the model as given)"
+    "host|PD_HOST|127.0.0.1|address that the HTTP server and the side channel bind"
+    "port|${own}_PORT|$port|port of the HTTP server"
+    "tp|${own}_TP|1|tensor parallel size"
+  )
+  if [ "$ROLE" = prefill ]; then
+    OPTIONS+=("pp|PD_P_PP|1|pipeline parallel size")
+  else
+    OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|metaservers that D may call")
+    OPTIONS+=("policy|PD_POLICY|recompute|what happens to a request whose KV does not come: recompute or fail")
+  fi
+  OPTIONS+=(
+    "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; none: as it is"
+    "dtype|PD_DTYPE|auto|vLLM's --dtype"
+    "block-size|PD_BLOCK_SIZE||vLLM's --block-size; none: vLLM's choice"
+    "max-model-len|PD_MAX_MODEL_LEN||vLLM's --max-model-len; none: the model's"
+    "chunk|${own}_CHUNK||tokens in one step (--max-num-batched-tokens); none: vLLM's choice"
+    "kv-bytes|${own}_KV_BYTES|auto|bytes of KV cache per worker; auto: 512 MiB on CPU, vLLM's choice on NPU"
+    "eager|PD_EAGER|auto|on, off, or auto: on for CPU (with pipeline stages: the eager compilation backend)"
+    "threads|PD_THREADS|1|CPU: OpenMP threads of a worker"
+    "secret-file|PD_SECRET_FILE||shared secret (mode 0600); needed when --host is not a loopback address"
+    "side-channel-port|${own}_SIDE_CHANNEL_PORT|0|0: a free port; N: N + global rank"
+    "transport|PD_TRANSPORT|mooncake|transfer engine"
+    "mooncake-protocol|PD_MOONCAKE_PROTOCOL||tcp, ascend or rdma; none: ascend on NPU, else tcp"
+    "verify|PD_VERIFY|off|full: checksum every pushed block"
+    "trace-dir|PD_TRACE_DIR||directory for stage events; none: no trace"
+    "set*|${own}_SET||KEY=VALUE: another key of kv_connector_extra_config (docs/configuration.md)"
+    "no-setup!|||do not check the installation first"
+    "dry-run!|||print the command and do nothing"
+  )
+}
+
+engine_help() {
+  cat <<TEXT
+Starts one $ROLE engine: vLLM's API server with the AscendPushConnector, on CPU or NPU.
+
+usage: scripts/$ROLE.sh --model MODEL [flags] [-- more flags of vLLM]
+
+TEXT
+  options_help
+}
+
+# ---- JSON, which --kv-transfer-config wants
+
+json_string() {
+  local text=$1
+  text=${text//\\/\\\\}
+  text=${text//\"/\\\"}
+  printf '"%s"' "$text"
+}
+
+json_value() { # numbers, true, false, null, lists and objects as they are; anything else as a string
+  if [[ $1 =~ ^(-?[0-9]+(\.[0-9]+)?|true|false|null|\[.*\]|\{.*\})$ ]]; then printf '%s' "$1"; else json_string "$1"; fi
+}
+
+json_object() { # KEY JSON KEY JSON …
+  local out='' comma=''
+  while [ $# -gt 0 ]; do
+    out+="$comma$(json_string "$1"): $2"
+    comma=', '
+    shift 2
+  done
+  printf '{%s}' "$out"
+}
+
+engine_kv_transfer_config() {
+  local extra=() url urls='' pair side=kv_producer policy=()
+  if [ "$ROLE" = decode ]; then
+    side=kv_consumer
+    for url in ${OPT[metaserver]}; do urls+="${urls:+, }$(json_string "$url")"; done
+    extra+=(metaserver_urls "[$urls]")
+    policy=(kv_load_failure_policy "$(json_string "${OPT[policy]}")")
+  fi
+  extra+=(side_channel_host "$(json_string "${OPT[host]}")")
+  if [ "${OPT[side-channel-port]}" != 0 ]; then extra+=(side_channel_port "${OPT[side-channel-port]}"); fi
+  if [ -n "${OPT[secret-file]}" ]; then extra+=(secret_file "$(json_string "$(realpath -m "${OPT[secret-file]}")")"); fi
+  if [ "${OPT[transport]}" != mooncake ]; then extra+=(transport "$(json_string "${OPT[transport]}")"); fi
+  if [ -n "${OPT[mooncake-protocol]}" ]; then extra+=(mooncake_protocol "$(json_string "${OPT[mooncake-protocol]}")"); fi
+  if [ "${OPT[verify]}" != off ]; then extra+=(verify "$(json_string "${OPT[verify]}")"); fi
+  if [ -n "${OPT[trace-dir]}" ]; then extra+=(trace_dir "$(json_string "$(realpath -m "${OPT[trace-dir]}")")"); fi
+  for pair in ${OPT[set]}; do
+    [[ $pair == ?*=* ]] || options_refuse "--set $pair: KEY=VALUE is wanted"
+    extra+=("${pair%%=*}" "$(json_value "${pair#*=}")")
+  done
+  json_object kv_connector '"AscendPushConnector"' kv_role "\"$side\"" "${policy[@]}" \
+    kv_connector_extra_config "$(json_object "${extra[@]}")"
+}
+
+# ---- environment and arguments
+
+engine_environment() { # fills ENVIRONMENT
+  ENVIRONMENT=("VLLM_HOST_IP=${OPT[host]}")
+  if [ -d "${OPT[model]}" ]; then ENVIRONMENT+=(HF_HUB_OFFLINE=1); fi
+  if [ "$PD_DEVICE" = npu ]; then
+    if [ -n "${OPT[devices]}" ]; then ENVIRONMENT+=("ASCEND_RT_VISIBLE_DEVICES=${OPT[devices]}"); fi
+  else
+    # vLLM's own binding of threads to cores fails when two workers share one NUMA node.
+    ENVIRONMENT+=(VLLM_CPU_OMP_THREADS_BIND=nobind "OMP_NUM_THREADS=${OPT[threads]}")
+  fi
+}
+
+engine_compilation() { # CPU only: fills ARGUMENTS with what the eager flag and the model's attention need
+  local parts=() config=${OPT[model]}/config.json
+  local stages=${OPT[pp]:-1}
+  if [ "${OPT[eager]}" != off ]; then
+    # vLLM's CPU pipeline stages do not run with --enforce-eager.
+    if [ "$stages" -gt 1 ]; then parts+=('"mode": 2' '"backend": "eager"'); else ARGUMENTS+=(--enforce-eager); fi
+  fi
+  # vLLM 0.32's rotary kernel for CPU is wrong with MLA's strides.
+  if [ -f "$config" ] && grep -Eq '"kv_lora_rank": *[0-9]' "$config"; then parts+=('"custom_ops": ["-rotary_embedding"]'); fi
+  if [ ${#parts[@]} -gt 0 ]; then
+    local IFS=,
+    ARGUMENTS+=(--compilation-config "{${parts[*]}}")
+  fi
+}
+
+engine_arguments() { # fills ARGUMENTS
+  local kv_bytes=${OPT[kv-bytes]}
+  ARGUMENTS=(--model "${OPT[model]}" --host "${OPT[host]}" --port "${OPT[port]}" --tensor-parallel-size "${OPT[tp]}")
+  if [ "${OPT[pp]:-1}" != 1 ]; then ARGUMENTS+=(--pipeline-parallel-size "${OPT[pp]}"); fi
+  if [ -n "${OPT[served-name]}" ]; then ARGUMENTS+=(--served-model-name "${OPT[served-name]}"); fi
+  if [ "${OPT[dtype]}" != auto ]; then ARGUMENTS+=(--dtype "${OPT[dtype]}"); fi
+  if [ -n "${OPT[block-size]}" ]; then ARGUMENTS+=(--block-size "${OPT[block-size]}"); fi
+  if [ -n "${OPT[max-model-len]}" ]; then ARGUMENTS+=(--max-model-len "${OPT[max-model-len]}"); fi
+  if [ -n "${OPT[chunk]}" ]; then ARGUMENTS+=(--max-num-batched-tokens "${OPT[chunk]}"); fi
+  if [ "$kv_bytes" = auto ]; then
+    kv_bytes=
+    if [ "$PD_DEVICE" = cpu ]; then kv_bytes=$((512 * 1024 * 1024)); fi
+  fi
+  if [ -n "$kv_bytes" ]; then ARGUMENTS+=(--kv-cache-memory-bytes "$kv_bytes"); fi
+  if [ "$PD_DEVICE" = cpu ]; then
+    engine_compilation
+  elif [ "${OPT[eager]}" = on ]; then
+    ARGUMENTS+=(--enforce-eager)
+  fi
+  ARGUMENTS+=(--kv-transfer-config "$(engine_kv_transfer_config)" "${REST[@]}")
+}
+
+engine_check() {
+  [ -n "${OPT[model]}" ] || options_refuse "--model is required"
+  options_need_number port tp side-channel-port threads
+  if [ -n "${OPT[pp]:-}" ]; then options_need_number pp; fi
+  case ${OPT[eager]} in
+    on | off | auto) ;;
+    *) options_refuse "--eager ${OPT[eager]}: on, off or auto is wanted" ;;
+  esac
+  case ${OPT[policy]:-recompute} in
+    recompute | fail) ;;
+    *) options_refuse "--policy ${OPT[policy]}: recompute or fail is wanted" ;;
+  esac
+}
+
+engine_main() {
+  local word
+  engine_options
+  for word in "$@"; do
+    case $word in
+      --) break ;;
+      -h | --help)
+        engine_help
+        return 0
+        ;;
+    esac
+  done
+  options_parse "$@"
+  engine_check
+  if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi
+  engine_environment
+  engine_arguments
+  local command=(env "${ENVIRONMENT[@]}" "$PD_PYTHON" -m vllm.entrypoints.openai.api_server "${ARGUMENTS[@]}")
+  if [ -n "${OPT[dry-run]}" ]; then
+    options_show "${command[@]}"
+    return 0
+  fi
+  exec "${command[@]}"
+}

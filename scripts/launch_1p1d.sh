@@ -1,0 +1,253 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Metaserver, one prefill and one decode engine on this host, until ctrl-C. --help shows every flag.
+set -euo pipefail
+here=$(dirname "$0")
+# shellcheck source=scripts/setup.sh
+. "$here/setup.sh"
+# shellcheck source=scripts/options.sh
+. "$here/options.sh"
+
+OPTIONS=(
+  "model|PD_MODEL||model directory or Hugging Face name (required)"
+  "p-tp|PD_P_TP|1|tensor parallel size of the prefill engine"
+  "p-pp|PD_P_PP|1|pipeline parallel size of the prefill engine"
+  "d-tp|PD_D_TP|1|tensor parallel size of the decode engine"
+  "host|PD_HOST|127.0.0.1|address that all three bind"
+  "port-base|PD_PORT_BASE|8000|the metaserver's port; prefill has the next one, decode the one after"
+  "p-devices|PD_P_DEVICES|auto|NPU: devices of the prefill engine; auto: the first ones"
+  "d-devices|PD_D_DEVICES|auto|NPU: devices of the decode engine; auto: those after the prefill engine's"
+  "log-dir|PD_LOG_DIR|auto|where the three write their output; auto: out/1p1d-<time>"
+  "secret-file|PD_SECRET_FILE|auto|shared secret, created with mode 0600 if it is not there; auto: in log-dir"
+  "timeout|PD_READY_TIMEOUT|auto|seconds until all are ready; auto: 300 on CPU, 1800 on NPU"
+  "grace|PD_GRACE|30|seconds that a process has to stop by itself"
+  "dry-run!|||print the commands and do nothing"
+)
+
+help() {
+  cat <<'TEXT'
+Starts a metaserver, one prefill engine and one decode engine on this host, waits until they answer, prints the
+address for clients, and stops all three on ctrl-C. Everything else of the engines (block size, dtype, …) is set by
+the environment variables that scripts/prefill.sh --help and scripts/decode.sh --help name.
+
+usage: scripts/launch_1p1d.sh --model MODEL [flags]
+
+TEXT
+  options_help
+}
+
+say() { printf '[%5s s] %s\n' "$(pd_elapsed "$PD_STARTED")" "$*"; }
+
+# ---- the three commands
+
+device_list() { # first count
+  seq -s , "$1" $(($1 + $2 - 1))
+}
+
+resolve() {
+  METASERVER_PORT=${OPT[port-base]}
+  PREFILL_PORT=$((METASERVER_PORT + 1))
+  DECODE_PORT=$((METASERVER_PORT + 2))
+  if [ "${OPT[log-dir]}" = auto ]; then OPT[log-dir]=$PD_ROOT/out/1p1d-$(date +%Y%m%d-%H%M%S)-$$; fi
+  if [ "${OPT[secret-file]}" = auto ]; then OPT[secret-file]=${OPT[log-dir]}/secret; fi
+  local p_world=$((OPT[p-tp] * OPT[p-pp]))
+  if [ "${OPT[p-devices]}" = auto ]; then OPT[p-devices]=$(device_list 0 "$p_world"); fi
+  if [ "${OPT[d-devices]}" = auto ]; then OPT[d-devices]=$(device_list "$p_world" "${OPT[d-tp]}"); fi
+  if [ "${OPT[timeout]}" = auto ]; then
+    if [ "$PD_DEVICE" = npu ]; then OPT[timeout]=1800; else OPT[timeout]=300; fi
+  fi
+}
+
+role_command() { # role more-flags… : fills COMMAND
+  local role=$1 host=${OPT[host]}
+  shift
+  COMMAND=("$here/$role.sh" --no-setup --host "$host")
+  case $role in
+    metaserver)
+      COMMAND+=(--port "$METASERVER_PORT" --prefill "http://$host:$PREFILL_PORT" --decode "http://$host:$DECODE_PORT")
+      ;;
+    prefill)
+      COMMAND+=(--port "$PREFILL_PORT" --model "${OPT[model]}" --tp "${OPT[p-tp]}" --pp "${OPT[p-pp]}"
+        --devices "${OPT[p-devices]}" --secret-file "${OPT[secret-file]}")
+      ;;
+    decode)
+      COMMAND+=(--port "$DECODE_PORT" --model "${OPT[model]}" --tp "${OPT[d-tp]}" --devices "${OPT[d-devices]}"
+        --secret-file "${OPT[secret-file]}" --metaserver "http://$host:$METASERVER_PORT")
+      ;;
+  esac
+  COMMAND+=("$@")
+}
+
+make_secret() {
+  local file=${OPT[secret-file]}
+  if [ -e "$file" ]; then
+    [ "$(stat -c %a "$file")" = 600 ] || options_refuse "$file exists with mode $(stat -c %a "$file"): chmod 600 it"
+    return 0
+  fi
+  mkdir -p "$(dirname "$file")"
+  (umask 077 && od -An -tx1 -N32 /dev/urandom | tr -d ' \n' >"$file")
+  say "secret created: $file (mode 0600)"
+}
+
+# ---- children: each the leader of its own session, so that its workers can be told from everything else
+
+declare -A PIDS=() LOGS=()
+
+start() { # role
+  role_command "$1"
+  LOGS[$1]=${OPT[log-dir]}/$1.log
+  setsid "${COMMAND[@]}" >"${LOGS[$1]}" 2>&1 </dev/null &
+  PIDS[$1]=$!
+  say "$1 started: pid ${PIDS[$1]}, log ${LOGS[$1]}"
+}
+
+alive() { kill -0 "${PIDS[$1]}" 2>/dev/null; }
+
+# What still runs in the role's session. Zombies do not: a container's first process may never reap them.
+session_pids() { # role
+  local stat text fields
+  for stat in /proc/[0-9]*/stat; do
+    { text=$(<"$stat"); } 2>/dev/null || continue
+    read -ra fields <<<"${text##*) }" # state, parent, process group, session, …
+    if [ "${fields[3]}" = "${PIDS[$1]}" ] && [ "${fields[0]}" != Z ]; then printf '%s\n' "${text%% *}"; fi
+  done
+}
+
+session_kill() { # role
+  local pid
+  for pid in $(session_pids "$1"); do kill -KILL "$pid" 2>/dev/null || true; done
+}
+
+wait_gone() { # role seconds
+  local end=$((SECONDS + $2))
+  while [ -n "$(session_pids "$1")" ]; do
+    [ "$SECONDS" -lt "$end" ] || return 1
+    sleep 0.1
+  done
+}
+
+# Ends every child and what it started. Never by name: only sessions that start() made.
+stop_all() {
+  local role leaked=0 roles=()
+  trap 'for role in "${roles[@]}"; do session_kill "$role"; done' INT TERM
+  trap - EXIT
+  for role in metaserver prefill decode; do
+    if [ -n "${PIDS[$role]:-}" ]; then
+      roles+=("$role")
+      kill -TERM "${PIDS[$role]}" 2>/dev/null || true
+    fi
+  done
+  if [ ${#roles[@]} -gt 0 ]; then say "stopping ${roles[*]} (again ctrl-C: at once)"; fi
+  for role in "${roles[@]}"; do
+    wait_gone "$role" "${OPT[grace]}" && continue
+    say "$role or a process of it did not stop within ${OPT[grace]} s: killed (see ${LOGS[$role]})"
+    leaked=1
+    session_kill "$role"
+    wait_gone "$role" 5 || say "$role: session ${PIDS[$role]} is still there"
+  done
+  wait
+  if [ ${#roles[@]} -gt 0 ]; then say "stopped"; fi
+  return "$leaked"
+}
+
+give_up() {
+  say "$1"
+  stop_all || true
+  exit 1
+}
+
+# ---- readiness
+
+answers() { # port: does GET /health say 200?
+  local status='' socket
+  exec {socket}<>"/dev/tcp/${OPT[host]}/$1" || return 1
+  printf 'GET /health HTTP/1.0\r\nHost: %s\r\n\r\n' "${OPT[host]}" >&"$socket" &&
+    IFS= read -r -t 2 -u "$socket" status || true
+  exec {socket}>&-
+  [[ $status == 'HTTP/1.'[01]' 200'* ]]
+} 2>/dev/null
+
+port_of() {
+  case $1 in
+    metaserver) printf '%s' "$METASERVER_PORT" ;;
+    prefill) printf '%s' "$PREFILL_PORT" ;;
+    decode) printf '%s' "$DECODE_PORT" ;;
+  esac
+}
+
+check_children() {
+  local role
+  for role in "${!PIDS[@]}"; do
+    if ! alive "$role"; then
+      tail -n 20 "${LOGS[$role]}" | sed "s/^/  $role | /"
+      give_up "$role has ended by itself; the end of its log is above"
+    fi
+  done
+}
+
+wait_ready() {
+  local waiting=("$@") still role told=$SECONDS
+  local end=$((SECONDS + OPT[timeout]))
+  while [ ${#waiting[@]} -gt 0 ]; do
+    check_children
+    still=()
+    for role in "${waiting[@]}"; do
+      if answers "$(port_of "$role")"; then say "$role is ready"; else still+=("$role"); fi
+    done
+    waiting=("${still[@]}")
+    if [ ${#waiting[@]} = 0 ]; then return 0; fi
+    if [ "$SECONDS" -ge "$end" ]; then
+      for role in "${waiting[@]}"; do tail -n 20 "${LOGS[$role]}" | sed "s/^/  $role | /"; done
+      give_up "not ready after ${OPT[timeout]} s: ${waiting[*]}"
+    fi
+    if [ $((SECONDS - told)) -ge 5 ]; then
+      told=$SECONDS
+      say "waiting for ${waiting[*]}"
+    fi
+    sleep 0.5
+  done
+}
+
+main() {
+  local word role
+  for word in "$@"; do
+    case $word in -h | --help)
+      help
+      return 0
+      ;;
+    esac
+  done
+  options_parse "$@"
+  [ -n "${OPT[model]}" ] || options_refuse "--model is required"
+  options_need_number p-tp p-pp d-tp port-base grace
+  if [ -n "${OPT[dry-run]}" ]; then
+    pd_choose_interpreter
+    resolve
+    for role in metaserver prefill decode; do
+      role_command "$role" --dry-run
+      "${COMMAND[@]}"
+    done
+    return 0
+  fi
+  pd_setup run
+  export PD_PYTHON PD_DEVICE
+  resolve
+  options_need_number timeout
+  mkdir -p "${OPT[log-dir]}"
+  make_secret
+  trap 'give_up interrupted' INT TERM
+  trap 'stop_all || true' EXIT
+  for role in metaserver prefill decode; do
+    if answers "$(port_of "$role")"; then give_up "port $(port_of "$role") is already served by something else"; fi
+  done
+  for role in metaserver prefill decode; do start "$role"; done
+  wait_ready metaserver prefill decode
+  say "all ready: http://${OPT[host]}:$METASERVER_PORT — for example:"
+  printf "  curl -s http://%s:%s/v1/completions -H 'Content-Type: application/json' -d '%s'\n" "${OPT[host]}" \
+    "$METASERVER_PORT" "{\"model\": \"${PD_SERVED_NAME:-${OPT[model]}}\", \"prompt\": \"Hello\", \"max_tokens\": 16}"
+  say "ctrl-C stops all"
+  trap 'stop_all; exit $?' INT TERM
+  while check_children; do sleep 1; done
+}
+
+main "$@"

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sets up if needed, then runs the test suite: unit, native, simulation, integration, in one pytest run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/setup.sh
+. scripts/setup.sh
+
+help() {
+  cat <<'TEXT'
+Sets up if needed (scripts/setup.sh), then runs the tests: unit, native, simulation, integration, in this order.
+
+usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
+
+  --all       also what is marked slow: it does not fit the time of a CI run
+  --no-setup  do not check the installation first
+
+With paths (tests/unit, tests/unit/test_x.py::test_y) only those run; other arguments go to pytest as they are.
+Tests marked npu say that they are skipped where there is no NPU.
+TEXT
+}
+
+selection=(-m 'not slow')
+install=1
+paths=()
+arguments=()
+for word in "$@"; do
+  case $word in
+    -h | --help)
+      help
+      exit 0
+      ;;
+    --all) selection=() ;;
+    --no-setup) install= ;;
+    *) if [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
+  esac
+done
+if [ ${#paths[@]} = 0 ]; then
+  for part in unit native simulation integration; do
+    if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi
+  done
+fi
+
+if [ -n "$install" ]; then pd_setup test; else pd_choose_interpreter; fi
+# Nothing after this line: the summary of pytest is the end of the output.
+exec "$PD_PYTHON" -m pytest "${selection[@]}" "${arguments[@]}" "${paths[@]}"
