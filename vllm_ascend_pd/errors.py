@@ -89,6 +89,7 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-004": Entry("Too many reservations are waiting for the metaserver ({count}).", "Raise metaserver_max_queue or add capacity."),
     "PD-META-005": Entry("The reservation does not fit the prompt: {why}.", "Send the same prompt to both engines; check the tokenizers."),
     "PD-META-006": Entry("Prefill failed: {why}.", "See the prefill engine's log."),
+    "PD-META-007": Entry("The decode instance could not answer: {why}.", "See the decode engine's log; the metaserver tries another instance when there is one."),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pretended engine behind a real HTTP server on 127.0.0.1: vLLM's OpenAI surface, streaming included.
+
+As a D it asks the metaserver for its prefill with the package's own client, one reservation per prompt and choice.
+As a P it "pushes" what the reservation names, which D then finds. Its words depend on the prompt alone, so a test can
+tell a right answer from a wrong one. `Served` runs any ASGI application on a thread of its own and can kill it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from vllm_ascend_pd.config import MetaserverConfig
+from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
+from vllm_ascend_pd.runtime.loop import LoopThread
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Served:
+    """An ASGI application on a port of 127.0.0.1, on its own loop thread."""
+
+    def __init__(self, app: Any, name: str, port: int = 0, lifespan: str = "off") -> None:
+        self.loop = LoopThread(name)
+        self._app, self._lifespan = app, lifespan
+        self._server: uvicorn.Server | None = None
+        self.port = port
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def start(self) -> None:
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", self.port))
+        listening.listen(1024)
+        self.port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self._app,
+            log_level="error",
+            access_log=False,
+            lifespan=self._lifespan,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=2,
+            interface="asgi3",
+            proxy_headers=False,
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = self.loop.submit(self._server.serve(sockets=[listening]))
+        self.loop.call(self._until_started(), 10)
+
+    async def _until_started(self) -> None:
+        while self._server is not None and not self._server.started:
+            await asyncio.sleep(0.005)
+
+    def kill(self) -> None:
+        """As a SIGKILL looks from outside: every connection and the port are gone at once."""
+        server, self._server = self._server, None
+        if server is not None:
+            self.loop.call(self._kill(server), 10)
+
+    async def _kill(self, server: uvicorn.Server) -> None:
+        for listening in server.servers:
+            listening.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        server.force_exit = server.should_exit = True
+        await asyncio.wrap_future(self._serving)
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(TimeoutError):
+                self._serving.result(10)
+        self.loop.stop()
+
+
+@dataclass
+class Seen:
+    """One request that reached the engine."""
+
+    route: str
+    headers: dict[str, str]
+    body: Any
+    aborted: bool = False
+    finished: bool = False
+
+
+@dataclass
+class Manner:
+    """How the engine behaves; a test changes it at any time."""
+
+    tokens: int = 3
+    before_first_s: float = 0.0
+    gap_s: float = 0.0
+    prefill_s: float = 0.0
+    status: int = 200  # another one: it answers that
+    empty: bool = False  # 200 and nothing
+    break_after: int | None = None  # pieces sent before the connection is torn
+    hang: bool = False  # never answers
+    policy: str = "recompute"  # as D: what a failed load leads to ("recompute" or "fail")
+    health: int = 200
+    push: bool = True  # as P: whether the KV really arrives
+
+
+PUSHED: set[str] = set()  # transfers whose KV has arrived; the wire, so to speak
+
+
+def words(prompt: object, count: int) -> list[str]:
+    """The right answer to a prompt."""
+    seed = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
+    return [f" {seed[4 * i : 4 * i + 4]}" for i in range(count)]
+
+
+class FakeEngine:
+    def __init__(self, name: str = "engine", port: int = 0, metaservers: tuple[str, ...] = ()) -> None:
+        self.manner = Manner()
+        self.seen: list[Seen] = []
+        self.running = 0
+        self.outcomes: list[Outcome] = []
+        self.local_prefills = 0
+        self._waiting: dict[str, asyncio.Future[Outcome]] = {}
+        self.served = Served(self._app, name, port)
+        self.metaservers(*metaservers)
+
+    def metaservers(self, *urls: str) -> None:
+        """The allow-list of D's client."""
+        config = MetaserverConfig(metaserver_urls=urls)
+        self._client = MetaserverClient(config, self.served.loop, self._outcome)
+
+    @property
+    def address(self) -> str:
+        return self.served.address
+
+    def generations(self) -> list[Seen]:
+        return [s for s in self.seen if s.route.endswith("completions")]
+
+    def stop(self) -> None:
+        self.served.loop.call(self._client.close(), 10)
+        self.served.stop()
+
+    def _outcome(self, key: Any, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        waiting = self._waiting.get(key)
+        if outcome.final and waiting is not None and not waiting.done():
+            waiting.set_result(outcome)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        parsed = json.loads(body) if body[:1] in (b"{", b"[") else None
+        headers = {k.decode(): v.decode() for k, v in scope["headers"]}
+        seen = Seen(scope["path"], headers, parsed)
+        if scope["path"] == "/health":
+            await _answer(send, self.manner.health, b"")
+            return
+        self.seen.append(seen)
+        work = asyncio.ensure_future(self._serve(seen, send))
+        left = asyncio.ensure_future(_left(receive))
+        self.running += 1
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                seen.finished = True
+            else:
+                seen.aborted = True
+        finally:
+            self.running -= 1
+            left.cancel()
+            work.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+
+    async def _serve(self, seen: Seen, send: Send) -> None:
+        if self.manner.hang:
+            await asyncio.Event().wait()
+        if self.manner.status != 200:
+            await _answer(send, self.manner.status, _error(self.manner.status, "as told"))
+        elif self.manner.empty:
+            await _answer(send, 200, b"")
+        elif seen.route == "/v1/models":
+            await _answer(
+                send, 200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}).encode()
+            )
+        elif not seen.route.endswith("completions"):
+            await _answer(send, 200, json.dumps({"route": seen.route, "body": seen.body}).encode())
+        elif seen.body.get("model", "fake") != "fake":
+            await _answer(send, 404, _error(404, "The model does not exist."))
+        else:
+            await self._generate(seen, send)
+
+    async def _generate(self, seen: Seen, send: Send) -> None:
+        params = seen.body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            await asyncio.sleep(self.manner.prefill_s)
+            if self.manner.push:
+                PUSHED.add(json.loads(base64.b64decode(params["reservation"]))["transfer"])
+        elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
+            if seen.body.get("stream"):
+                await _head(send, 200, b"text/event-stream")
+                await _piece(
+                    send, b"data: " + _error(500, "Internal server error") + b"\n\ndata: [DONE]\n\n", last=True
+                )
+            else:
+                await _answer(send, 500, _error(500, "Internal server error"))
+            return
+        await asyncio.sleep(self.manner.before_first_s)
+        await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
+
+    async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:
+        """D's side: reserve for every prompt and choice, wait for all. False: the request fails."""
+        prompts = _prompts(body)
+        outcomes = await asyncio.gather(
+            *(self._reserve(prompt, params) for prompt in prompts for _ in range(body.get("n") or 1))
+        )
+        failed = [o for o in outcomes if o is not None and o.kind == "failed"]
+        if not failed:
+            return True
+        self.local_prefills += 1
+        return self.manner.policy == "recompute"
+
+    async def _reserve(self, prompt: object, params: dict[str, Any]) -> Outcome:
+        transfer = f"d/{uuid.uuid4().hex}"
+        envelope = base64.b64encode(json.dumps({"transfer": transfer}).encode()).decode()
+        body: dict[str, Any] = {"ticket": params["ticket"], "transfer": transfer, "reservation": envelope}
+        if params.get("send_tokens"):
+            body["prompt_token_ids"] = list(json.dumps(prompt).encode())
+        waiting = self._waiting[transfer] = asyncio.get_running_loop().create_future()
+        self._client.reserve(transfer, params["metaserver"], body, 60.0)
+        try:
+            outcome = await waiting
+        finally:
+            self._client.forget(transfer)
+            del self._waiting[transfer]
+        if outcome.kind == "prefilled" and transfer not in PUSHED:
+            return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
+        return outcome
+
+    async def _whole(self, seen: Seen, send: Send) -> None:
+        chat = "chat" in seen.route
+        count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.manner.tokens
+        texts = ["".join(words(p, count)) for p in _prompts(seen.body) for _ in range(seen.body.get("n") or 1)]
+        choices = [
+            {"index": i, "finish_reason": "length", **({"message": {"content": t}} if chat else {"text": t})}
+            for i, t in enumerate(texts)
+        ]
+        await asyncio.sleep(self.manner.gap_s * count)
+        await _answer(send, 200, json.dumps({"id": "fake", "model": "fake", "choices": choices}).encode())
+
+    async def _stream(self, seen: Seen, send: Send) -> None:
+        chat = "chat" in seen.route
+        count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.manner.tokens
+        await _head(send, 200, b"text/event-stream; charset=utf-8")
+        for i, word in enumerate(words(_prompts(seen.body)[0], count)):
+            if i == self.manner.break_after:
+                raise ConnectionAbortedError("as told")
+            choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
+            await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
+            await asyncio.sleep(self.manner.gap_s)
+        await _piece(send, b"data: [DONE]\n\n", last=True)
+
+
+def _prompts(body: dict[str, Any]) -> list[object]:
+    if "messages" in body:
+        return [body["messages"]]
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return prompt
+    return [prompt]
+
+
+async def _read(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, message: str) -> bytes:
+    return json.dumps({"error": {"message": message, "type": "Fake", "param": None, "code": status}}).encode()
+
+
+async def _head(send: Send, status: int, kind: bytes, length: int | None = None) -> None:
+    headers = [(b"content-type", kind)]
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _piece(send: Send, piece: bytes, last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": not last})
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    await _head(send, status, b"application/json", len(body))
+    await _piece(send, body, last=True)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metaserver as clients and engines meet it, over real sockets, with pretended engines behind it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, Served, words
+
+from vllm_ascend_pd.metaserver.service.app import Front
+from vllm_ascend_pd.metaserver.service.settings import Settings
+
+
+@dataclass
+class Cluster:
+    front: Front
+    served: Served
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    http: httpx.Client
+
+    def complete(self, prompt: object = "a prompt", **more: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"model": "fake", "prompt": prompt, "max_tokens": 3, **more})
+
+    def legs(self) -> list[dict[str, Any]]:
+        return [seen.body for p in self.prefill for seen in p.generations()]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def cluster(prefill: int = 1, decode: int = 1, **settings: Any) -> Iterator[Cluster]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    engines = [FakeEngine(f"fake-{i}", metaservers=(url,)) for i in range(prefill + decode)]
+    ps, ds = engines[:prefill], engines[prefill:]
+    front = Front(
+        replace(
+            Settings(
+                port=port,
+                prefill=tuple(e.address for e in ps),
+                decode=tuple(e.address for e in ds),
+                probe_every_s=0.1,
+                heartbeat_s=0.2,
+            ),
+            **settings,
+        ),
+        url,
+    )
+    served = Served(front.app(), "metaserver", port, lifespan="on")
+    http = httpx.Client(base_url=url, timeout=30, trust_env=False)
+    try:
+        until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)
+        yield Cluster(front, served, ps, ds, http)
+    finally:
+        http.close()
+        served.stop()
+        for engine in engines:
+            engine.stop()
+
+
+def until(promise: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Wait for something that must come to be true."""
+    end = time.monotonic() + timeout_s
+    while not promise():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+def texts(answer: httpx.Response) -> list[str]:
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def events(answer: httpx.Response) -> list[str]:
+    return [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
+
+
+def streamed(answer: httpx.Response) -> str:
+    *pieces, last = events(answer)
+    assert last == "[DONE]"
+    return "".join(json.loads(piece)["choices"][0]["text"] for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    with cluster() as c:
+        yield c
+
+
+def test_a_completion_comes_back_right_and_went_over_p(pair: Cluster) -> None:
+    before = len(pair.legs())
+    answer = pair.complete("one")
+    assert answer.status_code == 200
+    assert texts(answer) == ["".join(words("one", 3))]
+    leg = pair.legs()[before]
+    assert leg["max_tokens"] == 1 and leg["stream"] is False and leg["prompt"] == "one"
+    assert leg["kv_transfer_params"]["do_remote_decode"] is True
+
+
+def test_a_stream_comes_back_right_and_in_pieces(pair: Cluster) -> None:
+    answer = pair.complete("two", stream=True, stream_options={"include_usage": True}, min_tokens=3)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert streamed(answer) == "".join(words("two", 3))
+    assert not {"stream_options", "min_tokens"} & set(pair.legs()[-1])
+
+
+def test_chat_is_served_with_and_without_a_stream(pair: Cluster) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "fake", "messages": messages, "max_completion_tokens": 3}
+    whole = pair.http.post("/v1/chat/completions", json=body)
+    assert whole.json()["choices"][0]["message"]["content"] == "".join(words(messages, 3))
+    answer = pair.http.post("/v1/chat/completions", json={**body, "stream": True})
+    pieces = [json.loads(e)["choices"][0]["delta"]["content"] for e in events(answer)[:-1]]
+    assert "".join(pieces) == "".join(words(messages, 3))
+    assert pair.legs()[-1]["max_completion_tokens"] == 1
+
+
+def test_a_clients_own_transfer_parameters_reach_no_engine(pair: Cluster) -> None:
+    forged = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1", "ticket": "x", "remote_host": "evil"}
+    assert pair.complete("three", kv_transfer_params=forged).status_code == 200
+    pair.http.post("/v1/embeddings", json={"input": "x", "kv_transfer_params": forged})
+    pair.http.post("/v1/responses", content=b'{"kv_transfer\\u005fparams": {"remote_host": "evil"}}')
+    for engine in (*pair.prefill, *pair.decode):
+        assert "evil" not in json.dumps([s.body for s in engine.seen])
+
+
+def test_other_routes_go_to_a_d(pair: Cluster) -> None:
+    assert pair.http.get("/v1/models").json()["data"][0]["id"] == "fake"
+    answer = pair.http.post("/v1/embeddings", json={"input": "x"})
+    assert answer.json() == {"route": "/v1/embeddings", "body": {"input": "x"}}
+
+
+def test_an_engines_no_to_the_client_is_passed_on(pair: Cluster) -> None:
+    answer = pair.complete(model="another")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "The model does not exist."
+
+
+def test_what_is_not_json_is_refused_in_the_openai_shape(pair: Cluster) -> None:
+    for body in (b"{", b"[1]", b"", b"\xff"):
+        answer = pair.http.post("/v1/completions", content=body)
+        assert answer.status_code == 400
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_request_id_is_made_or_kept_and_both_legs_carry_it(pair: Cluster) -> None:
+    pair.http.post(
+        "/v1/completions",
+        json={"prompt": "x", "max_tokens": 1},
+        headers={"X-Request-Id": "mine", "traceparent": "00-a-b-01", "Authorization": "Bearer k"},
+    )
+    for engine in (pair.prefill[0], pair.decode[0]):
+        headers = engine.generations()[-1].headers
+        assert (headers["x-request-id"], headers["traceparent"], headers["authorization"]) == (
+            "mine",
+            "00-a-b-01",
+            "Bearer k",
+        )
+
+
+def test_an_unknown_ticket_is_refused(pair: Cluster) -> None:
+    body = {"ticket": "nobody's", "transfer": "t", "reservation": ""}
+    assert pair.http.post("/v1/metaserver", json=body).status_code == 404
+    assert pair.http.post("/v1/metaserver", content=b"{}").status_code == 400
+
+
+def test_a_client_that_leaves_cancels_both_legs() -> None:
+    with cluster() as c:
+        c.prefill[0].manner.prefill_s = 60
+        with pytest.raises(httpx.ReadTimeout):
+            c.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.5)
+        until(lambda: c.prefill[0].generations()[0].aborted and c.decode[0].generations()[0].aborted)
+        assert not c.front.exchanges.attempts
+        assert all(i.requests == 0 and i.load == 0 for i in c.front.fleet)
+
+
+def test_a_client_that_leaves_a_stream_cancels_d() -> None:
+    with cluster() as c:
+        c.decode[0].manner.gap_s, c.decode[0].manner.tokens = 0.1, 1000
+        with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            next(answer.iter_bytes())
+        until(lambda: c.decode[0].generations()[0].aborted)
+
+
+def test_n_choices_bring_n_transfers_on_one_ticket() -> None:
+    with cluster() as c:
+        assert texts(c.complete("many", n=3)) == ["".join(words("many", 3))] * 3
+        assert len(c.legs()) == 3 and all(leg["n"] == 1 for leg in c.legs())
+        assert len({leg["kv_transfer_params"]["reservation"] for leg in c.legs()}) == 3
+
+
+def test_list_prompts_are_prefilled_by_token_ids() -> None:
+    with cluster() as c:
+        assert texts(c.complete(["a", "b"])) == ["".join(words(p, 3)) for p in ("a", "b")]
+        assert sorted(leg["prompt"] for leg in c.legs()) == sorted(list(json.dumps(p).encode()) for p in ("a", "b"))
+
+
+def test_load_spreads_over_all_instances() -> None:
+    with cluster(prefill=2, decode=2) as c:
+        for i in range(24):
+            assert c.complete(f"p{i}").status_code == 200
+        assert all(engine.generations() for engine in (*c.prefill, *c.decode))
+
+
+def test_d_is_told_at_once_when_p_fails_and_computes_by_itself() -> None:
+    with cluster() as c:
+        c.prefill[0].manner.status = 500
+        answer = c.complete("alone")
+        assert texts(answer) == ["".join(words("alone", 3))]
+        assert c.decode[0].outcomes[-1].code == "PD-META-006"
+
+
+def test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket() -> None:
+    with cluster(prefill=2) as c:
+        c.decode[0].manner.policy = "fail"
+        c.prefill[0].manner.status = 500
+        for i in range(8):
+            assert texts(c.complete(f"p{i}")) == ["".join(words(f"p{i}", 3))]
+        failed = len(c.prefill[0].generations())
+        assert failed
+        tickets = [s.body["kv_transfer_params"]["ticket"] for s in c.decode[0].generations()]
+        assert len(tickets) == len(set(tickets)) == 8 + failed
+
+
+def test_a_request_survives_the_death_of_its_d_before_the_first_byte() -> None:
+    with cluster(decode=2) as c:
+        for engine in c.decode:
+            engine.manner.before_first_s = 0.5
+        import threading
+
+        got: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: got.append(c.complete("stay")), name="client")
+        asking.start()
+        until(lambda: any(e.generations() for e in c.decode))
+        next(e for e in c.decode if e.generations()).served.kill()
+        asking.join(20)
+        assert texts(got[0]) == ["".join(words("stay", 3))]
+
+
+def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
+    with cluster() as c:
+        c.decode[0].manner.break_after = 2
+        answer = c.complete("x", stream=True)
+        *pieces, error, done = events(answer)
+        assert len(pieces) == 2 and done == "[DONE]"
+        assert json.loads(error)["error"]["code"] == "PD-META-007"
+
+
+def test_an_empty_200_is_no_answer() -> None:
+    with cluster() as c:
+        c.decode[0].manner.empty = True
+        for stream in (False, True):
+            answer = c.complete("x", stream=stream)
+            assert answer.status_code == 502 and answer.json()["error"]["message"]
+
+
+def test_without_any_p_d_prefills_or_the_client_is_told_when_to_come_back() -> None:
+    with cluster(prefill=0) as c:
+        until(lambda: c.complete("alone").status_code == 200)
+        assert "kv_transfer_params" not in c.decode[0].generations()[-1].body
+    with cluster(prefill=0, without_prefill="refuse") as c:
+        answer = c.complete("alone")
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+
+
+def test_prompt_logprobs_are_computed_by_d_alone() -> None:
+    with cluster() as c:
+        c.complete("x", prompt_logprobs=1)
+        c.complete("x", echo=True, logprobs=1)
+        assert not c.legs()

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd <subcommand>`, also `python -m vllm_ascend_pd.cli`.
+
+A subcommand is a module here with `add_parser(subparsers) -> argparse.ArgumentParser` and `run(args) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from vllm_ascend_pd import __version__
+from vllm_ascend_pd.errors import PdError
+
+SUBCOMMANDS = ("metaserver", "doctor", "plan", "trace")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="vllm-ascend-pd", description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = top.add_subparsers(dest="subcommand", required=True, metavar="|".join(_present()))
+    for name in _present():
+        module = importlib.import_module(f"vllm_ascend_pd.cli.{name}")
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    return top
+
+
+def _present() -> list[str]:
+    return [name for name in SUBCOMMANDS if importlib.util.find_spec(f"vllm_ascend_pd.cli.{name}")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except PdError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

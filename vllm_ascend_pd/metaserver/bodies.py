@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from a client's request, and the two bodies that are made of it: D's and P's.
+
+Only the outermost level of the JSON is taken apart; prompts and messages stay the bytes they were, however long.
+A client's own `kv_transfer_params` never gets any further than here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+FORBIDDEN = "kv_transfer_params"
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_BYTES_PER_TOKEN = 4  # an estimate, for load only
+_UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
+_HEAD_BYTES = 2048  # how much of a prompt makes its affinity
+# What would make P do more than the prefill, or refuse a request for one token.
+_NOT_FOR_PREFILL = (
+    *("stream", "stream_options", "min_tokens", "n", "best_of", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *("max_tokens", "max_completion_tokens", "use_beam_search", "stop", "stop_token_ids", "request_id"),
+)
+# What of a request changes the KV of given token ids.
+_BESIDE_TOKENS = ("model", "cache_salt", "priority", "vllm_xargs")
+
+
+class BodyError(ValueError):
+    """The client's body cannot be used; the text is for the client."""
+
+
+class Shape(Enum):
+    ONE = "one prompt"
+    BATCH = "several prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a client, understood as far as routing needs it."""
+
+    route: str
+    fields: Mapping[str, msgspec.Raw]
+    stream: bool
+    shape: Shape
+    prefill_tokens: int
+    decode_tokens: int
+    remote: bool  # a prefill elsewhere serves it; else D must see the whole prompt itself
+    send_tokens: bool  # P gets the token ids that D made, not the client's own words
+    affinity: bytes
+
+
+def parse(route: str, body: bytes) -> Request:
+    """Raises BodyError for what is not a JSON object or has impossible values where we look at them."""
+    fields = parse_fields(body)
+    fields.pop(FORBIDDEN, None)
+    prompt = bytes(fields.get("messages" if route == CHAT else "prompt", b""))
+    shape, tokens = _measure(prompt, chat=route == CHAT)
+    copies = _number(fields, "n", 1)
+    limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
+    forced_tool = bytes(fields.get("tool_choice", b"null")) not in (b"null", b'"none"', b'"auto"')
+    return Request(
+        route=route,
+        fields=fields,
+        stream=_flag(fields, "stream"),
+        shape=shape,
+        prefill_tokens=tokens,
+        decode_tokens=tokens + min(limit, 1 << 20) * min(copies, 1024),
+        remote=bool(prompt) and not _needs_own_prompt(fields),
+        # A forced tool call is parsed from the answer, and one token of it is no tool call: P gets the ids.
+        send_tokens=shape is Shape.BATCH or (route == CHAT and forced_tool),
+        affinity=_affinity(fields, prompt),
+    )
+
+
+def parse_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return _FIELDS.decode(body)
+    except msgspec.DecodeError as problem:
+        raise BodyError(f"The body is not a JSON object: {problem}") from problem
+
+
+def for_decode(request: Request, params: Mapping[str, Any] | None) -> bytes:
+    """D's body: the client's, and where to ask for a prefill (None: D prefills by itself)."""
+    if params is None:
+        return msgspec.json.encode(request.fields)
+    return msgspec.json.encode({**request.fields, FORBIDDEN: params})
+
+
+def for_prefill(request: Request, params: Mapping[str, Any], token_ids: Sequence[int] | None) -> tuple[str, bytes]:
+    """P's route and body: the same prompt, one token, no stream."""
+    if token_ids is not None:
+        fields = {key: request.fields[key] for key in _BESIDE_TOKENS if key in request.fields}
+        body = {**fields, "prompt": list(token_ids), "max_tokens": 1, "stream": False, FORBIDDEN: params}
+        return COMPLETIONS, msgspec.json.encode(body)
+    limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
+    kept = {key: value for key, value in request.fields.items() if key not in _NOT_FOR_PREFILL}
+    return request.route, msgspec.json.encode({**kept, limit: 1, "n": 1, "stream": False, FORBIDDEN: params})
+
+
+def strip(body: bytes) -> bytes:
+    """Any other JSON body without the forbidden field, also inside a list of requests; unchanged if it has none."""
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body  # not JSON (an audio file): the engine will not find the field either
+    items = value if isinstance(value, list) else [value]
+    found = [item.pop(FORBIDDEN, None) is not None for item in items if isinstance(item, dict)]
+    return msgspec.json.encode(value) if any(found) else body
+
+
+def _measure(raw: bytes, chat: bool) -> tuple[Shape, int]:
+    """Shape and estimated tokens of a prompt that is text, token ids, or a list of either."""
+    if chat or raw[:1] != b"[":
+        return Shape.ONE, len(raw) // _BYTES_PER_TOKEN + 1
+    inner = raw[1:64].lstrip()[:1]
+    if inner in (b'"', b"["):
+        several = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        tokens = sum(_measure(bytes(item), chat=False)[1] for item in several)
+        return (Shape.BATCH if len(several) > 1 else Shape.ONE), tokens
+    return Shape.ONE, raw.count(b",") + 1
+
+
+def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Log-probabilities of the prompt come from computing it; a beam search makes requests of its own."""
+    if _present(fields, "prompt_logprobs") or _flag(fields, "use_beam_search") or _present(fields, "prompt_embeds"):
+        return True
+    return _flag(fields, "echo") and _present(fields, "logprobs")
+
+
+def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+    return bytes(fields.get(key, b"null")) not in (b"null", b"false")
+
+
+def _flag(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+    return bytes(fields.get(key, b"false")) in (b"true", b"1", b'"true"')
+
+
+def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
+    """A count for routing; what is wrong about it the engine will tell the client."""
+    raw = bytes(fields.get(key, b""))
+    return int(raw) if raw.isdigit() and len(raw) < 10 else default
+
+
+def _affinity(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> bytes:
+    head = bytes(fields.get("model", b"")) + b"\0" + bytes(fields.get("cache_salt", b"")) + b"\0" + prompt[:_HEAD_BYTES]
+    return hashlib.blake2b(head, digest_size=16).digest()

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's calls to the metaserver: thousands of open reservations on one loop thread, each bounded in every phase.
+
+`reserve` may be called from the scheduler's thread: it does bookkeeping under a lock and posts to the loop. The
+answer is a stream of JSON lines (docs/protocol.md); a read that stays silent for three heartbeats has failed. A POST
+is repeated only when it surely was not executed. Each key gets exactly one final outcome, unless it is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import ssl
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from vllm_ascend_pd.config import MetaserverConfig
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
+from vllm_ascend_pd.runtime.loop import LoopThread
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+MAX_LINE_BYTES = 64 << 10
+_BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
+_CONNECTIONS_PER_POOL = 128  # httpx looks at every connection of a pool for each request: small pools stay cheap
+_KEEPALIVE_S = 4.0  # shorter than a server's usual 5 s: a connection that the other side is closing is not taken
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`accepted` may come first, again when another P is taken; `prefilled` or `failed` ends the call."""
+
+    kind: str
+    code: str = ""
+    detail: str = ""
+    prefill: str = ""
+    seconds: float = 0.0
+
+    @property
+    def final(self) -> bool:
+        return self.kind != "accepted"
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    key: Hashable
+    url: str
+    body: dict[str, Any]
+    deadline_s: float
+    started: float = 0.0
+    task: asyncio.Task[None] | None = None
+    over: bool = False  # final outcome given, or forgotten
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class _Pool:
+    client: httpx.AsyncClient
+    calls: int = 0
+
+
+class _Failed(Exception):
+    """One attempt's end: how, and what to tell."""
+
+    def __init__(self, error: PdError, failure: Failure, retry_after_s: float | None = None) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.failure = failure
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """For the engine's metrics; read from any thread."""
+
+    posts: int = 0
+    repeated: int = 0
+    prefilled: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+
+
+class MetaserverClient:
+    def __init__(
+        self, config: MetaserverConfig, loop: LoopThread, on_outcome: Callable[[Hashable, Outcome], None]
+    ) -> None:
+        self._config = config
+        self._loop = loop
+        self._on_outcome = on_outcome
+        self._allowed = frozenset(origin(url) for url in config.metaserver_urls)
+        self._lock = threading.Lock()
+        self._calls: dict[Hashable, _Call] = {}
+        self._closed = False
+        self._pools: list[_Pool] = []
+        self._slots: asyncio.Semaphore | None = None
+        self.stats = ClientStats()
+
+    # -- any thread
+
+    def reserve(self, key: Hashable, url: str, body: dict[str, Any], deadline_s: float) -> None:
+        """POST `body` to `url`/v1/metaserver. Never blocks; every outcome, a refusal too, comes on the loop thread."""
+        call = _Call(key, url, body, deadline_s)
+        error: PdError | None = None
+        with self._lock:
+            if key in self._calls:
+                raise ValueError(f"reservation {key!r} is already open")
+            self._calls[key] = call
+            most = self._config.metaserver_max_connections + self._config.metaserver_max_queue
+            if self._closed:
+                error = PdError("PD-XFER-002", why="the engine is closing")
+            elif origin(url) not in self._allowed:
+                error = PdError("PD-META-001", url=url)
+            elif len(self._calls) > most:
+                error = PdError("PD-META-004", count=most)
+        if error is None:
+            self._loop.post(self._start, call)
+        else:
+            self._loop.post(self._end, call, _failed(error))
+
+    def forget(self, key: Hashable) -> None:
+        """Cancel the call. Nothing is told about the key any more, but for an outcome already on its way."""
+        with self._lock:
+            call = self._calls.pop(key, None)
+            if call is None:
+                return
+            call.over = True
+        self._loop.post(self._cancel, call)
+
+    def open_count(self) -> int:
+        with self._lock:
+            return len(self._calls)
+
+    # -- the loop thread
+
+    async def close(self) -> None:
+        """Every open call ends as failed; then the connections are closed."""
+        with self._lock:
+            self._closed = True
+            calls = list(self._calls.values())
+        tasks = [call.task for call in calls if call.task is not None]
+        for call in calls:
+            self._end(call, _failed(PdError("PD-XFER-002", why="the engine is closing")))
+            self._cancel(call)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        pools, self._pools = self._pools, []
+        for pool in pools:
+            await pool.client.aclose()
+
+    def _start(self, call: _Call) -> None:
+        if call.over:
+            return
+        call.started = self._loop.loop.time()
+        call.task = self._loop.loop.create_task(self._run(call), name=f"reservation {call.key}")
+
+    @staticmethod
+    def _cancel(call: _Call) -> None:
+        if call.task is not None:
+            call.task.cancel()
+
+    def _tell(self, call: _Call, outcome: Outcome) -> None:
+        with self._lock:
+            if call.over:
+                return
+        self._on_outcome(call.key, outcome)
+
+    def _end(self, call: _Call, outcome: Outcome) -> None:
+        with self._lock:
+            if call.over:
+                return
+            call.over = True
+            self._calls.pop(call.key, None)
+            if outcome.kind == "prefilled":
+                self.stats.prefilled += 1
+            else:
+                self.stats.failed[outcome.code] += 1
+        self._on_outcome(call.key, outcome)
+
+    async def _run(self, call: _Call) -> None:
+        outcome = _failed(PdError("PD-XFER-002", why="the call to the metaserver was cut off"))
+        try:
+            outcome = await asyncio.wait_for(self._attempts(call), call.deadline_s)
+        except asyncio.TimeoutError:  # before 3.11 not the builtin one
+            outcome = _failed(PdError("PD-XFER-001", stage="metaserver"))
+        except _Failed as failed:
+            outcome = _failed(failed.error)
+        except OSError as problem:  # the TLS files, the limit of open files
+            outcome = _failed(PdError("PD-META-002", why=_why(problem)))
+        finally:  # whatever happened, the key gets its one outcome (nothing is told once it is forgotten)
+            seconds = self._loop.loop.time() - call.started
+            self._end(call, replace(outcome, seconds=seconds))
+
+    async def _attempts(self, call: _Call) -> Outcome:
+        while True:
+            slots = self._slots or self._make_slots()
+            try:
+                async with slots:
+                    return await self._post(call)
+            except _Failed as failed:
+                left = call.deadline_s - (self._loop.loop.time() - call.started)
+                delay = post_again(failed.failure, call.attempts, left, failed.retry_after_s, random.random(), _BACKOFF)
+                if delay is None:
+                    raise
+                log.info("%s; the POST was not executed, again in %.2f s", failed, delay)
+                self.stats.repeated += 1
+            await asyncio.sleep(delay)  # outside the slot: who waits for another attempt keeps nobody else waiting
+
+    def _make_slots(self) -> asyncio.Semaphore:
+        self._slots = asyncio.Semaphore(self._config.metaserver_max_connections)
+        return self._slots
+
+    def _pool(self) -> _Pool:
+        """The first pool with room, so that a quiet D reuses few connections and a busy one opens more pools."""
+        for pool in self._pools:
+            if pool.calls < _CONNECTIONS_PER_POOL:
+                return pool
+        seconds = self._config.metaserver_connect_timeout_s
+        client = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=_CONNECTIONS_PER_POOL, keepalive_expiry=_KEEPALIVE_S),
+            timeout=httpx.Timeout(connect=seconds, write=seconds, pool=seconds, read=3 * HEARTBEAT_S),
+            verify=_tls(self._config),
+            trust_env=False,
+        )
+        self._pools.append(_Pool(client))
+        return self._pools[-1]
+
+    async def _post(self, call: _Call) -> Outcome:
+        """One attempt, to its end. Raises _Failed."""
+        call.attempts += 1
+        self.stats.posts += 1
+        url = call.url.rstrip("/") + "/v1/metaserver"
+        pool = self._pool()
+        pool.calls += 1
+        try:
+            async with pool.client.stream("POST", url, json=call.body) as answer:
+                if answer.status_code != 200:
+                    raise await _refusal(answer)
+                if "ndjson" in answer.headers.get("content-type", ""):
+                    return await self._follow(call, answer)
+                return _plain(await _bounded(answer))
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as problem:
+            raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.CONNECT) from problem
+        except httpx.TimeoutException as problem:
+            raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.TIMEOUT) from problem
+        except httpx.HTTPError as problem:
+            raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.BROKEN) from problem
+        finally:
+            pool.calls -= 1
+
+    async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
+        async for line in _lines(answer):
+            event = _decoded(line)
+            kind = event.get("event")
+            if kind == "accepted":
+                self._tell(call, Outcome("accepted", prefill=str(event.get("prefill", ""))))
+            elif kind in ("prefilled", "failed"):
+                return _final(event)
+        why = "its answer ended without saying how the prefill went"
+        raise _Failed(PdError("PD-META-002", why=why), Failure.BROKEN)
+
+
+def origin(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port: what the allow-list compares. ("", "", 0) for what is not such an address."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return ("", "", 0)
+    if parts.scheme not in ("http", "https") or parts.path not in ("", "/") or parts.username is not None:
+        return ("", "", 0)
+    if parts.query or parts.fragment:
+        return ("", "", 0)
+    return (parts.scheme, parts.hostname or "", port or (443 if parts.scheme == "https" else 80))
+
+
+def _tls(config: MetaserverConfig) -> ssl.SSLContext | bool:
+    if not any(url.startswith("https") for url in config.metaserver_urls):
+        return False  # building a context reads the system's certificates, once per pool
+    context = ssl.create_default_context(cafile=config.tls_ca_file or None)
+    if not config.tls_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if config.tls_cert_file:
+        context.load_cert_chain(config.tls_cert_file, config.tls_key_file or None)
+    return context
+
+
+def _failed(error: PdError) -> Outcome:
+    return Outcome("failed", error.code, error.sentence)
+
+
+def _why(problem: Exception) -> str:
+    return f"{type(problem).__name__} {problem}".strip()
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    rest = b""
+    async for chunk in answer.aiter_raw():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line.strip():
+                yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise _Failed(PdError("PD-META-002", why="a line of its answer is too long"), Failure.BROKEN)
+    if rest.strip():
+        yield rest
+
+
+async def _bounded(answer: httpx.Response) -> bytes:
+    body = b""
+    async for chunk in answer.aiter_raw():
+        body += chunk
+        if len(body) > MAX_LINE_BYTES:
+            raise _Failed(PdError("PD-META-002", why="its answer is too long"), Failure.BROKEN)
+    return body
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError as problem:
+        why = f"a line of its answer is not JSON: {line[:80]!r}"
+        raise _Failed(PdError("PD-META-002", why=why), Failure.BROKEN) from problem
+    if not isinstance(event, dict):
+        raise _Failed(PdError("PD-META-002", why=f"a line of its answer is no object: {line[:80]!r}"), Failure.BROKEN)
+    return event
+
+
+def _final(event: dict[str, Any]) -> Outcome:
+    if event.get("event") == "failed" or event.get("error"):
+        detail = event.get("detail") or event.get("error") or ""
+        return Outcome("failed", str(event.get("code") or "PD-META-006"), str(detail)[:1000])
+    return Outcome("prefilled", prefill=str(event.get("prefill", "")))
+
+
+def _plain(body: bytes) -> Outcome:
+    """The predecessor's form: nothing until the prefill is over, then any JSON, or an empty body."""
+    if not body.strip():
+        return Outcome("prefilled")
+    return _final(_decoded(body) if body.lstrip()[:1] == b"{" else {})
+
+
+async def _refusal(answer: httpx.Response) -> _Failed:
+    body = await _bounded(answer)
+    why = _reason(body) or answer.reason_phrase
+    failure = Failure.REFUSED if answer.status_code in (429, 503) else Failure.SERVER
+    error = PdError("PD-META-003", status=answer.status_code, why=why)
+    return _Failed(error, failure, _seconds(answer.headers.get("retry-after")))
+
+
+def _reason(body: bytes) -> str:
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace").strip()
+
+
+def _seconds(value: str | None) -> float | None:
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return None  # the form with a date

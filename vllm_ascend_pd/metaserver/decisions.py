@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the front door decides, without doing it: which instance, whether to try again and when, which circuit is open.
+
+Pure: time and randomness are arguments, nothing here waits or sends. The service performs what is decided here, and
+D's client uses the rule for repeating a POST.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+# ---- trying again ---------------------------------------------------------------------------------------------
+
+
+class Failure(Enum):
+    """How an attempt ended before its first byte. The first two were surely not executed."""
+
+    CONNECT = "connect"  # no connection, so nothing was sent
+    REFUSED = "refused"  # 429 or 503: the server says that it did not do it
+    BROKEN = "broken"  # the connection ended without an answer: may have been executed
+    TIMEOUT = "timeout"  # no answer in time: may have been executed
+    SERVER = "server"  # 500, 502, 504: executed, and failed
+    PREFILL = "prefill"  # the prefill leg failed after it may have started
+    EMPTY = "empty"  # 200 without a byte of body
+
+
+NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Full jitter: a delay between nothing and a doubling bound, never above `longest_s`."""
+
+    first_s: float = 0.05
+    longest_s: float = 2.0
+
+    def delay(self, attempt: int, rand: float) -> float:
+        """Delay after `attempt` failed attempts (1, 2, …); `rand` in [0, 1)."""
+        bound = min(self.longest_s, self.first_s * 2.0 ** min(attempt - 1, 30))
+        return bound * rand
+
+
+def post_again(
+    failure: Failure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
+) -> float | None:
+    """When D may repeat its POST: the delay, or None. Only what was surely not executed is repeated."""
+    if failure not in NOT_EXECUTED:
+        return None
+    delay = backoff.delay(attempt, rand)
+    if retry_after_s is not None:
+        delay += min(max(retry_after_s, 0.0), backoff.longest_s)
+    return delay if delay < left_s else None
+
+
+@dataclass(slots=True)
+class RetryBudget:
+    """Bounds repeated work over all requests: each request pays in a share, each repetition of executed work costs one."""
+
+    share: float = 0.2
+    most: float = 200.0
+    tokens: float = 200.0
+
+    def request(self) -> None:
+        self.tokens = min(self.most, self.tokens + self.share)
+
+    def take(self) -> bool:
+        if self.tokens < 1.0:
+            return False
+        self.tokens -= 1.0
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    attempts: int = 3
+    backoff: Backoff = Backoff()
+
+    def again(self, failure: Failure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float) -> float | None:
+        """Delay before attempt number `attempt` + 1 of a request whose client has seen nothing yet, or None.
+
+        `repeatable`: doing it twice does no harm (generation does none; other routes may). Work that was surely not
+        executed is repeated without a charge to the budget.
+        """
+        if attempt >= self.attempts:
+            return None
+        if failure not in NOT_EXECUTED and not (repeatable and budget.take()):
+            return None
+        return self.backoff.delay(attempt, rand)
+
+
+# ---- circuits -------------------------------------------------------------------------------------------------
+
+
+class CircuitState(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Evidence(Enum):
+    """What was seen of an instance: by its own traffic or by a probe."""
+
+    SERVED = "served"
+    BROKE = "broke"
+    PROBE_OK = "probe ok"
+    PROBE_FAILED = "probe failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitPolicy:
+    threshold: int = 3  # consecutive failures that open it
+    open_s: float = 1.0  # first time it stays open; doubles while trials fail
+    open_longest_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Circuit:
+    """Consecutive failures open it; after a while one trial is let through; its end closes or opens it again.
+
+    A good probe closes a circuit that probes or connects opened. One that answered badly to requests while its
+    health page said yes is closed by a good request only: a wedged engine can still serve /health.
+    """
+
+    policy: CircuitPolicy = CircuitPolicy()
+    state: CircuitState = CircuitState.CLOSED
+    failures: int = 0
+    trips: int = 0
+    until: float = 0.0
+    wedged: bool = False  # opened by requests that were accepted and broke
+    trial_out: bool = False
+    trial_until: float = 0.0
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may be sent. Does not take the trial: `sent` does."""
+        if self.state is CircuitState.CLOSED:
+            return True
+        if self.state is CircuitState.OPEN and now < self.until:
+            return False
+        return not self.trial_out or now >= self.trial_until
+
+    def sent(self, now: float, trial_s: float = 60.0) -> None:
+        """A request goes out. In the half-open state it is the trial, and no other goes until it ends."""
+        if self.state is CircuitState.CLOSED:
+            return
+        self.state = CircuitState.HALF_OPEN
+        self.trial_out = True
+        self.trial_until = now + trial_s
+
+    def seen(self, now: float, evidence: Evidence, rand: float) -> None:
+        if evidence is Evidence.SERVED or (evidence is Evidence.PROBE_OK and self._probe_suffices(now)):
+            self.state, self.failures, self.trips = CircuitState.CLOSED, 0, 0
+            self.trial_out = self.wedged = False
+        elif evidence in (Evidence.BROKE, Evidence.PROBE_FAILED):
+            self._failed(now, evidence is Evidence.BROKE, rand)
+
+    def _probe_suffices(self, now: float) -> bool:
+        if self.wedged:
+            return False
+        return self.state is not CircuitState.CLOSED or self.failures == 0
+
+    def _failed(self, now: float, broke: bool, rand: float) -> None:
+        self.failures += 1
+        if self.state is CircuitState.HALF_OPEN or (
+            self.state is CircuitState.CLOSED and self.failures >= self.policy.threshold
+        ):
+            self.trips += 1
+            stay = min(self.policy.open_longest_s, self.policy.open_s * 2.0 ** min(self.trips - 1, 30))
+            self.state, self.trial_out = CircuitState.OPEN, False
+            self.until = now + stay * (1.0 + 0.2 * rand)
+            self.wedged = self.wedged or broke
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Condition(Enum):
+    """What an operator sees of an instance."""
+
+    STARTING = "starting"  # never answered yet
+    READY = "ready"
+    DRAINING = "draining"  # takes nothing new, finishes what it has
+    SUSPECT = "suspect"  # failures lately, or on trial
+    DOWN = "down"  # circuit open
+
+
+def condition(circuit: Circuit, now: float, answered: bool, draining: bool) -> Condition:
+    if draining:
+        return Condition.DRAINING
+    if circuit.state is CircuitState.OPEN and now < circuit.until:
+        return Condition.DOWN
+    if not answered:
+        return Condition.STARTING if circuit.state is CircuitState.CLOSED else Condition.DOWN
+    if circuit.state is not CircuitState.CLOSED or circuit.failures:
+        return Condition.SUSPECT
+    return Condition.READY
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One instance as the choice sees it. `load` is in tokens in flight."""
+
+    name: str
+    load: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Affinity:
+    """Prompts with a common head go to the same P unless it carries `slack` more tokens than the least loaded."""
+
+    key: bytes
+    slack: float = 16384.0
+
+
+def choose(candidates: Sequence[Candidate], cost: float, rand: float, affinity: Affinity | None = None) -> str | None:
+    """Least load after taking `cost` tokens, by weight; ties spread by `rand`; None when there is nobody."""
+    usable = [c for c in candidates if c.weight > 0]
+    if not usable:
+        return None
+    after = {c.name: (c.load + cost) / c.weight for c in usable}
+    least = min(after.values())
+    if affinity is not None:
+        home = max(usable, key=lambda c: _score(affinity.key, c))
+        if after[home.name] <= least + affinity.slack / home.weight:
+            return home.name
+    best = [c.name for c in usable if after[c.name] <= least]
+    return best[int(rand * len(best)) % len(best)]
+
+
+def _score(key: bytes, candidate: Candidate) -> float:
+    """Rendezvous hashing: adding or removing one candidate moves only the keys that were or become its own."""
+    digest = hashlib.blake2b(key + candidate.name.encode(), digest_size=8).digest()
+    unit = (int.from_bytes(digest, "big") + 1) / (2.0**64 + 1)
+    return candidate.weight / -math.log(unit)
+
+
+def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:
+    """Leave out what was already tried, unless nothing else is there."""
+    everything = tuple(names)
+    fresh = tuple(n for n in everything if n not in avoid)
+    return fresh or everything
+
+
+# ---- admission ------------------------------------------------------------------------------------------------
+
+
+class Admission(Enum):
+    NOW = "now"
+    QUEUE = "queue"
+    OVERLOADED = "overloaded"
+
+
+@dataclass(slots=True)
+class Gatekeeper:
+    """How many requests run at once and how many may wait; more are told to come back."""
+
+    most_running: int = 4096
+    most_waiting: int = 4096
+    running: int = 0
+    waiting: int = field(default=0)
+
+    def ask(self) -> Admission:
+        if self.running < self.most_running:
+            self.running += 1
+            return Admission.NOW
+        if self.waiting < self.most_waiting:
+            self.waiting += 1
+            return Admission.QUEUE
+        return Admission.OVERLOADED
+
+    def leave(self) -> bool:
+        """One has ended: True when its place goes to the one that waited longest."""
+        if self.waiting:
+            self.waiting -= 1
+            return True
+        self.running -= 1
+        return False
+
+    def give_up(self) -> None:
+        """One that waited has left."""
+        self.waiting -= 1

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as a client meets them: the OpenAI shape, a status that says what happened, a header that says when to come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    409: "ConflictError",
+    413: "RequestTooLarge",
+    429: "RateLimitError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer: ours, or an engine's error passed on."""
+
+    status: int
+    body: bytes
+    headers: Headers = field(default_factory=list)
+    content_type: bytes = b"application/json"
+
+    def head(self) -> Headers:
+        length = str(len(self.body)).encode()
+        return [(b"content-type", self.content_type), (b"content-length", length), *self.headers]
+
+
+def error_body(status: int, message: str, code: str | None = None) -> bytes:
+    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or status}})
+
+
+def fault(status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> Answer:
+    headers: Headers = []
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
+    return Answer(status, error_body(status, message, code), headers)
+
+
+def error_frame(message: str, code: str | None = None) -> bytes:
+    """The end of a stream that broke after its first byte."""
+    return b"data: " + error_body(502, message, code) + b"\n\ndata: [DONE]\n\n"
