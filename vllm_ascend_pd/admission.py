@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engine configurations may start with this connector.
+
+What is not proven stops the start with a code and a sentence: wrong KV that looks right costs more than a start.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.device.caches import CacheShape
+from vllm_ascend_pd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
+
+
+def check_engine(config: Any, push: PushConfig) -> None:
+    """Raises ConfigError for an engine configuration that is not proven."""
+    _check_role(config)
+    parallel = config.parallel_config
+    decode = config.kv_transfer_config.kv_role == "kv_consumer"
+    if decode:
+        _refuse_if(parallel.pipeline_parallel_size > 1, "Pipeline parallelism on decode", "Start decode with -pp 1.")
+    _refuse_if(getattr(parallel, "prefill_context_parallel_size", 1) > 1, "Prefill context parallelism", "Use 1.")
+    _refuse_if(getattr(parallel, "decode_context_parallel_size", 1) > 1, "Decode context parallelism", "Use 1.")
+    _refuse_if(parallel.data_parallel_size > 1, "Data parallelism inside one engine", "Start one engine per DP rank.")
+    _refuse_if(config.speculative_config is not None, "A draft model (speculative decoding)", "Start without it.")
+    dtype = str(config.cache_config.cache_dtype)
+    _refuse_if(dtype not in _PLAIN_CACHES, f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
+    _refuse_if(
+        os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0").lower() in ("1", "true"),
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
+        "Unset it: two requests with one id would share blocks.",
+    )
+    _refuse_if(getattr(parallel, "enable_fault_tolerance", False), "enable_fault_tolerance", "Start without it.")
+    _check_sizes(push, "decode" if decode else "prefill", parallel)
+
+
+def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
+    """The cache's sizes by the engine's own word; the tensors are read against them."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    tp = config.parallel_config.tensor_parallel_size
+    total = 1 if isinstance(spec, MLAAttentionSpec) else config.model_config.get_total_num_kv_heads()
+    return CacheShape(spec.block_size, max(1, total // tp), total, spec.head_size, tp)
+
+
+def model_fingerprint(config: Any) -> str:
+    """What must be the same on both sides, readable in an error message."""
+    model = config.model_config
+    hf = model.hf_text_config
+    facts: dict[str, Any] = {
+        "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ["?"]),
+        "layers": getattr(hf, "num_hidden_layers", "?"),
+        "hidden": getattr(hf, "hidden_size", "?"),
+        "vocab": getattr(hf, "vocab_size", "?"),
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head": model.get_head_size(),
+        "quantization": model.quantization or "none",
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    return " ".join(f"{key}={value}" for key, value in facts.items())
+
+
+def _refuse_if(condition: bool, feature: str, remedy: str) -> None:
+    if condition:
+        raise ConfigError("PD-CONF-005", feature=feature, remedy=remedy)
+
+
+def _check_role(config: Any) -> None:
+    role = config.kv_transfer_config.kv_role
+    if role not in ("kv_producer", "kv_consumer"):
+        raise ConfigError("PD-CONF-004", role=role)
+
+
+def _check_sizes(push: PushConfig, side: str, parallel: Any) -> None:
+    # The predecessor's configurations name both engines' sizes; ours must at least be true.
+    own = {"tp_size": parallel.tensor_parallel_size, "dp_size": parallel.data_parallel_size}
+    for name, configured in push.sizes.get(side, {}).items():
+        if name in own and configured != own[name]:
+            raise ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])
+
+
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Raises ConfigError for a model whose cache is not one group of full attention."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    _refuse_if(len(groups) > 1, f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
+    if groups:
+        spec = groups[0].kv_cache_spec
+        _refuse_if(
+            not isinstance(spec, FullAttentionSpec),
+            f"A KV cache of kind {type(spec).__name__}",
+            "Use a model with full attention or MLA.",
+        )

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between vLLM versions, detected by feature, never by version number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
+
+
+def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
+    """vLLM's own result object (0.32 and later)."""
+    return base.KVConnectorTransferResults(
+        finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed)
+    )
+
+
+def filter_ids(ids: set[str] | None, known: Any) -> None:
+    """Remove, in place, ids that vLLM must not hear of; it would stop the engine over them."""
+    for request_id in [request_id for request_id in ids or () if not known(request_id)]:
+        if ids is not None:
+            ids.discard(request_id)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What D's scheduler decides: which requests load remote KV, under which transfer, and when a load is over.
+
+Pure: the adapter in scheduler.py translates vLLM's objects and makes the HTTP call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.protocol.identity import TransferId
+
+MAX_TICKET = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What the metaserver told D about a request: whom to ask, and under which name."""
+
+    metaserver: str
+    ticket: str
+    send_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A transfer whose blocks a step has allocated."""
+
+    request_id: str
+    transfer: TransferId
+    first: int
+    end: int
+    blocks: NDArray[np.int32]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCancel:
+    transfer: TransferId
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One step's metadata for D's workers."""
+
+    binds: tuple[Bind, ...] = ()
+    cancels: tuple[LoadCancel, ...] = ()
+    settles: tuple[TransferId, ...] = ()
+    overs: tuple[TransferId, ...] = ()
+    wake: tuple[str, int] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not (self.binds or self.cancels or self.settles or self.overs)
+
+
+@dataclass(slots=True)
+class _Load:
+    request_id: str
+    transfer: TransferId
+    answered: bool = False  # the metaserver's call has ended
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    binds: list[Bind] = field(default_factory=list)
+    cancels: list[LoadCancel] = field(default_factory=list)
+    settles: list[TransferId] = field(default_factory=list)
+    overs: list[TransferId] = field(default_factory=list)
+
+
+def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | str | None:
+    """A ticket, or why there is none (the request is then prefilled locally), or None if none was meant."""
+    if not params or params.get("do_remote_prefill") is not True:
+        return None
+    url, ticket = params.get("metaserver"), params.get("ticket")
+    if not isinstance(url, str) or url.rstrip("/") not in allowed:
+        return "its metaserver is not in metaserver_urls"
+    if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET:
+        return "it carries no ticket"
+    return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True)
+
+
+class LoadBook:
+    """D's loads by request. A request loads once: asked again after the load, the answer is 0."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._n = 0
+        self._candidates: dict[str, int] = {}  # request id → first token wanted
+        self._loads: dict[str, _Load] = {}
+        self._by_transfer: dict[TransferId, _Load] = {}
+        self._consumed: set[str] = set()
+        self._pending = _Pending()
+
+    def wanted(self, request_id: str, prompt_length: int, computed: int) -> int:
+        """How many tokens to load remotely. Repeatable. One token or none is not worth it: D computes the last anyway."""
+        if request_id in self._consumed or prompt_length - computed <= 1:
+            return 0
+        self._candidates[request_id] = computed
+        return prompt_length - computed
+
+    def reserve(
+        self, request_id: str, count: int, blocks: Sequence[int], block_size: int, deadline_s: float, uuid: str
+    ) -> Bind:
+        """vLLM allocated `blocks` (the request's whole table) and loads `count` tokens."""
+        first = self._candidates.pop(request_id, None)
+        if first is None or count <= 0:
+            raise LocalProtocolError(f"reserve({request_id!r}, {count}) without a wanted load")
+        self._n += 1
+        end = first + count
+        wanted = np.asarray(blocks[first // block_size : -(-end // block_size)], dtype=np.int32)
+        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid))
+        self._loads[request_id] = self._by_transfer[load.transfer] = load
+        self._consumed.add(request_id)
+        bind = Bind(request_id, load.transfer, first, end, wanted, deadline_s)
+        self._pending.binds.append(bind)
+        return bind
+
+    def prefilled(self, transfer: TransferId) -> None:
+        """The metaserver says that P has finished: what is missing must come soon."""
+        load = self._by_transfer.get(transfer)
+        if load is not None and not load.answered:
+            load.answered = True
+            self._pending.settles.append(transfer)
+
+    def failed(self, transfer: TransferId, code: str, detail: str) -> None:
+        """The metaserver's call failed: fence, then let the request go."""
+        load = self._by_transfer.get(transfer)
+        if load is not None and not load.answered:
+            load.answered = True
+            self._cancel(load, code, detail)
+
+    def request_finished(self, request_id: str) -> TransferId | None:
+        """The request ended. A load that is still open is cancelled and its transfer returned."""
+        self._candidates.pop(request_id, None)
+        self._consumed.discard(request_id)
+        load = self._loads.get(request_id)
+        if load is None:
+            return None
+        self._cancel(load, "PD-XFER-002", "the request ended on decode")
+        return load.transfer
+
+    def received(self, request_id: str) -> TransferId | None:
+        """All workers reported the load; None if vLLM must not hear of it (again)."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return None
+        del self._by_transfer[load.transfer]
+        self._pending.overs.append(load.transfer)
+        return load.transfer
+
+    def open_count(self) -> int:
+        return len(self._loads)
+
+    def take_step(self, wake: tuple[str, int] | None) -> DecodeStep:
+        """This step's metadata; the next call starts anew."""
+        pending, self._pending = self._pending, _Pending()
+        return DecodeStep(
+            tuple(pending.binds), tuple(pending.cancels), tuple(pending.settles), tuple(pending.overs), wake
+        )
+
+    def _cancel(self, load: _Load, code: str, detail: str) -> None:
+        if not load.cancelled:
+            load.cancelled = True
+            self._pending.cancels.append(LoadCancel(load.transfer, code, detail))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's scheduler as vLLM sees it: reservations out over HTTP, outcomes and reports back in."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import uuid
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, Ticket, read_ticket
+from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.patience import Patience
+from vllm_ascend_pd.protocol.auth import seal
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.runtime.wake import Doorbell
+
+log = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Online:
+    """What exists once the workers have told where they are."""
+
+    geometry: CacheGeometry
+    endpoints: tuple[Endpoint, ...]
+    loop: LoopThread
+    client: MetaserverClient
+    doorbell: Doorbell
+    wake: tuple[str, int]
+
+
+class DecodeScheduler:
+    """The constructor does no network I/O; the client and the doorbell start with the handshake."""
+
+    def __init__(self, engine: Engine, patience: Patience) -> None:
+        self._engine, self._patience = engine, patience
+        self._book = LoadBook(engine.incarnation)
+        self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
+        self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
+        self._online: _Online | None = None
+        self._reports = 0
+
+    def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
+        geometry = merge_geometries(workers)
+        endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
+        loop = LoopThread("pd-reserve")
+        doorbell = Doorbell(self._patience.news)
+        client = MetaserverClient(self._engine.config.metaserver, loop, self._on_outcome)
+        wake = doorbell.start(loop, self._engine.host)
+        self._online = _Online(geometry, endpoints, loop, client, doorbell, wake)
+
+    # -- the scheduler's thread
+
+    def wanted(self, request: Any, computed: int) -> int:
+        """Tokens to load remotely beyond `computed`. Repeatable, without side effects that count."""
+        if self._online is None or request.prompt_token_ids is None:
+            return 0
+        ticket = read_ticket(request.kv_transfer_params, self._allowed)
+        if isinstance(ticket, str):
+            log.warning("request %s is prefilled locally: %s", request.request_id, ticket)
+        if not isinstance(ticket, Ticket):
+            return 0
+        return self._book.wanted(request.request_id, request.num_prompt_tokens, computed)
+
+    def allocated(self, request: Any, blocks: Sequence[int], count: int) -> None:
+        """vLLM allocated blocks and will load `count` tokens: reserve them and ask the metaserver for a prefill."""
+        online, ticket = self._online, read_ticket(request.kv_transfer_params, self._allowed)
+        if count <= 0 or online is None or not isinstance(ticket, Ticket):
+            return
+        deadline = self._engine.config.timers.recv_deadline_s
+        size = online.geometry.block_size
+        bind = self._book.reserve(request.request_id, count, blocks, size, deadline, uuid.uuid4().hex)
+        reservation = Reservation(
+            version=PROTOCOL_VERSION,
+            transfer=bind.transfer,
+            d_engine=self._engine.engine_id,
+            model=self._engine.model,
+            first=bind.first,
+            end=bind.end,
+            blocks=bind.blocks.astype("<i4").tobytes(),
+            geometry=online.geometry,
+            endpoints=online.endpoints,
+            deadline_s=deadline,
+            prompt_length=request.num_prompt_tokens,
+            prompt_hash=request_hash(request),
+        )
+        sealed = seal(reservation, self._engine.secrets)
+        body: dict[str, Any] = {
+            "ticket": ticket.ticket,
+            "transfer": str(bind.transfer),
+            "reservation": base64.b64encode(sealed).decode(),
+        }
+        if ticket.send_tokens:
+            body["prompt_token_ids"] = list(request.prompt_token_ids)
+        trace.emit(
+            "reserved",
+            transfer=str(bind.transfer),
+            request=request.request_id,
+            ticket=ticket.ticket,
+            first=bind.first,
+            end=bind.end,
+            blocks=len(bind.blocks),
+        )
+        online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
+
+    def build_step(self) -> DecodeStep:
+        while self._outcomes:
+            transfer, outcome = self._outcomes.popleft()
+            if outcome.kind == "prefilled":
+                self._book.prefilled(transfer)
+            else:
+                self._book.failed(transfer, outcome.code, outcome.detail)
+        return self._book.take_step(self._online.wake if self._online is not None else None)
+
+    def received(self, request_id: str) -> bool:
+        """All workers reported this load. False if vLLM must not hear of it."""
+        transfer = self._book.received(request_id)
+        if transfer is None:
+            return False
+        trace.emit("reported", transfer=str(transfer), request=request_id)
+        if self._online is not None:
+            self._online.client.forget(transfer)
+        return True
+
+    def finished(self, request_id: str) -> None:
+        transfer = self._book.request_finished(request_id)
+        if transfer is not None and self._online is not None:
+            self._online.client.forget(transfer)
+
+    def open_loads(self) -> int:
+        return self._book.open_count()
+
+    def close(self) -> None:
+        """Idempotent. Cancels open calls, so that the metaserver and P learn of it at once."""
+        online, self._online = self._online, None
+        if online is None:
+            return
+        try:
+            online.loop.call(online.client.close(), CLOSE_GRACE_S)
+        except TimeoutError:
+            log.error("the metaserver client did not close within %.0f s", CLOSE_GRACE_S)
+        online.loop.post(online.doorbell.close)
+        online.loop.stop(CLOSE_GRACE_S)
+
+    # -- the loop thread
+
+    def _on_outcome(self, key: Hashable, outcome: Outcome) -> None:
+        if not isinstance(key, TransferId):
+            return
+        stage = {"accepted": "accepted", "prefilled": "prefilled"}.get(outcome.kind, "metaserver_failed")
+        trace.emit(stage, transfer=str(key), code=outcome.code, detail=outcome.detail, prefill=outcome.prefill)
+        if outcome.final:
+            if outcome.kind == "failed":
+                log.warning("transfer %s: %s %s", key, outcome.code, outcome.detail)
+            self._outcomes.append((key, outcome))
+            self._patience.news()

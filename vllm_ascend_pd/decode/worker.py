@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's worker as vLLM sees it: the hooks of one step, translated for the receive runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vllm_ascend_pd.decode.decisions import DecodeStep
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.runtime.receiving import Loaded, ReceiveRuntime, Site
+
+
+class DecodeWorker:
+    """Created with the worker; the runtime starts when the KV caches are registered."""
+
+    def __init__(self, engine: Engine, shape: CacheShape, device: Device, rank: int) -> None:
+        self._engine, self._shape, self._device, self._rank = engine, shape, device, rank
+        self._runtime: ReceiveRuntime | None = None
+        self._facts: WorkerFacts | None = None
+
+    def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        engine, channel = self._engine, self._engine.config.channel
+        caches = describe(tensors, self._shape, self._device)
+        site = Site(
+            incarnation=engine.incarnation,
+            rank=self._rank,
+            model=engine.model,
+            host=engine.host,
+            port=channel.side_channel_port + self._rank if channel.side_channel_port else 0,
+            advertise_host=channel.advertise_host,
+        )
+        self._runtime = ReceiveRuntime(
+            engine.config, site, caches, self._device, engine.create_transport(), engine.secrets
+        )
+        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry)
+
+    def handshake(self) -> WorkerFacts | None:
+        return self._facts
+
+    def bind(self, step: DecodeStep) -> None:
+        if self._runtime is not None:
+            self._runtime.step(step)
+
+    def reports(self) -> list[Loaded]:
+        return [] if self._runtime is None else self._runtime.take_reports()
+
+    def close(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()

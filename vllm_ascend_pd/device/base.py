@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rest of the package asks of a device: events on the compute stream, and threads that may use it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point on the compute stream."""
+
+    def done(self) -> bool:
+        """Non-blocking: everything enqueued before the event has finished."""
+
+
+class Device(Protocol):
+    name: str
+    token_major: bool  # which axis comes first where the numbers cannot tell (as many heads as tokens in a block)
+
+    def record(self) -> Event:
+        """An event behind everything enqueued on the current compute stream so far."""
+
+    def attach_thread(self) -> None:
+        """Called first in every thread that touches device memory or the transfer engine."""
+
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+        """(packing id, token axis opaque): how bytes are arranged inside a (block, head) plane."""
+
+    def view(self, address: int, length: int) -> memoryview:
+        """Host-readable bytes at an address (checksums of `verify: full`)."""
+
+
+def current() -> Device:
+    """The device of this process, by vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "npu":
+        from vllm_ascend_pd.device.npu import NpuDevice
+
+        return NpuDevice()
+    from vllm_ascend_pd.device.cpu import CpuDevice
+
+    return CpuDevice()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU as a device: everything is done when the call returns."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+class CpuDevice:
+    name = "cpu"
+    token_major = False
+    _done = _Done()
+
+    def record(self) -> _Done:
+        return self._done
+
+    def attach_thread(self) -> None:
+        return None
+
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+        if cache.dim() == 3 or (cache.shape[1] == 1 and cache.shape[-1] != 2 * head_size):
+            return "plain", False  # MLA: one latent per token, in token order
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        # The attention kernels keep K transposed inside the plane, in a form that depends on the instruction set.
+        return f"cpu-{_get_attn_isa(cache.dtype, block_size, head_size)}", True
+
+    def view(self, address: int, length: int) -> memoryview:
+        return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of one engine that every role object needs: configuration, incarnation, model, address, secrets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd import admission
+from vllm_ascend_pd.boot import incarnation
+from vllm_ascend_pd.channel.exposure import check_exposure
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
+from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.secret_files import load_secrets
+from vllm_ascend_pd.transport.base import Transport
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker tells its scheduler through vLLM's handshake: where it listens (D) and how its cache lies."""
+
+    endpoint: Endpoint | None
+    geometry: CacheGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    config: PushConfig
+    incarnation: str
+    engine_id: str
+    model: str
+    host: str
+    secrets: Secrets | None
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Engine:
+        """Parse and check the configuration; raises ConfigError with the remedy."""
+        transfer = vllm_config.kv_transfer_config
+        push = PushConfig.parse(transfer.kv_connector_extra_config or {})
+        admission.check_engine(vllm_config, push)
+        host = push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or LOOPBACK
+        check_exposure(
+            host, secured=bool(push.channel.secret_file), allow_unauthenticated=push.channel.allow_unauthenticated
+        )
+        return cls(
+            config=push,
+            incarnation=incarnation(str(transfer.engine_id), str(vllm_config.instance_id)),
+            engine_id=str(transfer.engine_id),
+            model=admission.model_fingerprint(vllm_config),
+            host=host,
+            secrets=load_secrets(push.channel),
+        )
+
+    def create_transport(self) -> Transport:
+        """Imports the transfer engine only here: the API server has none."""
+        from vllm_ascend_pd.transport.create import create
+
+        return create(self.config.wire, self.host)
+
+
+def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:
+    """The engine's geometry from its workers': one set of layers per pipeline stage, everything else equal."""
+    stages: dict[int, tuple[str, ...]] = {}
+    merged: CacheGeometry | None = None
+    for (stage, _), facts in sorted(workers.items()):
+        geometry = facts.geometry
+        own = geometry.layers
+        if stages.setdefault(stage, own) != own:
+            raise ConfigError("PD-GEO-003", layer=own[0], why=f"ranks of pipeline stage {stage} hold different layers")
+        bare = msgspec.structs.replace(geometry, stages=())
+        if merged is not None and merged != bare:
+            raise ConfigError("PD-GEO-003", layer=own[0], why="this engine's workers have different cache layouts")
+        merged = bare
+    if merged is None:
+        raise ConfigError("PD-GEO-003", layer="(none)", why="no worker told its cache layout")
+    return msgspec.structs.replace(merged, stages=tuple(stages[stage] for stage in sorted(stages)))
+
+
+def request_hash(request: Any) -> str:
+    """What makes two prompts the same KV: tokens, LoRA, multimodal input, cache salt."""
+    lora = request.lora_request
+    return prompt_hash(
+        request.prompt_token_ids,
+        lora.lora_name if lora is not None else None,
+        request.cache_salt,
+        tuple(feature.identifier for feature in request.mm_features or ()),
+    )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting politely. The only file that changes how vLLM itself waits.
+
+1. A request in WAITING_FOR_REMOTE_KVS keeps the engine core stepping once a millisecond. `install_nap` lets the core
+   sleep on its own input queue instead, up to 50 ms, while remote loads are all that is pending; a new request, an
+   abort or news of a transfer wakes it at once. Switch: `patient` in kv_connector_extra_config.
+2. vLLM's shared-memory queue calls sched_yield for a second after every message. On CPU that takes the cores which the
+   model needs. `install_shm` waits on the queue's own notification socket instead, at most 1 ms at a time. Switch:
+   `patient_shm` (auto: CPU only); VLLM_ASCEND_PD_PATIENT_SHM=1 does it for any engine, so that benchmarks compare alike.
+
+Where vLLM has no such internals (checked by attribute) nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+SHM_VARIABLE = "VLLM_ASCEND_PD_PATIENT_SHM"
+NAP_S = 0.05
+SHM_POLL_MS = 1
+_installed: set[str] = set()
+
+
+class Patience:
+    """The scheduler side's part: when the core may nap, and what wakes it. `news` may be called from any thread."""
+
+    def __init__(self, pending: Callable[[], int]) -> None:
+        self._pending = pending
+        self._news = threading.Event()
+        self._queue: queue.Queue[Any] | None = None
+
+    def news(self) -> None:
+        self._news.set()
+        waiting = self._queue
+        if waiting is not None:
+            with waiting.not_empty:
+                waiting.not_empty.notify_all()
+
+    def nap(self, inbox: queue.Queue[Any], waiting_requests: int) -> None:
+        """Sleep until there is news or input, if remote loads are all that the engine waits for."""
+        if waiting_requests > self._pending():
+            return
+        self._queue = inbox
+        with inbox.not_empty:
+            if not self._news.is_set() and not inbox.queue:
+                inbox.not_empty.wait(NAP_S)
+        self._news.clear()
+
+
+def install_nap() -> bool:
+    """Let an engine core with our connector nap between empty steps. Idempotent."""
+    if "nap" in _installed:
+        return True
+    try:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        original = EngineCoreProc._process_engine_step
+    except (ImportError, AttributeError):
+        log.warning("this vLLM's engine core steps differently: it keeps stepping while it waits for remote KV")
+        return False
+
+    @functools.wraps(original)
+    def step_then_nap(self: Any) -> bool:
+        executed = original(self)
+        if not executed and not self.batch_queue:
+            connector = self.scheduler.get_kv_connector()
+            patience = getattr(connector, "patience", None)
+            if isinstance(patience, Patience) and self.scheduler.has_requests():
+                running, waiting = self.scheduler.get_request_counts()
+                if not running:
+                    patience.nap(self.input_queue, waiting)
+        return bool(executed)
+
+    EngineCoreProc._process_engine_step = step_then_nap  # type: ignore[method-assign]
+    _installed.add("nap")
+    return True
+
+
+def install_shm() -> bool:
+    """Replace the spin of vLLM's shared-memory queue by short waits for its notification. Idempotent."""
+    if "shm" in _installed:
+        return True
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+        original = SpinCondition.wait
+    except (ImportError, AttributeError):
+        log.warning("this vLLM's shared-memory queue has no SpinCondition: it waits as it likes")
+        return False
+
+    @functools.wraps(original)
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        if time.monotonic() > self.last_read + self.busy_loop_s:
+            original(self, timeout_ms)
+            return
+        # The writer notifies after each message. A notification that was lost (the socket keeps one) costs SHM_POLL_MS.
+        events = dict(self.poller.poll(timeout=SHM_POLL_MS))
+        if self.local_notify_socket in events:
+            self.local_notify_socket.recv(copy=False)
+
+    SpinCondition.wait = wait  # type: ignore[method-assign]
+    _installed.add("shm")
+    return True
+
+
+def install_shm_if_asked() -> None:
+    """For engines without our connector: benchmarks set the variable for all of them."""
+    if os.environ.get(SHM_VARIABLE) == "1":
+        install_shm()

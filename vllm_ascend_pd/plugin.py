@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's entry point (`vllm.general_plugins`): runs in the API server, the engine core and every worker.
+
+Idempotent, and an error here is logged instead of raised: a plug-in that raises stops engines that never asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger(__name__)
+
+CONNECTOR = "AscendPushConnector"
+
+
+def register() -> None:
+    """Make `--kv-transfer-config '{"kv_connector": "AscendPushConnector", ...}'` work."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError as error:
+        log.warning("vllm_ascend_pd: this vLLM has no KV connector factory (%s); the connector is not available", error)
+        return
+    from vllm_ascend_pd.boot import mark_boot
+    from vllm_ascend_pd.patience import install_shm_if_asked
+
+    mark_boot()
+    install_shm_if_asked()
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector", CONNECTOR)
+    except ValueError:
+        log.debug("%s is registered already", CONNECTOR)

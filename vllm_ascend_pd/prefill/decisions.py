@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What P's scheduler decides: which requests push, which tokens of them a step computes, when blocks are held.
+
+Pure: the adapter in scheduler.py translates vLLM's objects. Each step's metadata is incremental: new blocks and a
+token range, never the whole list again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.messages import Reservation
+
+Blocks = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PushStart:
+    """A transfer that the workers hear of for the first time."""
+
+    request_id: str
+    push: str
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class PushSlice:
+    """What one step adds to a push: its watermark goes from `before` to `after` tokens."""
+
+    push: str
+    before: int
+    after: int
+    new_blocks: Blocks  # appended to the blocks that the workers know
+    restart: bool  # the workers forget blocks and coverage first (preemption)
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushAbort:
+    push: str
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """One step's metadata for P's workers. `rotation` is the step's sequence number."""
+
+    rotation: int
+    engine: CacheGeometry | None = None
+    starts: tuple[PushStart, ...] = ()
+    slices: tuple[PushSlice, ...] = ()
+    aborts: tuple[PushAbort, ...] = ()
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.starts or self.slices or self.aborts or self.preempted)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request_id: str
+    push: str
+    reservation: Reservation
+    watermark: int = 0
+    started: bool = False
+    restart: bool = False
+    sealed: bool = False
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    starts: list[PushStart] = field(default_factory=list)
+    slices: list[PushSlice] = field(default_factory=list)
+    aborts: list[PushAbort] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+class PushBook:
+    """P's pushes by request. A transfer is pushed once, whoever asks again."""
+
+    def __init__(self, *, model: str, remembered: int = 65536) -> None:
+        self._model = model
+        self._tracked: dict[str, _Tracked] = {}
+        self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report
+        self._seen: dict[TransferId, None] = {}  # oldest first, bounded
+        self._remembered = remembered
+        self._pending = _Pending()
+        self._rotation = 0
+
+    def admit(
+        self, request_id: str, reservation: Reservation, prompt_length: int, prompt_hash: str, push: str
+    ) -> PdError | None:
+        """Take a reservation for a request. A refusal is returned, not raised: the request itself may go on."""
+        if reservation.version != PROTOCOL_VERSION:
+            return PdError("PD-CTRL-003", theirs=reservation.version, ours=PROTOCOL_VERSION)
+        if reservation.transfer in self._seen:
+            return PdError("PD-META-005", why=f"transfer {reservation.transfer} was pushed already")
+        if reservation.model != self._model:
+            return PdError("PD-GEO-001", field="model", prefill=self._model, decode=reservation.model)
+        if reservation.prompt_length != prompt_length:
+            return PdError(
+                "PD-META-005", why=f"{prompt_length} prompt tokens here, {reservation.prompt_length} reserved"
+            )
+        if reservation.prompt_hash != prompt_hash:
+            return PdError("PD-META-005", why="the prompts differ (tokens, LoRA, multimodal input or cache salt)")
+        why = _malformed(reservation)
+        if why:
+            return PdError("PD-META-005", why=why)
+        self._seen[reservation.transfer] = None
+        while len(self._seen) > self._remembered:
+            del self._seen[next(iter(self._seen))]
+        self._tracked[request_id] = _Tracked(request_id, push, reservation)
+        return None
+
+    def tracks(self, request_id: str) -> bool:
+        return request_id in self._tracked
+
+    def scheduled(
+        self, request_id: str, computed: int, count: int, blocks: Sequence[int], *, replaces: bool
+    ) -> PushSlice | None:
+        """The step computes tokens [computed, computed + count) of a request; `blocks` are new, or all if `replaces`."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.sealed or tracked.aborted:
+            return None
+        if not tracked.started:
+            self._pending.starts.append(PushStart(request_id, tracked.push, tracked.reservation))
+        elif replaces:
+            tracked.restart = True
+        before = 0 if tracked.restart else tracked.watermark
+        tracked.watermark = computed + count
+        tracked.sealed = tracked.watermark >= tracked.reservation.end
+        piece = PushSlice(
+            push=tracked.push,
+            before=before,
+            after=min(tracked.watermark, tracked.reservation.end),
+            new_blocks=np.asarray(blocks, dtype=np.int32),
+            restart=tracked.restart,
+            final=tracked.sealed,
+        )
+        tracked.started, tracked.restart = True, False
+        self._pending.slices.append(piece)
+        return piece
+
+    def preempted(self, request_id: str) -> None:
+        """The request lost its blocks: what reads them must be drained before they are overwritten."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.started or tracked.aborted:
+            return
+        tracked.restart, tracked.sealed, tracked.watermark = True, False, 0
+        self._pending.preempted.append(tracked.push)
+
+    def finished(self, request_id: str, *, holds_blocks: bool, why: str) -> bool:
+        """The request ended. Returns whether its blocks must be held until the workers report it."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None or not tracked.started:
+            return False  # the workers never heard of it: D learns from the end of the HTTP call
+        if not tracked.sealed or not holds_blocks:
+            self._pending.aborts.append(PushAbort(tracked.push, "PD-XFER-002", why))
+        if holds_blocks:
+            self._holding[request_id] = tracked.push
+        return holds_blocks
+
+    def released(self, request_id: str) -> bool:
+        """A report of the workers arrived: true if vLLM waits for it."""
+        return self._holding.pop(request_id, None) is not None
+
+    def open_count(self) -> int:
+        return len(self._tracked) + len(self._holding)
+
+    def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
+        """This step's metadata; the next call starts anew."""
+        pending, self._pending = self._pending, _Pending()
+        self._rotation += 1
+        return PrefillStep(
+            rotation=self._rotation,
+            engine=engine if pending.starts else None,
+            starts=tuple(pending.starts),
+            slices=tuple(pending.slices),
+            aborts=tuple(pending.aborts),
+            preempted=tuple(pending.preempted),
+        )
+
+
+def _malformed(reservation: Reservation) -> str:
+    size = reservation.geometry.block_size
+    if not 0 <= reservation.first < reservation.end <= reservation.prompt_length:
+        return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
+    wanted = -(-reservation.end // size) - reservation.first // size if size > 0 else -1
+    if len(reservation.blocks) != 4 * wanted:
+        return f"{len(reservation.blocks) // 4} blocks for {wanted}"
+    if len(reservation.endpoints) != reservation.geometry.tp_size:
+        return f"{len(reservation.endpoints)} endpoints for TP {reservation.geometry.tp_size}"
+    return ""

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's scheduler as vLLM sees it: reservations in, each step's slices out to the workers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
+from vllm_ascend_pd.errors import PdError, RemoteProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.protocol.auth import unseal
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+
+class PrefillScheduler:
+    """No thread and no socket: reservations come with the requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._book = PushBook(model=engine.model)
+        self._geometry: CacheGeometry | None = None
+        self._refused: dict[str, PdError] = {}  # by request id, until it ends
+
+    def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
+        self._geometry = merge_geometries(workers)
+
+    def allocated(self, request: Any) -> None:
+        """vLLM schedules the request: take its reservation, once."""
+        request_id = request.request_id
+        params = request.kv_transfer_params
+        if not params or params.get("do_remote_decode") is not True:
+            return
+        if self._book.tracks(request_id) or request_id in self._refused:
+            return
+        error = self._admit(request, params)
+        if error is not None:
+            self._refused[request_id] = error
+            log.warning("request %s is prefilled but not pushed: %s", request_id, error)
+
+    def build_step(self, output: Any) -> PrefillStep:
+        """Translate one SchedulerOutput."""
+        for request_id in output.preempted_req_ids or ():
+            self._book.preempted(request_id)
+        counts = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            self._book.scheduled(
+                new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids[0], replaces=True
+            )
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if self._book.tracks(request_id):
+                self._book.scheduled(
+                    request_id,
+                    computed,
+                    counts[request_id],
+                    blocks[0] if blocks else (),
+                    replaces=request_id in cached.resumed_req_ids,
+                )
+        return self._book.take_step(self._geometry)
+
+    def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended: whether its blocks are held, and what its HTTP answer says of a refused push."""
+        request_id = request.request_id
+        error = self._refused.pop(request_id, None)
+        held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill")
+        if error is None:
+            return held, None
+        return held, {"pd_error": {"code": error.code, "detail": error.sentence}}
+
+    def released(self, request_id: str) -> bool:
+        return self._book.released(request_id)
+
+    def close(self) -> None:
+        return None
+
+    def _admit(self, request: Any, params: Mapping[str, Any]) -> PdError | None:
+        encoded = params.get("reservation")
+        if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
+            return PdError("PD-META-005", why="the request carries no reservation")
+        try:
+            reservation = unseal(base64.b64decode(encoded, validate=True), self._engine.secrets)
+        except binascii.Error:
+            return PdError("PD-META-005", why="it is not base64")
+        except RemoteProtocolError as refused:
+            return refused
+        push = uuid.uuid4().hex
+        error = self._book.admit(
+            request.request_id, reservation, request.num_prompt_tokens, request_hash(request), push
+        )
+        if error is None:
+            trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)
+        return error

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's worker as vLLM sees it: the hooks of one step, translated for the push runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.prefill.decisions import PrefillStep
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.runtime.pushing import PushRuntime, PushSite
+
+NO_STEP = PrefillStep(rotation=0)
+
+
+class PrefillWorker:
+    """Created with the worker; the runtime starts when the KV caches are registered."""
+
+    def __init__(self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor) -> None:
+        self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
+        self._runtime: PushRuntime | None = None
+        self._facts: WorkerFacts | None = None
+
+    def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        caches = describe(tensors, self._shape, self._device)
+        site = PushSite(self._engine.incarnation, self._contributor, self._engine.model)
+        self._runtime = PushRuntime(
+            self._engine.config, site, caches, self._device, self._engine.create_transport(), self._engine.secrets
+        )
+        self._facts = WorkerFacts(None, caches.geometry)
+
+    def handshake(self) -> WorkerFacts | None:
+        return self._facts
+
+    def preempt(self, step: PrefillStep) -> None:
+        if self._runtime is not None and step.preempted:
+            self._runtime.preempt(step.preempted)
+
+    def bind(self, step: PrefillStep) -> None:
+        if self._runtime is not None:
+            self._runtime.begin_step(step)
+
+    def save_layer(self, name: str, tensor: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
+        if self._runtime is not None:
+            first = tensor if isinstance(tensor, torch.Tensor) else tensor[0] if tensor else None
+            self._runtime.layer_computed(name, None if first is None else first.data_ptr())
+
+    def end_step(self) -> None:
+        if self._runtime is not None:
+            self._runtime.end_step()
+
+    def finished(self, ended: Iterable[str]) -> set[str]:
+        return set() if self._runtime is None else self._runtime.take_finished(ended)
+
+    def close(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()

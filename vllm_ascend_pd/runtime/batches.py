@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From claims to batches: which claims are written together, and the absolute spans of each.
+
+One batch holds everything that goes to one D rank for one layer; neighbouring layers that are ready together share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
+from vllm_ascend_pd.protocol.push import Claim
+from vllm_ascend_pd.runtime.work import PushWork, Unit
+
+Bases = tuple[tuple[int, ...], ...]  # by layer, by region
+
+
+@dataclass(frozen=True, slots=True)
+class Triples:
+    """Absolute source and destination addresses and sizes."""
+
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+    size: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Claims of one destination, written together."""
+
+    peer: Endpoint
+    session: str
+    claims: list[Claim]
+    transfers: list[str]
+    src: list[int]
+    dst: list[int]
+    size: list[int]
+    handle: int = 0
+    submitted_at: float = 0.0
+
+    def facts(self) -> Mapping[str, Any]:
+        """For the trace."""
+        units = [unit_of(claim) for claim in self.claims]
+        return {
+            "peer": str(self.peer),
+            "layers": sorted({unit.layer for unit in units}),
+            "steps": sorted({unit.step for unit in units}),
+            "bytes": sum(self.size),
+            "descriptors": len(self.src),
+            "transfers": self.transfers,
+        }
+
+
+def unit_of(claim: Claim) -> Unit:
+    """The machine hands units back as it got them."""
+    if not isinstance(claim.unit, Unit):
+        raise TypeError(f"{claim.unit!r} is not a unit of this runtime")
+    return claim.unit
+
+
+def grouped(claims: list[Claim], works: Mapping[str, PushWork], fuse: int) -> list[tuple[Endpoint, list[Claim]]]:
+    """Claims by destination, in layer order; up to `fuse` units of one destination go together."""
+    by_peer: dict[Endpoint, list[Claim]] = {}
+    for claim in claims:
+        by_peer.setdefault(works[claim.push].reservation.endpoints[claim.d_rank], []).append(claim)
+    groups: list[tuple[Endpoint, list[Claim]]] = []
+    for peer, mine in by_peer.items():
+        by_unit: dict[Unit, list[Claim]] = {}
+        for claim in sorted(mine, key=unit_of):
+            by_unit.setdefault(unit_of(claim), []).append(claim)
+        units = list(by_unit.values())
+        fused = (units[start : start + fuse] for start in range(0, len(units), fuse))
+        groups.extend((peer, [claim for unit in some for claim in unit]) for some in fused)
+    return groups
+
+
+def spans_of(work: PushWork, claim: Claim, own: Bases, theirs: LayerAddresses) -> Triples:
+    """The absolute spans of a claim. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
+    unit = unit_of(claim)
+    plan = work.plans.get(unit.step)
+    if plan is None:
+        raise PdError("PD-XFER-002", why="the step was forgotten")
+    spans = plan.by_rank[claim.d_rank]
+    regions = work.reservation.geometry.regions
+    parts: list[Triples] = []
+    for part, region, src, dst in zip(
+        spans, regions, own[unit.layer], theirs.bases[work.layer_index[unit.layer]], strict=True
+    ):
+        outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.num_blocks)
+        if outside.any():
+            bad = int(np.argmax(outside))
+            raise PdError("PD-WIRE-003", length=int(part.size[bad]), address=int(part.dst[bad]) + dst, side="D's layer")
+        parts.append(Triples(part.src + src, part.dst + dst, part.size))
+    return joined(parts)
+
+
+def joined(parts: list[Triples]) -> Triples:
+    if len(parts) == 1:
+        return parts[0]
+    return Triples(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("src", "dst", "size")))

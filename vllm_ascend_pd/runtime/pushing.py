@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's worker at run time: the Sender machine behind one lock, the side channel on the loop thread, the pusher thread.
+
+The engine's thread plans a step, announces computed layers and reports closed pushes; it waits only in `preempt`, for a
+bounded time. Every decision is made under the lock; sockets and the transfer engine are touched after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import Caches
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest, push_range
+from vllm_ascend_pd.geometry.shard import contributors, destinations, shared_stages
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.decisions import PrefillStep, PushStart
+from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
+from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
+from vllm_ascend_pd.runtime.batches import Batch, grouped, joined, spans_of
+from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.runtime.pusher import IN_FLIGHT, Computed, Pusher, Sealed
+from vllm_ascend_pd.runtime.verify import Summer
+from vllm_ascend_pd.runtime.work import PushWork, Unit
+from vllm_ascend_pd.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 5.0
+DIRECT = "direct"
+
+
+@dataclass(frozen=True, slots=True)
+class PushSite:
+    """Who this worker is."""
+
+    incarnation: str
+    contributor: Contributor
+    model: str
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that the engine is computing."""
+
+    number: int
+    unmarked: set[int]
+    final: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Deciding:
+    sender: Sender
+    actions: list[act.Action]
+
+
+class PushRuntime:
+    """Owns the loop thread, the dialer, the pusher and the transfer engine of one P worker."""
+
+    def __init__(
+        self,
+        config: PushConfig,
+        site: PushSite,
+        caches: Caches,
+        device: Device,
+        transport: Transport,
+        secrets: Secrets | None,
+    ) -> None:
+        self._config, self._site, self._caches, self._device, self._transport = config, site, caches, device, transport
+        self._layers = {name: index for index, name in enumerate(caches.geometry.layers)}
+        self._by_address = {bases[0]: index for index, bases in enumerate(caches.bases)}
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self._works: dict[str, PushWork] = {}
+        self._push_of: dict[str, str] = {}  # request id → push
+        self._held: set[str] = set()  # pushes being drained: nothing of them is submitted
+        self._closed: set[str] = set()  # pushes closed, not reported yet
+        self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
+        self._sender: Sender | None = None
+        self._planner: StepPlanner | None = None
+        self._engine: CacheGeometry | None = None
+        self._summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
+        self._step: _Step | None = None
+        self._dead: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed = float("inf")
+        transport.register(caches.storages)
+        self._loop = LoopThread(f"pd-push-{site.contributor}")
+        self._dialer = Dialer(
+            incarnation=site.incarnation,
+            name=str(site.contributor),
+            secrets=secrets,
+            on_message=self._on_message,
+            on_unreachable=self._on_unreachable,
+        )
+        self._pusher = Pusher(f"pd-writer-{site.contributor}", self, transport, device)
+
+    # -- the engine's thread
+
+    def begin_step(self, step: PrefillStep) -> None:
+        """Take in a step's metadata and plan what its layers will push."""
+        if step.empty:
+            return
+        if self._sender is None and step.engine is not None:
+            self._open_engine(step.engine)
+        for abort in step.aborts:
+            self._abort(abort.push, abort.code, abort.detail)
+        for start in step.starts:
+            self._start(start)
+        if step.slices:
+            self._plan(step)
+
+    def layer_computed(self, name: str, tensor_address: int | None) -> None:
+        """A layer's hook fired. Costs one event and one queue entry; layers are known by name, else by address."""
+        step = self._step
+        if step is None:
+            return
+        index = self._layers.get(name)
+        if index is None and tensor_address is not None:
+            index = self._by_address.get(tensor_address)
+        if index is not None and index in step.unmarked:
+            self._mark(step, index)
+
+    def end_step(self) -> None:
+        """Sweep up layers whose hook did not fire, and seal."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        for index in sorted(step.unmarked):
+            self._mark(step, index)
+        self._pusher.put(Sealed(step.number, step.final))
+
+    def preempt(self, pushes: Iterable[str]) -> None:
+        """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
+        deadline = time.monotonic() + self._config.timers.preempt_drain_s
+        for push in pushes:
+            if push in self._works:
+                self._drain(push, deadline)
+
+    def take_finished(self, ended: Iterable[str]) -> set[str]:
+        """Requests whose pushes are closed, each once; `ended` are requests that vLLM has finished."""
+        with self._lock:
+            self._ended.update(request for request in ended if request in self._push_of)
+            ready = {request for request in self._ended if self._push_of[request] in self._closed}
+            self._ended -= ready
+            for request in ready:
+                self._closed.discard(self._push_of.pop(request))
+        return ready
+
+    def close(self) -> None:
+        """Idempotent. Tells peers what is cut off, stops the threads, closes the transfer engine."""
+        for push in list(self._works):
+            self._abort(push, "PD-XFER-004", "the prefill engine shuts down")
+        self._pusher.stop(CLOSE_GRACE_S)
+        self._transport.close()
+        if self._loop.alive:
+            try:
+                self._loop.call(self._dialer.close(), timeout=CLOSE_GRACE_S)
+            except TimeoutError:
+                log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
+        self._loop.stop(CLOSE_GRACE_S)
+
+    # -- starting and planning, on the engine's thread
+
+    def _open_engine(self, engine: CacheGeometry) -> None:
+        self._engine = engine
+        self._planner = StepPlanner(engine, self._site.contributor.rank)
+        self._sender = Sender(
+            incarnation=self._site.incarnation,
+            contributor=self._site.contributor,
+            model=self._site.model,
+            geometry=engine,
+            timers=self._config.timers,
+            quiet_s=self._config.quiet_s,
+        )
+
+    def _start(self, start: PushStart) -> None:
+        engine, reservation = self._engine, start.reservation
+        if engine is None:
+            raise LocalProtocolError("a push was scheduled before the engine's geometry was known")
+        differences = mismatches(engine, reservation.geometry)
+        ranks = () if differences else destinations(engine, reservation.geometry, self._site.contributor.rank)
+        work = PushWork.of(start, self._caches.geometry, ranks)
+        order = PushOrder(
+            push=start.push,
+            transfer=reservation.transfer,
+            deadline_s=reservation.deadline_s,
+            tokens=reservation.end - reservation.first,
+            layers=len(self._layers),
+            destinations=tuple(self._destination(engine, reservation, rank) for rank in ranks),
+        )
+        with self._deciding() as deciding:
+            self._works[start.push] = work
+            self._push_of[start.request_id] = start.push
+            deciding.actions += deciding.sender.open(time.monotonic(), order)
+        if differences:
+            self._abort(start.push, "PD-GEO-001", str(differences[0]))
+        if self._dead is not None:
+            self._abort(start.push, "PD-XFER-003", f"the pusher died: {self._dead}")
+
+    def _destination(self, engine: CacheGeometry, reservation: Reservation, rank: int) -> Destination:
+        d = reservation.geometry
+        return Destination(
+            d_rank=rank,
+            peer=reservation.endpoints[rank],
+            contributors=tuple(
+                Contributor(stage, p) for stage in shared_stages(engine, d) for p in contributors(engine, d, rank)
+            ),
+            plan_digest=plan_digest(engine, d, reservation.first, reservation.end, DIRECT),
+        )
+
+    def _plan(self, step: PrefillStep) -> None:
+        """Plan the step once for all its pushes; the plans wait for the layers."""
+        planned: list[PushWork] = []
+        jobs = []
+        for piece in step.slices:
+            if piece.restart:
+                self.preempt([piece.push])
+            with self._lock:
+                work = self._works.get(piece.push)
+                if work is None:
+                    continue  # failed already
+                work.extend(piece)
+            r = work.reservation
+            lo, hi = push_range(r.first, r.end, piece.before, piece.after, r.geometry.block_size)
+            trace.emit(
+                "step",
+                transfer=str(r.transfer),
+                step=step.rotation,
+                before=piece.before,
+                after=piece.after,
+                tokens=hi - lo,
+            )
+            if hi > lo and work.ranks:
+                planned.append(work)
+                jobs.append(work.job(lo, hi))
+        if jobs and self._planner is not None:
+            plans = self._planner.plan(jobs, step.rotation)
+            with self._lock:
+                for work, plan in zip(planned, plans, strict=True):
+                    work.plans[step.rotation] = plan
+        unmarked = set(range(len(self._layers))) if planned else set()
+        self._step = _Step(step.rotation, unmarked, tuple(piece.push for piece in step.slices if piece.final))
+
+    def _mark(self, step: _Step, index: int) -> None:
+        step.unmarked.discard(index)
+        if trace.enabled():
+            trace.emit("layer_computed", step=step.number, layer=index, of=len(self._layers))
+        self._pusher.put(Computed(step.number, index, self._device.record()))
+
+    def _drain(self, push: str, deadline: float) -> None:
+        with self._deciding() as deciding:
+            sender = deciding.sender
+            self._held.add(push)
+            while sender.outstanding(push) and (left := deadline - time.monotonic()) > 0:
+                self._returned.wait(left)
+            self._held.discard(push)
+            work = self._works.get(push)
+            if work is not None:
+                work.forget()
+            now = time.monotonic()
+            if sender.outstanding(push):
+                detail = "writes did not return before preemption"
+                deciding.actions += sender.abort(now, push, "PD-XFER-001", detail)
+            else:
+                deciding.actions += sender.restart(now, push)
+
+    def _abort(self, push: str, code: str, detail: str) -> None:
+        if push in self._works:
+            with self._deciding() as deciding:
+                deciding.actions += deciding.sender.abort(time.monotonic(), push, code, detail)
+
+    # -- the pusher's thread (see pusher.Work)
+
+    def computed(self, item: Computed) -> None:
+        """Offer a computed layer of a step to the machine, for every push and destination of the step."""
+        unit = Unit(item.step, item.layer)
+        with self._deciding() as deciding:
+            now = time.monotonic()
+            for work in list(self._works.values()):
+                plan = work.plans.get(item.step)
+                for rank in plan.by_rank if plan is not None else ():
+                    nbytes = plan.nbytes(rank) if plan is not None else 0
+                    deciding.actions += deciding.sender.offer(now, work.push, rank, unit, nbytes)
+
+    def sealed(self, item: Sealed) -> None:
+        with self._deciding() as deciding:
+            for push in item.pushes:
+                if push in self._works:
+                    deciding.actions += deciding.sender.seal(time.monotonic(), push)
+
+    def next_batches(self, busy: dict[Hashable, int]) -> list[Batch]:
+        """Claim what may be written now, grouped by destination and layer; destinations with enough in flight wait."""
+        if self._sender is None:
+            return []
+        batches: list[Batch] = []
+        with self._deciding() as deciding:
+            sender, now = deciding.sender, time.monotonic()
+            claims = []
+            for claim in sender.claim(now, lambda peer: busy.get(peer, 0) < IN_FLIGHT):
+                if claim.push in self._held:
+                    deciding.actions += sender.returned(now, claim)
+                else:
+                    claims.append(claim)
+            for peer, group in grouped(claims, self._works, self._config.wire.fuse_layers):
+                batch = self._batch(deciding, peer, group)
+                if batch is not None:
+                    batches.append(batch)
+        return batches
+
+    def submitted(self, batch: Batch) -> None:
+        with self._deciding() as deciding:
+            now = time.monotonic()
+            for claim in batch.claims:
+                deciding.actions += deciding.sender.submitted(now, claim)
+        if trace.enabled():
+            trace.emit("layer_submitted", **batch.facts())
+
+    def finished(self, batch: Batch, ok: bool) -> None:
+        now = time.monotonic()
+        if trace.enabled():
+            trace.emit("layer_pushed", ok=ok, took=now - batch.submitted_at, **batch.facts())
+        with self._deciding() as deciding:
+            for claim in batch.claims:
+                deciding.actions += deciding.sender.wrote(now, claim, ok)
+            self._returned.notify_all()
+
+    def died(self, error: Exception) -> None:
+        """The pusher's thread ended by an error: fail every push, and every later one."""
+        self._dead = error
+        for push in list(self._works):
+            self._abort(push, "PD-XFER-003", f"the pusher died: {error}")
+
+    def _batch(self, deciding: _Deciding, peer: Endpoint, claims: list[Claim]) -> Batch | None:
+        """The spans of these claims as one batch. A claim that cannot be written fails its push."""
+        sender, now = deciding.sender, time.monotonic()
+        parts, taken, session = [], [], ""
+        for claim in claims:
+            work = self._works[claim.push]
+            theirs = sender.addresses(claim.push, claim.d_rank)
+            try:
+                if theirs is None:
+                    raise PdError("PD-CTRL-002", why="READY brought no addresses")
+                parts.append(spans_of(work, claim, self._caches.bases, theirs))
+            except PdError as error:
+                deciding.actions += sender.returned(now, claim)
+                deciding.actions += sender.abort(now, claim.push, error.code, error.sentence)
+                continue
+            if self._summer is not None:
+                self._summer.add(sender, claim, work)
+            session = theirs.session
+            taken.append(claim)
+        if not taken:
+            return None
+        spans = joined(parts)
+        transfers = sorted({str(self._works[claim.push].reservation.transfer) for claim in taken})
+        return Batch(peer, session, taken, transfers, spans.src.tolist(), spans.dst.tolist(), spans.size.tolist())
+
+    # -- the loop thread
+
+    def _on_message(self, endpoint: Endpoint, message: Message) -> None:
+        with self._deciding() as deciding:
+            deciding.actions += deciding.sender.message(time.monotonic(), endpoint, message)
+        self._pusher.nudge()
+
+    def _on_unreachable(self, endpoint: Endpoint, detail: str) -> None:
+        with self._deciding() as deciding:
+            deciding.actions += deciding.sender.unreachable(time.monotonic(), endpoint, detail)
+
+    def _tick(self) -> None:
+        self._timer, self._armed = None, float("inf")
+        with self._deciding() as deciding:
+            deciding.actions += deciding.sender.tick(time.monotonic())
+        self._pusher.nudge()
+
+    def _arm(self, wake: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.loop.call_later(max(0.0, wake - time.monotonic()), self._tick)
+
+    # -- deciding under the lock, acting after it
+
+    @contextmanager
+    def _deciding(self) -> Iterator[_Deciding]:
+        """Hold the lock while the machine decides; perform the actions it asks for once the lock is free."""
+        with self._lock:
+            sender = self._sender
+            if sender is None:
+                raise LocalProtocolError("the machine is asked before its first step")
+            deciding = _Deciding(sender, [])
+            yield deciding
+            for action in deciding.actions:
+                if isinstance(action, act.Closed):
+                    self._close_push(action)
+            wake = sender.next_wake()
+            rearm = wake is not None and wake < self._armed - 0.001
+            if rearm and wake is not None:
+                self._armed = wake
+        for action in deciding.actions:
+            if isinstance(action, act.Send):
+                self._loop.post(self._dialer.send, action.peer, action.message)
+            elif isinstance(action, act.Note):
+                trace.emit(action.stage, **action.facts)
+        if rearm and wake is not None:
+            self._loop.post(self._arm, wake)
+
+    def _close_push(self, action: act.Closed) -> None:
+        work = self._works.pop(action.push, None)
+        if work is None:
+            return
+        self._closed.add(action.push)
+        transfer = str(work.reservation.transfer)
+        trace.emit("push_closed", transfer=transfer, ok=action.ok, code=action.code, detail=action.detail)
+        if not action.ok:
+            log.warning("push of transfer %s failed: %s %s", transfer, action.code, action.detail)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the shared secret from its file. Its contents are never logged, never part of an error."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from vllm_ascend_pd.config import ChannelConfig
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES, Secrets
+
+MAX_SECRET_BYTES = 4096
+
+
+def load_secrets(config: ChannelConfig) -> Secrets | None:
+    """The secrets of the configuration, or None where none is configured. Raises PD-SEC-001."""
+    if not config.secret_file:
+        return None
+    previous = read_secret(config.secret_file_previous) if config.secret_file_previous else None
+    return Secrets(read_secret(config.secret_file), previous)
+
+
+def read_secret(path: str) -> bytes:
+    """The secret without surrounding white space; only its owner may read the file."""
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError("PD-SEC-001", path=path, why="it is not a regular file")
+        if mode & 0o077:
+            raise ConfigError("PD-SEC-001", path=path, why=f"others may read it (mode {stat.S_IMODE(mode):04o})")
+        if file.stat().st_size > MAX_SECRET_BYTES:
+            raise ConfigError("PD-SEC-001", path=path, why=f"it is larger than {MAX_SECRET_BYTES} bytes")
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError("PD-SEC-001", path=path, why=error.strerror or str(error)) from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError("PD-SEC-001", path=path, why=f"it holds {len(secret)} bytes, {MIN_SECRET_BYTES} are wanted")
+    return secret
