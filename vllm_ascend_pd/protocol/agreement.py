@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a BEGIN is what D expects: version, model, cache geometry, contributors, plan. Differences are told field
+by field, with both values."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.geometry.plan import plan_digest
+from vllm_ascend_pd.geometry.shard import contributors
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
+from vllm_ascend_pd.protocol.messages import Begin
+from vllm_ascend_pd.protocol.timing import MAX_QUIET_S
+
+PLAN_MODES = ("direct", "regroup")
+MAX_TP = 1024
+MAX_HEADS = 65536
+
+
+def contributor_pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[Contributor, ...]:
+    """The P workers that write to `d_rank`, over all pipeline stages that share a layer with D.
+
+    A D rank that would receive nothing still hears of the transfer: from P's leader rank.
+    """
+    wanted = set(d.layers)
+    stages = [index for index, names in enumerate(p.stages) if not wanted.isdisjoint(names)]
+    ranks = contributors(p, d, d_rank)
+    found = tuple(Contributor(stage, rank) for stage in stages for rank in ranks)
+    return found or (Contributor(0, 0),)
+
+
+def differences(begin: Begin, model: str, d: CacheGeometry, d_rank: int, first: int, end: int) -> list[str]:
+    """What speaks against this BEGIN, one sentence per field; empty if nothing does."""
+    found: list[str] = []
+    _compare(found, "protocol version", begin.version, PROTOCOL_VERSION)
+    _compare(found, "model", begin.model, model)
+    if begin.quiet_s > MAX_QUIET_S:
+        found.append(f"quiet time: prefill {begin.quiet_s:g}, decode at most {MAX_QUIET_S:g}")
+    impossible = _impossible(begin.geometry)
+    if impossible:
+        return [*found, impossible]
+    found.extend(_mismatches(begin.geometry, d))
+    if not found:
+        # Only now: shares and plans of caches that do not fit each other mean nothing.
+        _compare(found, "contributors", _set(begin.contributors), _set(_pairs(begin.geometry, d, d_rank)))
+        digests = [_digest(begin.geometry, d, first, end, mode) for mode in PLAN_MODES]
+        if begin.plan_digest not in digests:
+            found.append(f"plan: prefill {begin.plan_digest}, decode {' or '.join(digests)}")
+    return found
+
+
+def _compare(found: list[str], field: str, prefill: object, decode: object) -> None:
+    if prefill != decode:
+        found.append(f"{field}: prefill {prefill}, decode {decode}")
+
+
+def _set(contributors: tuple[Contributor, ...]) -> str:
+    return " ".join(map(str, contributors))
+
+
+def _impossible(p: CacheGeometry) -> str:
+    """Sizes that no engine has; with them the share arithmetic would run for ever."""
+    sizes = (("tp_size", p.tp_size, MAX_TP), ("kv_heads", p.kv_heads, MAX_HEADS), ("block_size", p.block_size, 1 << 20))
+    for field, size, most in sizes:
+        if not 1 <= size <= most:
+            return f"{field}: prefill {size}, decode accepts 1 to {most}"
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[str, ...]:
+    return tuple(map(str, mismatches(p, d)))
+
+
+@lru_cache(maxsize=1024)
+def _pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[Contributor, ...]:
+    return contributor_pairs(p, d, d_rank)
+
+
+@lru_cache(maxsize=4096)
+def _digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: str) -> str:
+    return plan_digest(p, d, first, end, mode)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D: what is known about a contributor's silence, and when it proves that nothing of it can land any more.
+
+Time alone frees nothing: a writer that was stopped in the middle of a write finishes it when it wakes. A silent
+contributor is quiet when its process is known to be gone, its hold has expired, and everything that it may have
+written up to its end has had the time to land; or when access was revoked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.tables import WriterState
+from vllm_ascend_pd.protocol.timing import Backoff, RunningClock, hold_s, lapse_s, settled_s
+
+MAX_GONE = 4096
+
+
+@dataclass(slots=True)
+class Writer:
+    """One contributor of one transfer, as D sees it. `lapse_at` and `hold_at` are on the running clock."""
+
+    contributor: Contributor
+    state: WriterState = WriterState.AWAITED
+    peer: Hashable = None
+    p_incarnation: str = ""
+    seq: int = 0
+    quiet_s: float = 0.0
+    lapse_at: float = 0.0
+    hold_at: float = 0.0
+    checksums: tuple[tuple[str, int], ...] = ()
+    cancel: Backoff | None = None  # set while CANCEL is being repeated
+    cancel_seq: int = 0
+
+
+@dataclass(slots=True)
+class Fence:
+    """The running clock, the holds that count on it, and which processes are gone."""
+
+    timers: Timers
+    quiet_s: float
+    clock: RunningClock = field(default_factory=RunningClock)
+    revoking: bool = False
+    _gone: OrderedDict[str, float] = field(default_factory=OrderedDict)
+
+    def lease(self, writer: Writer, quiet_s: float) -> None:
+        """A READY leaves now: the writer may write from here on."""
+        writer.quiet_s = max(self.quiet_s, quiet_s)
+        lease_s, margin_s = self.timers.lease_s, self.timers.margin_s
+        writer.lapse_at = self.clock.seconds + lapse_s(lease_s, margin_s)
+        writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)
+        writer.state = WriterState.LEASED
+
+    def gone(self, p_incarnation: str) -> None:
+        self._gone.setdefault(p_incarnation, self.clock.seconds)
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)  # costs a revocation, never a wrong write
+
+    def back(self, p_incarnation: str) -> None:
+        self._gone.pop(p_incarnation, None)
+
+    def is_gone(self, p_incarnation: str) -> bool:
+        return p_incarnation in self._gone
+
+    def lapsed(self, writer: Writer) -> bool:
+        return writer.state is WriterState.LEASED and self.clock.seconds >= writer.lapse_at
+
+    def proven_at(self, writer: Writer) -> float | None:
+        """On the running clock: when the silence of this writer proves that it is quiet; None if it cannot."""
+        gone_at = self._gone.get(writer.p_incarnation)
+        if gone_at is None:
+            return None
+        return max(writer.hold_at, gone_at + settled_s(writer.quiet_s))
+
+    def must_revoke(self, writer: Writer) -> bool:
+        return self.clock.seconds >= writer.hold_at and self.proven_at(writer) is None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas behind the timers, the clock that only counts while we run, and an agenda of what is due.
+
+Two engines' clocks run apart by up to DRIFT, each of them from true time; whoever waits for the other's timer adds
+twice that, whoever acts before the other's timer subtracts it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+DRIFT = 0.001
+OBSERVED_GAP_S = 1.0  # of a longer silence between two looks at the clock only this much is counted
+WAKE_S = 0.8  # so we look at least this often while something waits for the running clock
+MAX_QUIET_S = 120.0  # D refuses a P whose writes may land later than this
+
+K = TypeVar("K", bound=Hashable)
+
+
+def authority_until(sent: float, lease_s: float) -> float:
+    """P: until when a READY lets it write, counted from when the BEGIN that it answers was sent."""
+    return sent + lease_s * (1 - 2 * DRIFT)
+
+
+def lapse_s(lease_s: float, margin_s: float) -> float:
+    """D: after a READY, when silence means that the writer is lost."""
+    return (lease_s + margin_s) * (1 + 2 * DRIFT)
+
+
+def hold_s(lease_s: float, quiet_s: float, margin_s: float) -> float:
+    """D: after a READY, when everything written under it has landed, if the writer followed the rules."""
+    return (lease_s + quiet_s + margin_s) * (1 + 2 * DRIFT)
+
+
+def settled_s(quiet_s: float) -> float:
+    """After a failed write, or after its process is gone, when nothing of it can land any more."""
+    return quiet_s * (1 + 2 * DRIFT)
+
+
+class RunningClock:
+    """Time during which this process was seen to run.
+
+    A process that was stopped must not conclude from the clock alone that others are quiet: what they sent may
+    still wait in its own buffers, and what it sent itself may leave only when it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def observe(self, now: float) -> None:
+        if self._last is not None and now > self._last:
+            self.seconds += min(now - self._last, OBSERVED_GAP_S)
+        if self._last is None or now > self._last:
+            self._last = now
+
+    def wake(self, due: float) -> float:
+        """When to look next, if something is due when `seconds` reaches `due`."""
+        return (self._last or 0.0) + min(max(due - self.seconds, 0.0), WAKE_S)
+
+
+class Backoff:
+    """When to repeat an unanswered message: doubling, bounded."""
+
+    __slots__ = ("_first", "_gap", "_most", "at")
+
+    def __init__(self, now: float, first_s: float, most_s: float) -> None:
+        self._first = first_s
+        self._gap = first_s
+        self._most = most_s
+        self.at = now + first_s
+
+    def again(self, now: float) -> None:
+        """It was repeated now."""
+        self._gap = min(self._gap * 2, self._most)
+        self.at = now + self._gap
+
+    def rest(self, until: float) -> None:
+        """It was answered; start over at `until`."""
+        self._gap = self._first
+        self.at = until
+
+
+class Agenda(Generic[K]):
+    """One wake-up time per key; setting it again moves it."""
+
+    def __init__(self) -> None:
+        self._times: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._serial = 0  # keys need not be comparable
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def set(self, key: K, at: float | None) -> None:
+        if at is None:
+            self._times.pop(key, None)
+        elif self._times.get(key) != at:
+            self._times[key] = at
+            self._serial += 1
+            heapq.heappush(self._heap, (at, self._serial, key))
+
+    def due(self, now: float) -> list[K]:
+        """The keys whose time has come, earliest first; they are taken off."""
+        found = []
+        while (at := self.next()) is not None and at <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._times[key]
+            found.append(key)
+        return found
+
+    def next(self) -> float | None:
+        while self._heap and self._times.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)  # moved or removed meanwhile
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._times):
+            self._heap = [entry for entry in self._heap if self._times.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+        return self._heap[0][0] if self._heap else None
