@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.messages import Begin
 from vllm_ascend_pd.protocol.tables import WriterState
 from vllm_ascend_pd.protocol.timing import Backoff, RunningClock, hold_s, lapse_s, settled_s
 
@@ -27,14 +28,20 @@ class Writer:
     contributor: Contributor
     state: WriterState = WriterState.AWAITED
     peer: Hashable = None
-    p_incarnation: str = ""
-    seq: int = 0
+    granted: Begin | None = None  # the newest BEGIN that was answered with READY
     quiet_s: float = 0.0
     lapse_at: float = 0.0
     hold_at: float = 0.0
     checksums: tuple[tuple[str, int], ...] = ()
     cancel: Backoff | None = None  # set while CANCEL is being repeated
-    cancel_seq: int = 0
+
+    @property
+    def p_incarnation(self) -> str:
+        return self.granted.p_incarnation if self.granted else ""
+
+    @property
+    def seq(self) -> int:
+        return self.granted.seq if self.granted else 0
 
 
 @dataclass(slots=True)
@@ -47,9 +54,10 @@ class Fence:
     revoking: bool = False
     _gone: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
-    def lease(self, writer: Writer, quiet_s: float) -> None:
+    def lease(self, writer: Writer, begin: Begin) -> None:
         """A READY leaves now: the writer may write from here on."""
-        writer.quiet_s = max(self.quiet_s, quiet_s)
+        writer.granted = begin
+        writer.quiet_s = max(self.quiet_s, begin.quiet_s)
         lease_s, margin_s = self.timers.lease_s, self.timers.margin_s
         writer.lapse_at = self.clock.seconds + lapse_s(lease_s, margin_s)
         writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)

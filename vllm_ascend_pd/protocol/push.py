@@ -16,21 +16,11 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import (
-    Ack,
-    Begin,
-    Cancel,
-    Done,
-    Failed,
-    LayerAddresses,
-    Message,
-    Ready,
-    RefusalCode,
-    Refused,
-)
+from vllm_ascend_pd.protocol.messages import Ack, Cancel, LayerAddresses, Message, Ready, RefusalCode, Refused
 from vllm_ascend_pd.protocol.pair import Claim, Coverage, Destination, Pair, Push, PushOrder
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE, PairEvent, PairState
 from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock, authority_until, hold_s, settled_s
+from vllm_ascend_pd.protocol.words import PrefillWords
 
 __all__ = ["Claim", "Destination", "PushOrder", "Sender"]
 
@@ -76,12 +66,8 @@ class Sender:
         quiet_s: float,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._incarnation = incarnation
-        self._contributor = contributor
-        self._model = model
-        self._geometry = geometry
+        self._words = PrefillWords(incarnation, contributor, model, geometry, quiet_s)
         self._timers = timers
-        self._quiet_s = quiet_s
         self._clock = RunningClock()
         self._pushes: dict[str, Push] = {}
         self._finished: OrderedDict[str, None] = OrderedDict()  # so that late local events are told from wrong ones
@@ -190,7 +176,7 @@ class Sender:
         if event is None:
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
-        if message.p_incarnation != self._incarnation or message.contributor != self._contributor:
+        if message.p_incarnation != self._words.incarnation or message.contributor != self._words.contributor:
             self.counters["stale_" + event.value] += 1
             return self._taken()
         pair = self._pair(message.push, message.d_rank)
@@ -337,24 +323,9 @@ class Sender:
             pair.begin.again(now)
         pair.seq += 1
         pair.sent_begin(pair.seq, now)
-        order, to = pair.push.order, pair.destination
-        known = self._layouts.get(to.peer)
-        begin = Begin(
-            transfer=order.transfer,
-            push=order.push,
-            p_incarnation=self._incarnation,
-            d_incarnation=order.transfer.incarnation,
-            contributor=self._contributor,
-            d_rank=to.d_rank,
-            seq=pair.seq,
-            model=self._model,
-            geometry=self._geometry,
-            contributors=to.contributors,
-            plan_digest=to.plan_digest,
-            quiet_s=self._quiet_s,
-            known_layout=known[0] if known else "",
-        )
-        self._actions.append(Send(to.peer, begin))
+        to = pair.destination.peer
+        known = self._layouts.get(to)
+        self._actions.append(Send(to, self._words.begin(pair, pair.seq, known[0] if known else "")))
         self._note("begin", pair, seq=pair.seq)
 
     def _authorise(self, now: float, pair: Pair, cue: _Cue) -> None:
@@ -467,7 +438,7 @@ class Sender:
         self._note("drain", pair, why=self._cause(pair), out=len(pair.coverage.out))
         self._settle(now, pair, cue)
         if pair.state is PairState.DRAIN:
-            self._say(now, pair, self._failed(pair, quiescent=False))
+            self._say(now, pair, done=False, quiescent=False)
 
     def _fail_by_event(self, now: float, pair: Pair, cue: _Cue) -> None:
         self._fail(now, pair.push, cue.code, cue.detail)
@@ -487,7 +458,7 @@ class Sender:
     def _lose(self, now: float, pair: Pair, cue: _Cue) -> None:
         unit = cue.claim.unit if cue.claim else None
         pair.coverage.pending[unit] = pair.coverage.out.pop(unit)  # owed for ever: this pair cannot say DONE
-        pair.quiet_at = self._clock.seconds + settled_s(self._quiet_s)
+        pair.quiet_at = self._clock.seconds + settled_s(self._words.quiet_s)
 
     def _settled(self, pair: Pair) -> bool:
         return not pair.coverage.out and self._clock.seconds >= pair.quiet_at
@@ -502,7 +473,7 @@ class Sender:
         pair.state = PairState.CLOSED
         self._claimable.pop(pair.key, None)
         done = pair.push.sealed and pair.coverage.complete and pair.authority is not None
-        self._say(now, pair, self._done(pair) if done else self._failed(pair, quiescent=True))
+        self._say(now, pair, done=done, quiescent=True)
         self._note("closed", pair, done=done, bytes=pair.coverage.nbytes)
         pair.coverage = Coverage(nbytes=pair.coverage.nbytes)
         self._close_if_done(pair.push)
@@ -516,50 +487,21 @@ class Sender:
             code, detail = "", ""
         self._actions.append(Closed(push.order.push, push.delivered, code, detail))
 
-    def _done(self, pair: Pair) -> Done:
-        pair.seq += 1
-        order, to = pair.push.order, pair.destination
-        return Done(
-            transfer=order.transfer,
-            push=order.push,
-            p_incarnation=self._incarnation,
-            d_incarnation=order.transfer.incarnation,
-            contributor=self._contributor,
-            d_rank=to.d_rank,
-            seq=pair.seq,
-            layers=order.layers,
-            tokens=order.tokens,
-            bytes=pair.coverage.nbytes,
-            plan_digest=to.plan_digest,
-            checksums=tuple(pair.coverage.checksums.items()),
-        )
-
-    def _failed(self, pair: Pair, *, quiescent: bool) -> Failed:
-        pair.seq += 1
-        order = pair.push.order
-        return Failed(
-            transfer=order.transfer,
-            push=order.push,
-            p_incarnation=self._incarnation,
-            d_incarnation=order.transfer.incarnation,
-            contributor=self._contributor,
-            d_rank=pair.destination.d_rank,
-            seq=pair.seq,
-            quiescent=quiescent,
-            cause=self._cause(pair),
-        )
-
     def _cause(self, pair: Pair) -> str:
         code, detail = pair.push.failure or ("PD-XFER-002", "unknown")
-        return f"{code} {detail}"[:1000]
+        return f"{code} {detail}"
 
-    def _say(self, now: float, pair: Pair, word: Done | Failed) -> None:
-        """Send, and repeat until it is acknowledged or D must have given up."""
-        pair.said = word
+    def _say(self, now: float, pair: Pair, *, done: bool, quiescent: bool) -> None:
+        """DONE or FAILED: sent, and repeated until it is acknowledged or D must have given up."""
+        pair.seq += 1
+        if done:
+            pair.said = self._words.done(pair, pair.seq)
+        else:
+            pair.said = self._words.failed(pair, pair.seq, quiescent=quiescent, cause=self._cause(pair))
         pair.acknowledged = False
         pair.speak = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
-        pair.speak_until = now + hold_s(self._timers.lease_s, self._quiet_s, self._timers.margin_s)
-        self._actions.append(Send(pair.destination.peer, word))
+        pair.speak_until = now + hold_s(self._timers.lease_s, self._words.quiet_s, self._timers.margin_s)
+        self._repeat(now, pair, _NOTHING)
 
     def _repeat(self, now: float, pair: Pair, cue: _Cue) -> None:
         if pair.said is not None:
@@ -585,18 +527,7 @@ class Sender:
             self.counters["ignored_" + event.value] += 1
             return
         self.counters["unknown_" + event.value] += 1
-        gone = Failed(
-            transfer=message.transfer,
-            push=message.push,
-            p_incarnation=self._incarnation,
-            d_incarnation=message.d_incarnation,
-            contributor=self._contributor,
-            d_rank=message.d_rank,
-            seq=message.seq,
-            quiescent=True,
-            cause="PD-XFER-002 the push is over",
-        )
-        self._actions.append(Send(peer, gone))
+        self._actions.append(Send(peer, self._words.gone(message)))
 
     # -- time
 

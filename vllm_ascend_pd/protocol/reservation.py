@@ -19,22 +19,19 @@ from vllm_ascend_pd.protocol.agreement import differences
 from vllm_ascend_pd.protocol.fence import Fence, Writer
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import (
-    Ack,
     Begin,
-    Cancel,
     Done,
     Failed,
     LayerAddresses,
     Message,
-    Ready,
     RefusalCode,
-    Refused,
     layout_hash,
 )
+from vllm_ascend_pd.protocol.parking import Parking
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE, ReservationEvent, ReservationState, WriterState
 from vllm_ascend_pd.protocol.timing import Agenda, Backoff
+from vllm_ascend_pd.protocol.words import ack, cancel, ready, refused
 
-MAX_PARKED = 4096
 _EVENTS: dict[type, ReservationEvent] = {
     Begin: ReservationEvent.BEGIN,
     Done: ReservationEvent.DONE,
@@ -73,13 +70,6 @@ class _Transfer:
         return [writer for writer in self.writers.values() if writer.state is WriterState.LEASED]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    peer: Hashable
-    message: Begin | Failed
-    until: float
-
-
 class Receiver:
     """All transfers of one D worker.
 
@@ -112,12 +102,10 @@ class Receiver:
         self._fence_of = Fence(timers, quiet_s)
         self._watermark = -1
         self._transfers: dict[TransferId, _Transfer] = {}
-        self._parked: dict[TransferId, dict[Contributor, _Parked]] = {}
-        self._parked_count = 0
         self._seq = 0
         self._wall: Agenda[TransferId] = Agenda()
         self._running: Agenda[TransferId] = Agenda()
-        self._parking: Agenda[TransferId] = Agenda()
+        self._parking = Parking(timers.ready_timeout_s)
         self._actions: list[Action] = []
 
     # -- what the runtime tells
@@ -175,10 +163,7 @@ class Receiver:
         """The kernel has closed the connection of this P process."""
         self._observe(now)
         self._fence_of.gone(p_incarnation)
-        for transfer, waiting in list(self._parked.items()):
-            for contributor, parked in list(waiting.items()):
-                if parked.message.p_incarnation == p_incarnation and isinstance(parked.message, Begin):
-                    self._unpark(transfer, contributor)
+        self._parking.forget_process(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def peer_back(self, now: float, p_incarnation: str) -> list[Action]:
@@ -199,7 +184,7 @@ class Receiver:
             self._fire(ReservationEvent.REVOKED, now, record)
         for record in records:
             if record.state is ReservationState.OPEN:
-                self._unpark_all(now, record)
+                self._unpark(now, record)
         return self._taken(*records)
 
     def tick(self, now: float) -> list[Action]:
@@ -212,8 +197,9 @@ class Receiver:
         for transfer in self._running.due(self._fence_of.clock.seconds):
             touched.append(record := self._transfers[transfer])
             self._running_due(now, record)
-        for transfer in self._parking.due(now):
-            self._forget_parked(now, transfer)
+        expired = self._parking.expire(now)
+        if expired:
+            self.counters["parked_expired"] += expired
         return self._taken(*touched)
 
     def next_wake(self) -> float | None:
@@ -242,7 +228,7 @@ class Receiver:
         return len(self._transfers)
 
     def parked_count(self) -> int:
-        return self._parked_count
+        return self._parking.count
 
     # -- the machine
 
@@ -288,54 +274,21 @@ class Receiver:
 
     def _park(self, now: float, record: _Transfer, cue: _Cue) -> None:
         """Keep the latest word of each contributor until the transfer is bound and its gate open."""
-        message = cue.message
-        if not isinstance(message, Begin | Failed):
+        if not isinstance(cue.message, Begin | Failed):
             raise LocalProtocolError("only BEGIN and FAILED are parked")
-        waiting = self._parked.get(record.transfer, {})
-        before = waiting.get(message.contributor)
-        if before is None and self._parked_count >= MAX_PARKED:
-            self.counters["parked_full"] += 1
-            return
-        if before is not None and before.message.seq >= message.seq and before.message.push == message.push:
-            self.counters["late_begin"] += 1
-            return
-        self._unpark(record.transfer, message.contributor)
-        until = now + self._timers.ready_timeout_s
-        self._parked.setdefault(record.transfer, {})[message.contributor] = _Parked(cue.peer, message, until)
-        self._parked_count += 1
-        self._parking.set(record.transfer, min(p.until for p in self._parked[record.transfer].values()))
+        reason = self._parking.keep(now, cue.peer, cue.message)
+        if reason:
+            self.counters[reason] += 1
 
     def _park_failure(self, now: float, record: _Transfer, cue: _Cue) -> None:
         """P gave up before we were asked to bind: remember it, so that D need not wait for its deadline."""
         self._answer_ack(now, record, cue)
         self._park(now, record, cue)
 
-    def _unpark(self, transfer: TransferId, contributor: Contributor) -> _Parked | None:
-        waiting = self._parked.get(transfer, {})
-        parked = waiting.pop(contributor, None)
-        if parked is not None:
-            self._parked_count -= 1
-        if not waiting:
-            self._parked.pop(transfer, None)
-            self._parking.set(transfer, None)
-        return parked
-
-    def _unpark_all(self, now: float, record: _Transfer) -> None:
+    def _unpark(self, now: float, record: _Transfer) -> None:
         """Handle what was parked as if it came now, in the state that the record has now."""
-        for contributor in list(self._parked.get(record.transfer, ())):
-            parked = self._unpark(record.transfer, contributor)
-            if parked is not None:
-                self._fire(_EVENTS[type(parked.message)], now, record, _Cue(parked.peer, parked.message))
-
-    def _forget_parked(self, now: float, transfer: TransferId) -> None:
-        """Whoever is still interested has repeated its BEGIN meanwhile."""
-        for contributor, parked in list(self._parked.get(transfer, {}).items()):
-            if now >= parked.until:
-                self._unpark(transfer, contributor)
-                self.counters["parked_expired"] += 1
-        left = self._parked.get(transfer)
-        if left:
-            self._parking.set(transfer, min(parked.until for parked in left.values()))
+        for parked in self._parking.take(record.transfer):
+            self._fire(_EVENTS[type(parked.message)], now, record, _Cue(parked.peer, parked.message))
 
     # -- binding and opening
 
@@ -343,24 +296,17 @@ class Receiver:
         self._watermark = record.transfer.n
         record.state = ReservationState.GATED
         self._note("bound", record)
-        for transfer in list(self._parked):
-            if transfer.incarnation != self._incarnation or (
-                transfer.n <= self._watermark and transfer not in self._transfers
-            ):
-                self._unpark_all(now, self._lookup_parked(transfer))
-        failed = [p for p in self._parked.get(record.transfer, {}).values() if isinstance(p.message, Failed)]
-        if failed:
-            self._unpark(record.transfer, failed[0].message.contributor)
-            self._fire(ReservationEvent.FAILED, now, record, _Cue(failed[0].peer, failed[0].message))
-
-    def _lookup_parked(self, transfer: TransferId) -> _Transfer:
-        """What is parked under another incarnation, or was skipped by the scheduler, is over."""
-        return _Transfer(transfer, ReservationState.OVER)
+        for transfer in self._parking.transfers():
+            if self._lookup(transfer).state is ReservationState.OVER or transfer.incarnation != self._incarnation:
+                self._unpark(now, _Transfer(transfer, ReservationState.OVER))  # skipped by the scheduler: over
+        failed = self._parking.failed(record.transfer)
+        if failed is not None:
+            self._fire(ReservationEvent.FAILED, now, record, _Cue(failed.peer, failed.message))
 
     def _open(self, now: float, record: _Transfer, cue: _Cue) -> None:
         record.state = ReservationState.OPEN
         self._note("gate", record)
-        self._unpark_all(now, record)
+        self._unpark(now, record)
 
     def _settle(self, now: float, record: _Transfer, cue: _Cue) -> None:
         soon = now + self._timers.lease_s
@@ -412,22 +358,10 @@ class Receiver:
             self._refuse(cue, RefusalCode.BOUND, f"{begin.contributor} was another process")
             return
         if writer.state is WriterState.AWAITED or begin.seq > writer.seq:
-            writer.p_incarnation, writer.seq = begin.p_incarnation, begin.seq
-            self._fence_of.lease(writer, begin.quiet_s)
+            self._fence_of.lease(writer, begin)
         writer.peer = cue.peer
-        ready = Ready(
-            transfer=begin.transfer,
-            push=begin.push,
-            p_incarnation=begin.p_incarnation,
-            d_incarnation=self._incarnation,
-            contributor=begin.contributor,
-            d_rank=self._rank,
-            seq=begin.seq,
-            lease_s=self._timers.lease_s,
-            layout=self._layout,
-            addresses=None if begin.known_layout == self._layout else self._addresses,
-        )
-        self._actions.append(Send(cue.peer, ready))
+        granted = ready(begin, self._timers.lease_s, self._layout, self._addresses)
+        self._actions.append(Send(cue.peer, granted))
         self._note("ready", record, contributor=str(begin.contributor), seq=begin.seq)
 
     # -- ending well
@@ -504,7 +438,7 @@ class Receiver:
         for writer in record.leased():
             writer.cancel = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
             self._send_cancel(record, writer)
-        self._unpark_all(now, record)
+        self._unpark(now, record)
         self._close_if_fenced(record)
 
     def _close_if_fenced(self, record: _Transfer) -> None:
@@ -578,53 +512,24 @@ class Receiver:
     def _acknowledge(self, cue: _Cue) -> None:
         message = cue.message
         if isinstance(message, Done | Failed):
-            ack = Ack(
-                transfer=message.transfer,
-                push=message.push,
-                p_incarnation=message.p_incarnation,
-                d_incarnation=message.d_incarnation,
-                contributor=message.contributor,
-                d_rank=message.d_rank,
-                seq=message.seq,
-                kind=type(message).__name__.lower(),
-            )
-            self._actions.append(Send(cue.peer, ack))
+            self._actions.append(Send(cue.peer, ack(message)))
 
     def _refuse(self, cue: _Cue, code: RefusalCode, detail: str = "") -> None:
         message = cue.message
         if message is None:
             raise LocalProtocolError("REFUSED without a BEGIN")
         self.counters["refused_" + code.value] += 1
-        refused = Refused(
-            transfer=message.transfer,
-            push=message.push,
-            p_incarnation=message.p_incarnation,
-            d_incarnation=message.d_incarnation,
-            contributor=message.contributor,
-            d_rank=message.d_rank,
-            seq=message.seq,
-            code=code.value,
-            detail=detail[:1000],
-        )
-        self._actions.append(Send(cue.peer, refused))
+        self._actions.append(Send(cue.peer, refused(message, code, detail)))
 
     def _send_cancel(self, record: _Transfer, writer: Writer) -> None:
         code, detail = record.failure or ("PD-XFER-002", "")
         self._send_cancel_once(record, writer, f"{code} {detail}")
 
     def _send_cancel_once(self, record: _Transfer, writer: Writer, cause: str) -> None:
+        if writer.granted is None:
+            raise LocalProtocolError(f"{writer.contributor} of {record.transfer} was never granted anything")
         self._seq += 1
-        cancel = Cancel(
-            transfer=record.transfer,
-            push=record.push,
-            p_incarnation=writer.p_incarnation,
-            d_incarnation=self._incarnation,
-            contributor=writer.contributor,
-            d_rank=self._rank,
-            seq=self._seq,
-            cause=cause[:1000],
-        )
-        self._actions.append(Send(writer.peer, cancel))
+        self._actions.append(Send(writer.peer, cancel(writer.granted, self._seq, cause)))
 
     def _answer_ack(self, now: float, record: _Transfer, cue: _Cue) -> None:
         self._acknowledge(cue)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D: messages that came before their time, kept until the transfer is bound and its gate is open.
+
+Only the latest word of each contributor is kept, for a bounded time and in a bounded number: whoever still wants
+something repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.messages import Begin, Failed
+from vllm_ascend_pd.protocol.timing import Agenda
+
+MAX_PARKED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    peer: Hashable
+    message: Begin | Failed
+    until: float
+
+
+class Parking:
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._waiting: dict[TransferId, dict[Contributor, Parked]] = {}
+        self._agenda: Agenda[TransferId] = Agenda()
+        self.count = 0
+
+    def keep(self, now: float, peer: Hashable, message: Begin | Failed) -> str:
+        """Returns "" when it is kept, else the reason why not, for the counters."""
+        waiting = self._waiting.get(message.transfer, {})
+        before = waiting.get(message.contributor)
+        if before is None and self.count >= MAX_PARKED:
+            return "parked_full"
+        if before is not None and before.message.push == message.push and before.message.seq >= message.seq:
+            return "parked_late"
+        self._waiting.setdefault(message.transfer, waiting)
+        waiting[message.contributor] = Parked(peer, message, now + self._keep_s)
+        self.count += before is None
+        self._reschedule(message.transfer)
+        return ""
+
+    def take(self, transfer: TransferId) -> list[Parked]:
+        """Everything of this transfer, in the order of first arrival."""
+        waiting = self._waiting.pop(transfer, {})
+        self.count -= len(waiting)
+        self._reschedule(transfer)
+        return list(waiting.values())
+
+    def failed(self, transfer: TransferId) -> Parked | None:
+        """A FAILED among what is parked; it stays there."""
+        waiting = self._waiting.get(transfer, {})
+        return next((parked for parked in waiting.values() if isinstance(parked.message, Failed)), None)
+
+    def transfers(self) -> tuple[TransferId, ...]:
+        return tuple(self._waiting)
+
+    def forget_process(self, p_incarnation: str) -> None:
+        """A process that is gone will not use what it asked for. That it failed stays known."""
+        self._drop(lambda parked: isinstance(parked.message, Begin) and parked.message.p_incarnation == p_incarnation)
+
+    def expire(self, now: float) -> int:
+        before = self.count
+        if self._agenda.due(now):
+            self._drop(lambda parked: now >= parked.until)
+        return before - self.count
+
+    def next(self) -> float | None:
+        return self._agenda.next()
+
+    def _drop(self, unwanted: Callable[[Parked], bool]) -> None:
+        for transfer, waiting in list(self._waiting.items()):
+            for contributor, parked in list(waiting.items()):
+                if unwanted(parked):
+                    del waiting[contributor]
+                    self.count -= 1
+            if not waiting:
+                del self._waiting[transfer]
+            self._reschedule(transfer)
+
+    def _reschedule(self, transfer: TransferId) -> None:
+        waiting = self._waiting.get(transfer)
+        self._agenda.set(transfer, min(parked.until for parked in waiting.values()) if waiting else None)
