@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prefill.sh, decode.sh, metaserver.sh: flags, environment and defaults become one command; --dry-run shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd.config import PushConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = ("prefill", "decode", "metaserver")
+ENGINES = ("prefill", "decode")
+
+
+def run(script, *flags, device="cpu", **environment):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PD_")}
+    env = clean | {"PD_PYTHON": "/some/python", "PD_DEVICE": device} | environment
+    words = [str(ROOT / "scripts" / f"{script}.sh"), *flags]
+    return subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=30)
+
+
+class Command:
+    """The words that --dry-run printed: environment, interpreter, arguments."""
+
+    def __init__(self, line):
+        words = shlex.split(line)
+        self.environment = {}
+        if words[0] == "env":
+            words.pop(0)
+            while "=" in words[0]:
+                name, _, value = words.pop(0).partition("=")
+                self.environment[name] = value
+        self.python, self.module = words[0], words[2]
+        self.words = words[3:]
+
+    def value(self, flag):
+        return self.words[self.words.index(flag) + 1] if flag in self.words else None
+
+    @property
+    def kv_transfer_config(self):
+        return json.loads(self.value("--kv-transfer-config"))
+
+    @property
+    def push_config(self):
+        return PushConfig.parse(self.kv_transfer_config["kv_connector_extra_config"])
+
+
+def dry(script, *flags, **environment):
+    done = run(script, "--dry-run", *flags, **environment)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return Command(line)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_help_names_every_flag_with_its_variable_and_default(role):
+    done = run(role, "--help")
+    assert done.returncode == 0
+    flags = re.findall(r"^  --([a-z-]+)(.*)\n +\S.*\n(?: +\[(.*)\]\n)?", done.stdout, re.MULTILINE)
+    assert len(flags) > 4
+    for name, value, described in flags:
+        assert not value or re.fullmatch(r"PD_[A-Z_]+, default: \S.*", described), name
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_variable_that_help_names_does_what_its_flag_does(role):
+    text = run(role, "--help").stdout
+    settings = re.findall(r"^  --([a-z-]+) VALUE.*\n.*\n +\[(PD_[A-Z_]+), default", text, re.MULTILINE)
+    special = {"eager": "off", "policy": "fail", "verify": "full", "set": "lease_s=9", "kv-bytes": "12345"}
+    model = () if role == "metaserver" else ("--model", "some-model")
+    plain = dry(role, *model)
+    for flag, variable in settings:
+        value = special.get(flag, "4321")
+        by_flag = dry(role, *model, f"--{flag}", value, device="npu" if flag == "devices" else "cpu")
+        by_variable = dry(role, *model, **{variable: value}, device="npu" if flag == "devices" else "cpu")
+        if flag == "model":  # the flag that is always given wins over the variable
+            continue
+        assert vars(by_flag) == vars(by_variable), flag
+        assert vars(by_flag) != vars(plain), f"--{flag} changes nothing"
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_a_flag_wins_over_the_environment(role):
+    own = {"prefill": "PD_P_TP", "decode": "PD_D_TP"}[role]
+    assert dry(role, "--model", "m", "--tp", "4", **{own: "2"}).value("--tensor-parallel-size") == "4"
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "complaint"),
+    [
+        ("prefill", ["--model", "m", "--no-such-flag", "1"], "unknown flag --no-such-flag"),
+        ("prefill", ["--model"], "--model needs a value"),
+        ("prefill", ["--tp", "2"], "--model is required"),
+        ("prefill", ["--model", "m", "--tp", "two"], "--tp two"),
+        ("prefill", ["--model", "m", "stray"], "unexpected argument stray"),
+        ("prefill", ["--model", "m", "--dry-run=1"], "--dry-run takes no value"),
+        ("decode", ["--model", "m", "--pp", "2"], "unknown flag --pp"),
+        ("decode", ["--model", "m", "--policy", "hope"], "--policy hope"),
+        ("decode", ["--model", "m", "--set", "lease_s"], "--set lease_s"),
+        ("metaserver", ["--port", "http"], "--port http"),
+    ],
+)
+def test_a_wrong_flag_is_named_and_nothing_starts(role, flags, complaint):
+    done = run(role, *flags)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert not done.stdout
+
+
+def test_prefill_is_a_producer_and_decode_a_consumer_with_its_metaservers():
+    prefill = dry("prefill", "--model", "m").kv_transfer_config
+    assert prefill["kv_connector"] == "AscendPushConnector"
+    assert prefill["kv_role"] == "kv_producer"
+    decode = dry("decode", "--model", "m", "--metaserver", "http://a:1", "--metaserver=http://b:2")
+    assert decode.kv_transfer_config["kv_role"] == "kv_consumer"
+    assert decode.kv_transfer_config["kv_load_failure_policy"] == "recompute"
+    assert decode.push_config.metaserver.metaserver_urls == ("http://a:1", "http://b:2")
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_the_connector_accepts_the_configuration_that_the_flags_make(role, tmp_path):
+    config = dry(
+        role, "--model", "m", "--secret-file", str(tmp_path / 'odd "name"'), "--verify", "full", "--trace-dir", "relative",
+        "--side-channel-port", "7000", "--mooncake-protocol", "tcp", "--set", "lease_s=10", "--set", "regroup=never",
+        "--set", "patient=false",
+    ).push_config  # fmt: skip
+    assert config.channel.secret_file == str(tmp_path / 'odd "name"')
+    assert config.wire.verify == "full"
+    assert Path(config.observe.trace_dir).is_absolute(), "engines change their directory"
+    assert config.channel.side_channel_port == 7000
+    assert config.timers.lease_s == 10.0
+    assert config.regroup.regroup == "never"
+    assert config.observe.patient is False
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_what_follows_two_dashes_goes_to_vllm_as_it_is(role):
+    command = dry(role, "--model", "m", "--", "--max-num-seqs", "4", "--dry-run", "--help", "two words")
+    assert command.words[-5:] == ["--max-num-seqs", "4", "--dry-run", "--help", "two words"]
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_cpu_engines_get_the_settings_without_which_they_fail(role):
+    command = dry(role, "--model", "m")
+    assert command.module == "vllm.entrypoints.openai.api_server"
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert command.environment["OMP_NUM_THREADS"] == "1"
+    assert "--enforce-eager" in command.words
+    assert int(command.value("--kv-cache-memory-bytes")) > 0
+
+
+@pytest.mark.parametrize("role", ENGINES)
+def test_npu_engines_keep_vllm_ascends_own_choices(role):
+    command = dry(role, "--model", "m", "--devices", "2,3", device="npu")
+    assert command.environment == {"VLLM_HOST_IP": "127.0.0.1", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}
+    assert "--enforce-eager" not in command.words
+    assert command.value("--kv-cache-memory-bytes") is None
+    assert command.value("--compilation-config") is None
+
+
+def test_cpu_pipeline_stages_use_the_eager_compilation_backend_instead_of_enforce_eager():
+    command = dry("prefill", "--model", "m", "--pp", "2")
+    assert "--enforce-eager" not in command.words
+    assert json.loads(command.value("--compilation-config")) == {"mode": 2, "backend": "eager"}
+
+
+def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}, indent=2))
+    command = dry("prefill", "--model", str(tmp_path))
+    assert json.loads(command.value("--compilation-config")) == {"custom_ops": ["-rotary_embedding"]}
+    assert command.environment["HF_HUB_OFFLINE"] == "1"
+    both = dry("prefill", "--model", str(tmp_path), "--pp", "2")
+    assert json.loads(both.value("--compilation-config")).keys() == {"mode", "backend", "custom_ops"}
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": None}))
+    assert dry("prefill", "--model", str(tmp_path)).value("--compilation-config") is None
+
+
+def test_metaserver_knows_every_engine_it_is_given():
+    command = dry("metaserver", "--prefill", "http://a:1", "--prefill", "http://b:2", "--decode", "http://c:3")
+    assert command.module == "vllm_ascend_pd.cli"
+    assert command.words[command.words.index("--prefill") :] == [
+        "--prefill", "http://a:1", "http://b:2", "--decode", "http://c:3",
+    ]  # fmt: skip
+
+
+def test_the_metaservers_own_parser_accepts_what_the_script_makes():
+    from vllm_ascend_pd.cli.__main__ import parser
+
+    command = dry("metaserver", "--prefill", "http://a:1", "--prefill", "http://b:2", "--port", "9000")
+    parsed = parser().parse_args(command.words)
+    assert (parsed.prefill, parsed.decode) == (["http://a:1", "http://b:2"], ["http://127.0.0.1:8002"])
+    assert parsed.port == 9000
