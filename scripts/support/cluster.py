@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any
 
 import httpx
 
-from scripts.support.engine import CONNECTOR, CPU_ENVIRONMENT, Engine, EngineSpec
+from scripts.support.engine import Engine
 from scripts.support.models import ROOT
 from scripts.support.process import Child, ProcessDied, free_port
+from scripts.support.spec import EngineSpec, child_environment, metaserver_command, on_npu
 
 Progress = Callable[[str], None]
 START_DEADLINE_S = 240.0
@@ -36,20 +36,17 @@ def say(line: str) -> None:
 class Metaserver:
     """A started metaserver process."""
 
-    def __init__(self, port: int, prefill: Sequence[str], decode: Sequence[str], logs: Path, options: Sequence[str]):
+    def __init__(self, port: int, prefill: list[str], decode: list[str], logs: Path, options: tuple[str, ...]) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        words = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver", "--host", "127.0.0.1", "--port", str(port)]
-        for flag, urls in (("--prefill", prefill), ("--decode", decode)):
-            for url in urls:
-                words += [flag, url]
-        env = {**os.environ, **CPU_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-        self.process = Child(f"metaserver-{port}", [*words, *options], logs / f"metaserver-{port}.log", env, ROOT)
+        name = f"metaserver-{port}"
+        command = metaserver_command(port, prefill, decode, options)
+        self.process = Child(name, command, logs / f"{name}.log", child_environment(), ROOT)
 
     name = "metaserver"
 
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -70,6 +67,7 @@ class Cluster:
         self.progress = progress
         self.leaks: list[str] = []
         self.starts = 0
+        self._next_device = 0
         self._port_base = port_base
         self._running: list[Engine | Metaserver] = []
 
@@ -109,11 +107,11 @@ class Cluster:
         begun = time.monotonic()
         engines: list[Engine] = []
         for spec in specs:
-            engine = Engine(spec if spec.port else spec.on_port(self.port()), self.logs)
+            engine = Engine(self._placed(spec), self.logs)
             self.starts += 1
             self._running.append(engine)
             engines.append(engine)
-            self.progress(f"  starting {describe(spec)}, log {engine.process.log}")
+            self.progress(f"  starting {spec.describe()}, log {engine.process.log}")
         try:
             self._wait(engines, begun)
         except BaseException:
@@ -121,8 +119,16 @@ class Cluster:
             raise
         return engines
 
+    def _placed(self, spec: EngineSpec) -> EngineSpec:
+        """With a port, and on an NPU host with the next devices."""
+        devices = ""
+        if on_npu() and not spec.devices:
+            devices = ",".join(str(self._next_device + i) for i in range(spec.tp * spec.pp))
+            self._next_device += spec.tp * spec.pp
+        return spec.at(spec.port or self.port(), devices)
+
     def metaserver(
-        self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, options: Sequence[str] = ()
+        self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, options: tuple[str, ...] = ()
     ) -> Metaserver:
         begun = time.monotonic()
         urls = ([engine.url for engine in prefill], [engine.url for engine in decode])
@@ -173,10 +179,3 @@ class Cluster:
         # Decode first: it cancels what it still waits for, and P sees an orderly end.
         for server in list(reversed(self._running)):
             self.stop(server)
-
-
-def describe(spec: EngineSpec) -> str:
-    role = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}[spec.role]
-    shape = f"TP {spec.tp}" + (f", PP {spec.pp}" if spec.pp > 1 else "")
-    connector = "" if spec.role == "plain" or spec.connector == CONNECTOR else f", {spec.connector}"
-    return f"{spec.name} ({role}, {shape}{connector})"

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is started with: one specification, from which command line and environment follow.
+
+Standard library only: `quickstart.sh --dry-run` prints commands before anything is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.support.models import ROOT, recipe_of
+
+CONNECTOR = "AscendPushConnector"
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}
+
+# vLLM on CPU: `nobind` because the default binding fails with two workers on one NUMA node; one thread per worker
+# because every worker of a pair shares the machine with the others.
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MC_FORCE_TCP": "1",
+}
+COMMON_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def on_npu() -> bool:
+    """scripts/setup.sh found an interpreter in which vllm-ascend imports."""
+    return os.environ.get("PD_DEVICE") == "npu"
+
+
+def own_environment() -> dict[str, str]:
+    """What every child gets beyond the caller's environment."""
+    return dict(COMMON_ENVIRONMENT) if on_npu() else {**COMMON_ENVIRONMENT, **CPU_ENVIRONMENT}
+
+
+def child_environment(paths: tuple[Path, ...] = ()) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
+    inherited = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+    env["PYTHONPATH"] = os.pathsep.join([*(str(p) for p in paths), str(ROOT), *inherited])
+    return {**env, **own_environment()}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start. `role`: plain (no connector), kv_producer or kv_consumer."""
+
+    name: str
+    model: Path
+    role: str = "plain"
+    tp: int = 1
+    pp: int = 1
+    port: int = 0  # 0: the cluster finds one
+    kv_bytes: int = 64 << 20  # per worker
+    max_len: int = 2048
+    chunk: int = 2048  # --max-num-batched-tokens
+    max_seqs: int = 64
+    block_size: int = 32
+    policy: str = "recompute"
+    extra: Mapping[str, Any] = field(default_factory=dict)  # kv_connector_extra_config
+    connector: str = CONNECTOR
+    connector_module: str = ""  # for a connector that no plug-in registers
+    plugins: tuple[Path, ...] = ()  # folders with an entry point of their own, put in front of PYTHONPATH
+    devices: str = ""  # NPU: ASCEND_RT_VISIBLE_DEVICES
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    served_name: str = "model"
+
+    def command(self) -> list[str]:
+        """The server's command line; `python -m`, because the vllm command does not start with the CPU wheel."""
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        words += ["--host", "127.0.0.1", "--port", str(self.port)]
+        words += ["--model", str(self.model), "--served-model-name", self.served_name]
+        words += ["--max-model-len", str(self.max_len), "--seed", "0"]
+        words += ["--max-num-batched-tokens", str(self.chunk), "--max-num-seqs", str(self.max_seqs)]
+        words += ["--max-logprobs", "5", "--uvicorn-log-level", "warning"]
+        words += ["--dtype", "float16"] if on_npu() else self._cpu_shape()
+        if self.tp > 1:
+            words += ["--tensor-parallel-size", str(self.tp)]
+        if self.pp > 1:
+            words += ["--pipeline-parallel-size", str(self.pp)]
+        if self.role != "plain":
+            words += ["--kv-transfer-config", json.dumps(self.transfer_config())]
+        return [*words, *self.arguments]
+
+    def _cpu_shape(self) -> list[str]:
+        words = ["--dtype", "float32", "--kv-cache-memory-bytes", str(self.kv_bytes)]
+        recipe = recipe_of(self.model)
+        compilation: dict[str, Any] = {}
+        if recipe is not None and recipe.mla:
+            compilation["custom_ops"] = ["-rotary_embedding"]  # vLLM's CPU kernel for it is wrong with MLA's strides
+        else:
+            words += ["--block-size", str(self.block_size)]  # MLA on CPU has 16, whatever one asks for
+        if self.pp > 1:
+            compilation |= {"mode": 2, "backend": "eager"}  # a pipeline on CPU does not start with --enforce-eager
+        else:
+            words += ["--enforce-eager"]
+        return [*words, "--compilation-config", json.dumps(compilation)] if compilation else words
+
+    def transfer_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}
+        if self.connector_module:
+            config["kv_connector_module_path"] = self.connector_module
+        if self.role == "kv_consumer":
+            config["kv_load_failure_policy"] = self.policy
+        config["kv_connector_extra_config"] = dict(self.extra)
+        return config
+
+    def environ(self) -> dict[str, str]:
+        devices = {"ASCEND_RT_VISIBLE_DEVICES": self.devices} if self.devices else {}
+        return {**child_environment(self.plugins), **devices, **self.environment}
+
+    def at(self, port: int, devices: str = "") -> EngineSpec:
+        return dataclasses.replace(self, port=port, devices=devices or self.devices)
+
+    def describe(self) -> str:
+        shape = f"TP {self.tp}" + (f", PP {self.pp}" if self.pp > 1 else "")
+        connector = "" if self.role == "plain" or self.connector == CONNECTOR else f", {self.connector}"
+        return f"{self.name} ({ROLES[self.role]}, {shape}{connector})"
+
+
+def metaserver_command(port: int, prefill: list[str], decode: list[str], options: tuple[str, ...] = ()) -> list[str]:
+    words = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver", "--host", "127.0.0.1", "--port", str(port)]
+    return [*words, "--prefill", *prefill, "--decode", *decode, *options]

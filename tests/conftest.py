@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: the repository on the import path, and a reason for each test that cannot run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def _npu_present() -> bool:
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    import torch
+
+    npu = getattr(torch, "npu", None)
+    return bool(npu is not None and npu.is_available())
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("npu")]
+    if marked and not _npu_present():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="there is no Ascend NPU on this machine"))
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("engines"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines for the integration tests: one cluster per session, pairs per module, everything stopped and counted.
+
+A start takes 20 to 40 s on two cores, so the tests are grouped by the engines they need. CI starts 16 servers in all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from pairs import Pair, PairMaker
+
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.models import ROOT
+
+OUT = ROOT / "out" / "integration"
+
+
+@pytest.fixture(scope="session")
+def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Progress lines that reach the terminal although pytest captures output."""
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+
+    def tell(line: str) -> None:
+        if reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(line)
+
+    return tell
+
+
+@pytest.fixture(scope="session")
+def tally(told: Callable[[str], None]) -> Iterator[Tally]:
+    tally = Tally()
+    yield tally
+    told(f"tokens: {tally.summary()}")
+
+
+@pytest.fixture(scope="session")
+def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
+    shutil.rmtree(OUT, ignore_errors=True)
+    begun = time.monotonic()
+    with Cluster(OUT, progress=told) as cluster:
+        yield cluster
+    told(f"engines: {cluster.starts} servers started, {time.monotonic() - begun:.0f} s in all")
+    assert not cluster.leaks, cluster.leaks
+
+
+@pytest.fixture(scope="session")
+def ports(cluster: Cluster) -> list[int]:
+    """Ports of the session's metaservers: each D allows all of them, so it can serve several P's one after another."""
+    return [cluster.port() for _ in range(24)]
+
+
+@pytest.fixture(scope="session")
+def allowed(ports: list[int]) -> list[str]:
+    return [f"http://127.0.0.1:{port}" for port in ports]
+
+
+@pytest.fixture(scope="session")
+def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
+    """A metaserver in front of running engines, on one of the allowed ports."""
+    free = list(ports)
+
+    def make(prefill: Engine, *decode: Engine) -> Pair:
+        front = cluster.metaserver([prefill], decode, free.pop(0))
+        return Pair(cluster, front, prefill, decode, tally)
+
+    return make

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A metaserver that a test scripts: it takes D's reservation and answers as told. Real HTTP on 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[int, list[dict[str, Any]]]  # status, lines
+Script = Callable[[dict[str, Any]], Answer]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body)
+        status, lines = self.server.script(body)
+        payload = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *args: object) -> None:
+        return
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, port: int, script: Script) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.script = script
+        self.seen: list[dict[str, Any]] = []
+
+
+@contextmanager
+def fake_metaserver(port: int, script: Script) -> Iterator[list[dict[str, Any]]]:
+    """Serve until the block is left; yields the reservations that came."""
+    server = _Server(port, script)
+    thread = threading.Thread(target=server.serve_forever, name="fake-metaserver", kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.seen
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5.0)
+
+
+def says_failed(body: dict[str, Any]) -> Answer:
+    """P was chosen, then could not."""
+    return 200, [
+        {"event": "accepted", "prefill": "127.0.0.1:1"},
+        {"event": "failed", "code": "PD-META-004", "detail": "the prefill engine is gone"},
+    ]
+
+
+def is_overloaded(body: dict[str, Any]) -> Answer:
+    return 500, [{"error": {"message": "no", "type": "server_error", "code": 500}}]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pair behind a metaserver, and how its answers are judged.
+
+The reference of a comparison is one engine of P's TP. Where it is P itself, P is asked directly, without transfer
+parameters and under a cache salt of its own: it computes the whole prompt again, as a single engine would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.support.client import Answer, body_of, gather, post, prompt
+from scripts.support.cluster import Cluster, Metaserver
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+
+_fresh = itertools.count(1)
+_FAILED = re.compile(r"(transfer|push) .*(failed|cannot be pushed)|is prefilled but not pushed|is prefilled locally")
+
+
+def fresh_prompt(length: int, vocab: int = 512) -> list[int]:
+    """A prompt that no engine of this session has seen."""
+    return prompt(length, 10_000 + next(_fresh), vocab)
+
+
+def reference_answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+    """What a single engine says: everything computed, nothing reused."""
+    bodies = [body_of(p, max_tokens, cache_salt=f"reference-{next(_fresh)}") for p in prompts]
+    return gather(engine.url, bodies)
+
+
+@dataclass
+class Pair:
+    """One P, one or more D's, their metaserver."""
+
+    cluster: Cluster
+    front: Metaserver
+    prefill: Engine
+    decode: tuple[Engine, ...]
+    tally: Tally
+
+    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, name: str = "") -> list[Answer]:
+        """All prompts at once through the metaserver; every answer must be the single engine's. Each prompt that
+        crosses must have been loaded from P: a D that computes by itself proves nothing."""
+        expected = reference_answers(self.prefill, prompts, max_tokens)
+        before, failed = self.loaded_tokens(), self.failed_transfers()
+        answers = gather(self.front.url, [body_of(p, max_tokens) for p in prompts])
+        loaded = self.loaded_tokens() - before
+        assert self.failed_transfers() == failed, "a transfer failed and D computed by itself"
+        for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
+            title = f"{name or 'prompt'} {index} of {len(p)} tokens"
+            self.tally.check(title, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": f"gap-{next(_fresh)}"})
+        wanted = sum(len(p) for p in prompts if len(p) > 1)
+        assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
+        return answers
+
+    def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], name: str) -> None:
+        """Judge answers that were got in another way."""
+        expected = reference_answers(self.prefill, prompts, len(answers[0].tokens))
+        for p, want, got in zip(prompts, expected, answers, strict=True):
+            self.tally.check(name, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": f"gap-{next(_fresh)}"})
+
+    def loaded_tokens(self) -> int:
+        """Tokens that the D engines took from P so far, by vLLM's own counter."""
+        return sum(counter(engine, "vllm:external_prefix_cache_hits_total") for engine in self.decode)
+
+    def failed_transfers(self) -> list[str]:
+        """What the engines' logs say of failed transfers: a D that recomputes would hide them."""
+        return [line for engine in (self.prefill, *self.decode) for line in failures(engine)]
+
+    def free_counts(self) -> dict[str, int]:
+        return {engine.name: settled_free_blocks(engine) for engine in (self.prefill, *self.decode)}
+
+
+PairMaker = Callable[..., Pair]  # (prefill, *decode)
+
+
+def failures(engine: Engine) -> list[str]:
+    text = engine.process.log.read_text(errors="replace")
+    return [line for line in text.splitlines() if _FAILED.search(line)]
+
+
+def counter(engine: Engine, name: str) -> int:
+    return round(engine.metrics().get(name, 0.0))
+
+
+def settled_free_blocks(engine: Engine) -> int:
+    """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one."""
+    post(engine.url, body_of([7], 1, cache_salt=f"settle-{next(_fresh)}"))
+    return engine.free_blocks()
+
+
+def wait_for_free_blocks(engines: Sequence[Engine], wanted: dict[str, int], deadline_s: float = 60.0) -> None:
+    """Until each engine has as many free blocks as before, or fail with the counts."""
+    until = time.monotonic() + deadline_s
+    while True:
+        now = {engine.name: settled_free_blocks(engine) for engine in engines}
+        if all(now[engine.name] == wanted[engine.name] for engine in engines):
+            return
+        assert time.monotonic() < until, f"free blocks after {deadline_s:.0f} s: {now}; before: {wanted}"
+        time.sleep(0.25)
+
+
+def transfer_request(metaserver: str, ticket: str, tokens: Sequence[int], max_tokens: int = 8) -> dict[str, Any]:
+    """What a metaserver sends to D: a request with a ticket."""
+    params = {"do_remote_prefill": True, "metaserver": metaserver, "ticket": ticket}
+    return body_of(tokens, max_tokens, kv_transfer_params=params)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GQA through real pairs, `verify: full`: TP 1→1, 1→2, 2→1, 2→2 and a pipeline of two, every answer the single engine's.
+
+Two decode engines stay for the whole module; prefill engines come and go in front of them. The first D fails a request
+whose KV does not come, the second recomputes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_metaserver import fake_metaserver, is_overloaded, says_failed
+from pairs import (
+    Pair,
+    PairMaker,
+    counter,
+    failures,
+    fresh_prompt,
+    reference_answers,
+    settled_free_blocks,
+    transfer_request,
+    wait_for_free_blocks,
+)
+
+from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+from scripts.support.timeline import Trace
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+
+BLOCK = 32
+# One token (nothing to push), part of a block, exactly one, one and a bit, several exactly, many.
+LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
+
+
+@pytest.fixture(scope="module")
+def decodes(cluster: Cluster, allowed: list[str]) -> Iterator[tuple[Engine, Engine]]:
+    model, config = ensure("gqa"), cluster.push_config(*allowed)
+    one, two = cluster.start(
+        EngineSpec("gqa-d1", model, role="kv_consumer", tp=1, policy="fail", extra=config),
+        EngineSpec("gqa-d2", model, role="kv_consumer", tp=2, policy="recompute", extra=config),
+    )
+    yield one, two
+    cluster.stop(one, two)
+
+
+@pytest.fixture(scope="class")
+def one(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair, Pair]]:
+    """P with TP 1: behind it D with TP 1, D with TP 2, and both."""
+    (p,) = cluster.start(EngineSpec("gqa-p1", ensure("gqa"), role="kv_producer", extra=cluster.push_config()))
+    pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1]), make_pair(p, *decodes)
+    yield pairs
+    cluster.stop(*(pair.front for pair in pairs), p)
+
+
+@pytest.fixture(scope="class")
+def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
+    """P with TP 2, small chunks, and a cache that holds little more than one longest prompt."""
+    (p,) = cluster.start(
+        EngineSpec(
+            "gqa-p2",
+            ensure("gqa"),
+            role="kv_producer",
+            tp=2,
+            chunk=64,
+            kv_bytes=72 * BLOCK * 2048,
+            extra=cluster.push_config(),
+        )
+    )
+    pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
+    yield pairs
+    cluster.stop(*(pair.front for pair in pairs), p)
+
+
+@pytest.fixture(scope="class")
+def pipeline(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
+    (p,) = cluster.start(
+        EngineSpec("gqa-pp2", ensure("gqa"), role="kv_producer", pp=2, chunk=512, extra=cluster.push_config())
+    )
+    pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
+    yield pairs
+    cluster.stop(*(pair.front for pair in pairs), p)
+
+
+class TestFromTp1:
+    def test_the_prefill_engine_answers_as_a_stock_engine_does(
+        self, cluster: Cluster, one: tuple[Pair, Pair, Pair], tally: Tally
+    ) -> None:
+        """P is the reference of this module, so once it is held against vLLM without the connector."""
+        (stock,) = cluster.start(EngineSpec("gqa-stock", ensure("gqa")))
+        prompts = [fresh_prompt(n) for n in LENGTHS]
+        expected, actual = (reference_answers(engine, prompts, 24) for engine in (stock, one[0].prefill))
+        for p, want, got in zip(prompts, expected, actual, strict=True):
+            tally.check("P against a stock engine", p, want.tokens, got.tokens, stock.url)
+        cluster.stop(stock)
+
+    def test_every_length_to_tp_1(self, one: tuple[Pair, Pair, Pair]) -> None:
+        for length in LENGTHS:
+            one[0].check([fresh_prompt(length)], name="1→1")
+
+    def test_every_length_to_tp_2(self, one: tuple[Pair, Pair, Pair]) -> None:
+        for length in LENGTHS:
+            one[1].check([fresh_prompt(length)], name="1→2")
+
+    def test_decode_skips_the_prefix_that_it_has(self, one: tuple[Pair, Pair, Pair]) -> None:
+        pair = one[0]
+        head = fresh_prompt(5 * BLOCK)
+        first = [*head, *fresh_prompt(40)]
+        pair.check([first], name="cold")
+        cases = (
+            ([*head, *fresh_prompt(3 * BLOCK + 5)], 3 * BLOCK + 5),  # part of it is there
+            (first, 40 - BLOCK),  # all full blocks are there
+            (head, BLOCK),  # a prompt of whole blocks: D computes in the last one itself, so it wants it again
+        )
+        for tokens, wanted in cases:
+            before = pair.loaded_tokens()
+            answer = complete(pair.front.url, body_of(tokens, 12))
+            assert pair.loaded_tokens() - before == wanted
+            pair.compare([tokens], [answer], f"with {len(tokens) - wanted} tokens on D")
+
+    def test_prefill_pushes_the_prefix_that_it_did_not_compute(self, one: tuple[Pair, Pair, Pair]) -> None:
+        pair = one[0]
+        head = fresh_prompt(6 * BLOCK)
+        complete(pair.prefill.url, body_of([*head, 9], 1))  # P alone: D has never seen it
+        before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
+        pair.check([[*head, *fresh_prompt(50)]], name="prefix on P")
+        assert counter(pair.prefill, "vllm:prefix_cache_hits_total") - before >= len(head)
+
+    def test_32_requests_at_once_to_two_decode_engines_of_different_tp(self, one: tuple[Pair, Pair, Pair]) -> None:
+        both = one[2]
+        before = [counter(d, "vllm:external_prefix_cache_hits_total") for d in both.decode]
+        both.check([fresh_prompt(20 + 13 * i) for i in range(32)], name="32 at once")
+        after = [counter(d, "vllm:external_prefix_cache_hits_total") for d in both.decode]
+        assert all(b > a for a, b in zip(before, after, strict=True)), "one of the two D's got nothing"
+
+    def test_one_batch_per_destination_and_layer(self, one: tuple[Pair, Pair, Pair], cluster: Cluster) -> None:
+        """Session fusion, from the trace: whatever of a step goes to one D rank for one layer leaves together."""
+        both = one[2]
+        since = time.monotonic()
+        gather(both.front.url, [body_of(fresh_prompt(200 + i), 4) for i in range(32)])
+        time.sleep(1.1)  # a trace file is written out by the next event after a second
+        gather(both.front.url, [body_of(fresh_prompt(20), 1) for _ in range(2)])
+        events = [e for e in Trace(cluster.traces).events if e.t >= since and e.source.startswith("prefill-worker")]
+        batches: Counter[tuple[str, int, int]] = Counter()
+        fused = 0
+        for event in events:
+            if event.stage == "layer_submitted" and len(event.facts["steps"]) == 1:
+                fused = max(fused, len(event.facts["transfers"]))
+                batches.update((event.facts["peer"], event.facts["steps"][0], layer) for layer in event.facts["layers"])
+        peers = {peer for peer, _, _ in batches}
+        assert len(peers) == 3, "TP 1 and TP 2 are three destinations"
+        assert fused >= 8, f"at most {fused} requests in one batch"
+        # A request whose READY comes after its first layer was computed follows in a batch of its own.
+        alone = sum(1 for count in batches.values() if count == 1)
+        assert alone / len(batches) >= 0.9, f"{len(batches) - alone} of {len(batches)} needed more than one batch"
+
+    def test_a_failed_load_is_recomputed_or_fails_as_configured(
+        self, one: tuple[Pair, Pair, Pair], decodes: tuple[Engine, Engine], ports: list[int]
+    ) -> None:
+        fails, recomputes = decodes
+        pair = one[1]
+        free = {engine.name: settled_free_blocks(engine) for engine in decodes}
+        url = f"http://127.0.0.1:{ports[-1]}"
+        for script in (says_failed, is_overloaded):
+            with fake_metaserver(ports[-1], script) as seen:
+                tokens = fresh_prompt(150)
+                answer = complete(recomputes.url, transfer_request(url, "r", tokens))
+                pair.compare([tokens], [answer], "recomputed")
+                refused = attempt(fails.url, [transfer_request(url, "f", fresh_prompt(150))])[0]
+                assert isinstance(refused, RequestFailed), refused
+                assert len(seen) >= 2, "a D did not ask the metaserver"
+        wait_for_free_blocks(decodes, free)
+        one[2].check([fresh_prompt(100) for _ in range(4)], name="after failed loads")
+
+
+class TestFromTp2:
+    def test_every_length_in_small_chunks_to_tp_1(self, two: tuple[Pair, Pair]) -> None:
+        for length in LENGTHS:
+            two[0].check([fresh_prompt(length)], name="2→1")
+
+    def test_every_length_in_small_chunks_to_tp_2(self, two: tuple[Pair, Pair]) -> None:
+        for length in LENGTHS:
+            two[1].check([fresh_prompt(length)], name="2→2")
+
+    def test_16_at_once_share_the_chunks(self, two: tuple[Pair, Pair]) -> None:
+        two[0].check([fresh_prompt(30 + 17 * i) for i in range(16)], name="2→1, 16 at once")
+
+    def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair]) -> None:
+        """Requests that decode on P itself grow until a prompt that is being pushed loses its blocks."""
+        pair = two[0]
+        prompts = [fresh_prompt(600) for _ in range(3)]
+        expected = reference_answers(pair.prefill, prompts, 12)
+        before = counter(pair.prefill, "vllm:num_preemptions_total")
+        for round_number in range(6):
+            growing = [body_of(fresh_prompt(31), 500) for _ in range(4)]
+            load = threading.Thread(target=gather, args=(pair.prefill.url, growing), name="growing")
+            load.start()
+            time.sleep(0.3)
+            answers = gather(pair.front.url, [body_of(p, 12) for p in prompts])
+            load.join()
+            for p, want, got in zip(prompts, expected, answers, strict=True):
+                pair.tally.check(f"preempted, round {round_number}", p, want.tokens, got.tokens, pair.prefill.url)
+            if counter(pair.prefill, "vllm:num_preemptions_total") > before:
+                return
+            prompts = [fresh_prompt(600) for _ in range(3)]
+            expected = reference_answers(pair.prefill, prompts, 12)
+        pytest.fail("no preemption happened on P: the test shows nothing")
+
+    def test_a_client_that_leaves_gives_all_blocks_back(self, two: tuple[Pair, Pair]) -> None:
+        for pair in two:
+            free = pair.free_counts()
+            left = 0
+            for seconds in (0.15, 0.3, 0.45, 0.6):
+                tokens = fresh_prompt(1900)
+                leaver = threading.Thread(
+                    target=leave_after, args=(pair.front.url, body_of(tokens, 16), seconds), name="leaver"
+                )
+                leaver.start()
+                leaver.join()
+                left += pair.decode[0].free_blocks() < free[pair.decode[0].name]
+            assert left, "every client left before its KV was in flight or after: the test shows nothing"
+            wait_for_free_blocks((pair.prefill, *pair.decode), free)
+            pair.check([fresh_prompt(700)], name="after clients left")
+
+
+class TestFromPipeline:
+    def test_every_length_to_tp_1(self, pipeline: tuple[Pair, Pair]) -> None:
+        for length in LENGTHS:
+            pipeline[0].check([fresh_prompt(length)], name="PP 2→1")
+
+    def test_many_at_once_to_tp_2(self, pipeline: tuple[Pair, Pair]) -> None:
+        pipeline[1].check([fresh_prompt(40 + 61 * i) for i in range(8)], name="PP 2→TP 2")
+
+
+@pytest.fixture(scope="class")
+def dropped(
+    cluster: Cluster, decodes: tuple[Engine, Engine], allowed: list[str], make_pair: PairMaker
+) -> Iterator[tuple[Pair, Pair]]:
+    """A P whose writes never leave, in front of a D that checks nothing, and of the D that checks and recomputes."""
+    plugin = Path(__file__).parent / "plugins" / "dropping"
+    config = cluster.push_config(*allowed, verify="off")
+    p, trusting = cluster.start(
+        EngineSpec("gqa-p-dropping", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), plugins=(plugin,)),
+        EngineSpec("gqa-d-trusting", ensure("gqa"), role="kv_consumer", policy="fail", extra=config),
+    )
+    pairs = make_pair(p, trusting), make_pair(p, decodes[1])
+    yield pairs
+    cluster.stop(*(pair.front for pair in pairs), p, trusting)
+
+
+class TestWithoutThePush:
+    def test_tokens_are_wrong(self, dropped: tuple[Pair, Pair]) -> None:
+        """So the other tests do not pass on stale KV: without the bytes, no answer is right."""
+        pair = dropped[0]
+        prompts = [fresh_prompt(n) for n in (64, 100, 333, 1000)]
+        expected = reference_answers(pair.prefill, prompts, 12)
+        answers = gather(pair.front.url, [body_of(p, 12) for p in prompts])
+        right = [len(p) for p, want, got in zip(prompts, expected, answers, strict=True) if want.tokens == got.tokens]
+        assert not right, f"prompts of {right} tokens were answered right without their KV"
+
+    def test_verify_full_notices_and_decode_recomputes(self, dropped: tuple[Pair, Pair]) -> None:
+        pair = dropped[1]
+        noticed = len(failures(pair.decode[0]))
+        prompts = [fresh_prompt(n) for n in (64, 333)]
+        answers = gather(pair.front.url, [body_of(p, 12) for p in prompts])
+        pair.compare(prompts, answers, "recomputed after a checksum did not fit")
+        assert len(failures(pair.decode[0])) > noticed
