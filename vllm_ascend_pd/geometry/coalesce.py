@@ -24,6 +24,11 @@ class Spans(msgspec.Struct, frozen=True, eq=False):
     def nbytes(self) -> int:
         return int(self.size.sum())
 
+    def part(self, ends: list[int], index: int) -> Spans:
+        """The spans of one group, where group g stops at `ends[g]`."""
+        a, b = ends[index - 1] if index else 0, ends[index]
+        return Spans(self.src[a:b], self.dst[a:b], self.size[a:b])
+
 
 def merged(spans: Spans, ends: Ints) -> tuple[Spans, Ints]:
     """Merge neighbours within each group; `ends[g]` is where group g stops. Returns the new ends too.

@@ -86,3 +86,12 @@ class Line:
             np.clip(begin + line_to_token, self.lo, self.hi),
             np.clip(end + line_to_token, self.lo, self.hi),
         )
+
+    def blocks_before(self, places: Ints) -> Ints:
+        """How many pieces of the line lie before places that are borders of pieces."""
+        pieces = np.where(self.hi > self.lo, -(-self.hi // self._block) - self.lo // self._block, 0)
+        job = np.minimum(np.searchsorted(self._ends, places, side="right"), len(self.lo) - 1)
+        token = places + self.hi[job] - self._ends[job]
+        inside = np.minimum(-(-token // self._block) - self.lo[job] // self._block, pieces[job])
+        found: Ints = np.cumsum(pieces)[job] - pieces[job] + inside
+        return found

@@ -169,13 +169,8 @@ class StepPlanner:
         heads = (target.heads.start, target.heads.stop)
         for index, (job, begin, end) in enumerate(zip(chosen, lo.tolist(), hi.tolist(), strict=True)):
             plan = plans[job]
-            plan.by_rank[target.d_rank] = tuple(_slice(spans, ends, index) for spans, ends in by_region)
+            plan.by_rank[target.d_rank] = tuple(spans.part(ends, index) for spans, ends in by_region)
             plan.parts[target.d_rank] = Part(begin, end, heads)
-
-
-def _slice(spans: Spans, ends: list[int], index: int) -> Spans:
-    a, b = ends[index - 1] if index else 0, ends[index]
-    return Spans(spans.src[a:b], spans.dst[a:b], spans.size[a:b])
 
 
 def by_layout(jobs: Sequence[Job]) -> dict[Layout, list[int]]:

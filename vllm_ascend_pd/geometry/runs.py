@@ -81,12 +81,12 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """The spans of one chunk of n tokens: `outer_heads` x (n if `by_token` else 1), each `head_unit` or n tokens long."""
+    """The spans of one chunk of n tokens: one for each of `heads`, or of n x `heads` where tokens lie apart too."""
 
     src: Side
     dst: Side
     cell: int
-    heads: int  # heads that need spans of their own
+    heads: int  # that need spans of their own; 1 where they lie together
     width: int  # bytes of one token, or of one plane, in one span
     by_token: bool  # each token is a span of its own
     plane: bool  # the token axis is opaque: a span does not depend on the tokens
@@ -112,27 +112,26 @@ class Pattern(msgspec.Struct, frozen=True):
     def spans(self, chunks: Grid) -> tuple[Spans, Ints]:
         """The spans of all chunks, and where each job's spans end."""
         src = self._starts(self.src, chunks.src_block, chunks.src_token)
+        return self.spread(src, chunks)
+
+    def spread(self, src: Ints, chunks: Grid, *, compact: bool = False) -> tuple[Spans, Ints]:
+        """The same for sources that start at `src`. `compact`: there, a head follows the last token of the one before."""
         dst = self._starts(self.dst, chunks.dst_block, chunks.dst_token)
-        size = (
-            np.full(len(src), self.width, dtype=np.int64) if self.plane or self.by_token else chunks.tokens * self.width
-        )
+        tokens = chunks.tokens
+        size = np.full(len(src), self.width, dtype=np.int64) if self.plane or self.by_token else tokens * self.width
         if self.heads == 1 and not self.by_token:
             return Spans(src, dst, size), chunks.ends
-        per_chunk = self._counts(chunks.tokens)
+        per_chunk = self._counts(tokens)
         ends = np.cumsum(per_chunk)
-        within = np.arange(int(ends[-1]), dtype=np.int64)
-        within -= np.repeat(ends - per_chunk, per_chunk)
-        head, token = within, None
-        if self.by_token and self.heads == 1:
-            head, token = np.zeros_like(within), within
-        elif self.by_token:
-            token, head = np.divmod(within, self.heads)
-        src = np.repeat(src, per_chunk) + head * self.src.head_stride
-        dst = np.repeat(dst, per_chunk) + head * self.dst.head_stride
-        size = np.repeat(size, per_chunk)
-        if token is not None:
+        head = np.arange(int(ends[-1]), dtype=np.int64)
+        head -= np.repeat(ends - per_chunk, per_chunk)
+        src, dst, size = np.repeat(src, per_chunk), np.repeat(dst, per_chunk), np.repeat(size, per_chunk)
+        if self.by_token:
+            token, head = np.divmod(head, self.heads)
             src += token * self.src.token_stride
             dst += token * self.dst.token_stride
+        src += head * (np.repeat(tokens * self.cell, per_chunk) if compact else self.src.head_stride)
+        dst += head * self.dst.head_stride
         if self.whole:
             size[(ends - 1)[per_chunk == 1]] *= self.heads
         return Spans(src, dst, size), ends[chunks.ends - 1]

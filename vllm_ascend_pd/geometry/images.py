@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How KV lies in the buffers of a regroup, and the rows of work that move it there.
+
+A *unit* is a run of tokens inside one D block and one owner. Its *image* is compact and in the order of D's
+addresses: (token, head) where D's blocks are token-major, (head, token) where they are head-major, whole planes where
+the token axis is opaque. A buffer holds, group after group and region after region, the images of the units in line
+order. Send and receive buffers hold images of the heads that one rank passes on; a slot holds images of all of D's
+heads, so a unit there is what D's block will contain, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.runs import Pattern, grid
+
+# The columns of the ops' tables; every column is an int64.
+CACHE_ROW = ("region", "block", "head", "token", "heads", "tokens", "offset", "head_stride", "token_stride")
+BUFFER_ROW = (
+    "cell",
+    "heads",
+    "tokens",
+    "source",
+    "source_head_stride",
+    "source_token_stride",
+    "destination",
+    "destination_head_stride",
+    "destination_token_stride",
+)
+Rows = npt.NDArray[np.int64]
+
+
+class Segments(msgspec.Struct, frozen=True, eq=False):
+    """Non-empty token ranges of jobs that one owner has, in buffer order."""
+
+    jobs: tuple[Job, ...]
+    lo: Ints
+    hi: Ints
+
+    @property
+    def tokens(self) -> Ints:
+        return self.hi - self.lo
+
+    @property
+    def before(self) -> Ints:
+        """Tokens of the earlier segments."""
+        return np.cumsum(self.tokens) - self.tokens
+
+    def units(self, block_size: int) -> Ints:
+        return -(-self.hi // block_size) - self.lo // block_size
+
+    def measure(self, region: Region, block_size: int) -> Ints:
+        """How many cells of one head each segment has."""
+        return self.units(block_size) if region.opaque else self.tokens
+
+
+class Image(msgspec.Struct, frozen=True):
+    """Which heads an image has and where some of them lie in it."""
+
+    width: int  # heads in the image
+    at: int  # place of the first head that is moved
+    heads: int  # heads that are moved
+
+
+def token_outer(region: Region, d_heads: int) -> bool:
+    """Whether D's addresses run through all heads of a token before the next token."""
+    return d_heads == 1 or region.token_stride > region.head_stride
+
+
+def starts(d: CacheGeometry, segments: Segments, width: int, group: Ints, bases: Ints) -> tuple[list[Ints], Ints]:
+    """By region, where each segment's first image begins, and where each group ends.
+
+    Group g begins at `bases[g]` and holds, region by region, its segments in their order.
+    """
+    order = np.argsort(group, kind="stable")
+    found = []
+    running = bases.copy()
+    for region in d.regions:
+        size = segments.measure(region, d.block_size) * (width * region.cell_bytes)
+        totals = np.zeros(len(bases), dtype=np.int64)
+        np.add.at(totals, group, size)
+        begin = np.empty_like(size)
+        begin[order] = np.cumsum(size[order]) - size[order]
+        begin += (running - (np.cumsum(totals) - totals))[group]
+        found.append(begin)
+        running = running + totals
+    return found, running
+
+
+def cache_rows(
+    p: CacheGeometry,
+    d: CacheGeometry,
+    segments: Segments,
+    begin: Sequence[Ints],
+    p_head: int,
+    image: Image,
+    d_heads: int,
+) -> Rows:
+    """Rows that gather P's cells into images; `begin` from `starts`, `p_head` the local index of the first head."""
+    size = d.block_size
+    firsts = [job.first // size for job in segments.jobs]
+    chunks = grid(
+        segments.lo,
+        segments.hi,
+        (p.block_size, [job.p_blocks for job in segments.jobs], [0] * len(segments.jobs)),
+        (size, [job.d_blocks for job in segments.jobs], firsts),
+    )
+    count = np.diff(chunks.ends, prepend=0)
+    done = np.cumsum(chunks.tokens) - chunks.tokens - np.repeat(segments.before, count)  # tokens of the segment so far
+    inside = np.minimum(chunks.dst_token, done)  # tokens of the unit so far
+    unit = inside + np.minimum(size - chunks.dst_token, np.repeat(segments.tokens, count) - done)  # tokens of the unit
+    total = len(chunks.tokens)
+    rows = np.empty((len(p.regions), total, len(CACHE_ROW)), dtype=np.int64)
+    for index, (a, b) in enumerate(zip(p.regions, d.regions, strict=True)):
+        table, cell = rows[index], a.cell_bytes
+        table[:, 0] = index
+        table[:, 1] = chunks.src_block
+        table[:, 2] = p_head
+        table[:, 3] = 0 if a.opaque else chunks.src_token
+        table[:, 4] = image.heads
+        table[:, 5] = 1 if a.opaque else chunks.tokens
+        offset = np.repeat(begin[index], count)
+        if a.opaque:
+            nth = np.arange(total, dtype=np.int64) - np.repeat(chunks.ends - count, count)
+            table[:, 6] = offset + nth * (image.width * cell) + image.at * cell
+            table[:, 7], table[:, 8] = cell, image.width * cell
+        elif token_outer(b, d_heads):
+            table[:, 6] = offset + done * (image.width * cell) + image.at * cell
+            table[:, 7], table[:, 8] = cell, image.width * cell
+        else:
+            table[:, 6] = offset + (done - inside) * (image.width * cell) + (image.at * unit + inside) * cell
+            table[:, 7], table[:, 8] = unit * cell, cell
+    return rows.reshape(-1, len(CACHE_ROW))
+
+
+def buffer_rows(
+    d: CacheGeometry, segments: Segments, source: Sequence[Ints], target: Sequence[Ints], image: Image, d_heads: int
+) -> Rows:
+    """Rows that move images of `image.heads` heads at `source` into images of `image.width` heads at `target`.
+
+    Units of equal shape form one box, so there are at most three rows per segment and region.
+    """
+    tables = []
+    for index, region in enumerate(d.regions):
+        cell = region.cell_bytes
+        if region.opaque or token_outer(region, d_heads):
+            measure = segments.measure(region, d.block_size)
+            pieces = [(np.zeros_like(measure), np.full_like(measure, cell), measure)]
+        else:
+            pieces = _head_major(segments, d.block_size, cell)
+        for done, length, count in pieces:
+            some = np.flatnonzero(count > 0)
+            long = length[some]
+            table = np.empty((len(some), len(BUFFER_ROW)), dtype=np.int64)
+            table[:, 0] = long
+            table[:, 1] = image.heads
+            table[:, 2] = count[some]
+            for column, begin, width, at in ((3, source, image.heads, 0), (6, target, image.width, image.at)):
+                table[:, column] = begin[index][some] + done[some] * (width * cell) + at * long
+                table[:, column + 1] = long
+                table[:, column + 2] = width * long
+            tables.append(table)
+    return np.concatenate(tables)
+
+
+def _head_major(segments: Segments, size: int, cell: int) -> list[tuple[Ints, Ints, Ints]]:
+    """A segment's first partial unit, its whole units, its last partial unit: tokens before, bytes per head, count."""
+    lo, hi = segments.lo, segments.hi
+    up, down = np.minimum(-(-lo // size) * size, hi), np.maximum(hi // size * size, lo)
+    down = np.maximum(down, up)
+    return [
+        (np.zeros_like(lo), (up - lo) * cell, np.minimum(up - lo, 1)),
+        (up - lo, np.full_like(lo, size * cell), (down - up) // size),
+        (down - lo, (hi - down) * cell, np.minimum(hi - down, 1)),
+    ]
+
+
+def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_heads: int) -> list[tuple[Spans, Ints]]:
+    """By region, the writes that carry a slot's images into D's cache, and where each segment's writes end."""
+    size = d.block_size
+    table = (size, [job.d_blocks for job in segments.jobs], [job.first // size for job in segments.jobs])
+    units = grid(segments.lo, segments.hi, table, table)
+    count = np.diff(units.ends, prepend=0)
+    done = np.cumsum(units.tokens) - units.tokens - np.repeat(segments.before, count)
+    found = []
+    for index, region in enumerate(d.regions):
+        cell = region.cell_bytes
+        outer = token_outer(region, d_heads)
+        if region.opaque:
+            like = Region(region.name, 0, cell, 0, cell)
+            nth = np.arange(len(done), dtype=np.int64) - np.repeat(units.ends - count, count)
+            src = np.repeat(begin[index], count) + nth * (d_heads * cell)
+        else:
+            like = Region(region.name, 0, cell if outer else size * cell, d_heads * cell if outer else cell, cell)
+            src = np.repeat(begin[index], count) + done * (d_heads * cell)
+        pattern = Pattern.between((like, size, 0), (region, size, 0), d_heads)
+        found.append(merged(*pattern.spread(src, units, compact=not (outer or region.opaque))))
+    return found

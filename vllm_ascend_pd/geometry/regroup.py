@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regroup plan of one rank and step: who sends what to whom, and what each owner writes then.
+
+Every contributor of a D rank owns an interval of its tokens, with all of the D rank's heads. What an owner holds
+itself goes from its cache straight into its slot; the rest arrives by one exchange. All ranks compute the whole
+matrix from the same metadata, so they agree on whether there is an exchange and on every split.
+
+Order of the buffers. Send: owner, D layout (by first appearance), D rank, region, unit. Receive: source, then the same.
+Slot: region, unit. docs in `images.py` say what a unit is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from vllm_ascend_pd.geometry.coalesce import Ints, Spans
+from vllm_ascend_pd.geometry.images import (
+    BUFFER_ROW,
+    CACHE_ROW,
+    Image,
+    Rows,
+    Segments,
+    buffer_rows,
+    cache_rows,
+    slot_spans,
+    starts,
+)
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import require_match
+from vllm_ascend_pd.geometry.ownership import Line, granule
+from vllm_ascend_pd.geometry.plan import Job, Layout, Part, by_layout, line_of
+from vllm_ascend_pd.geometry.shard import Shares, head_shares, owner_shares
+
+_CACHED_ROUTES = 256
+
+
+class Slot(msgspec.Struct, frozen=True, eq=False):
+    """What this rank owns for one D rank of one instance, staged in one piece of `nbytes` bytes.
+
+    `own` gathers from this rank's cache, `received` assembles from the receive buffer; together they fill the slot.
+    `writes` and `parts` are by job index; a job may be left out at will, its bytes are nobody else's.
+    """
+
+    instance: int
+    d_rank: int
+    nbytes: int
+    own: Rows
+    received: Rows
+    writes: dict[int, tuple[Spans, ...]]
+    parts: dict[int, Part]
+
+
+class RegroupPlan(msgspec.Struct, frozen=True, eq=False):
+    """One rank's part of one step. Offsets only: every layer uses the same plan."""
+
+    rank: int
+    matrix: Ints  # bytes that row sends to column; on the diagonal only where that makes all splits equal
+    send: Rows
+    slots: tuple[Slot, ...]  # by D layout, D rank and instance, in the order of their first jobs
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether any rank sends anything to another: equal on all ranks."""
+        return bool((self.matrix.sum() - np.trace(self.matrix)) > 0)
+
+    @property
+    def send_splits(self) -> list[int]:
+        return [int(size) for size in self.matrix[self.rank]]
+
+    @property
+    def receive_splits(self) -> list[int]:
+        return [int(size) for size in self.matrix[:, self.rank]]
+
+    @property
+    def equal_splits(self) -> bool:
+        return bool((self.matrix == self.matrix[0, 0]).all())
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One D rank of a layout: who owns its tokens, and which heads each owner gets from whom."""
+
+    d_rank: int
+    held: range  # heads of the D rank
+    owners: Shares
+    feeds: dict[int, dict[int, range]]  # owner -> source -> heads
+
+
+def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
+    """The same on every rank: a function of the two geometries."""
+    held = d.head_range(d_rank)
+    owners = owner_shares(p, d, d_rank)
+    feeds = {}
+    for owner in owners.ranks:
+        heads: dict[int, list[int]] = {}
+        for head in held:
+            heads.setdefault(_source(p, d, d_rank, owner, head), []).append(head)
+        feeds[owner] = {source: range(some[0], some[-1] + 1) for source, some in heads.items()}
+    return Lane(d_rank, held, owners, feeds)
+
+
+def _source(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
+    """Who hands `head` to `owner`: itself, or the replica at the corresponding place."""
+    mine = p.head_range(owner)
+    if head in mine:
+        return owner
+    offering = head_shares(p, d, d_rank, head).ranks
+    peers = head_shares(p, d, d_rank, max(mine.start, d.head_range(d_rank).start)).ranks
+    return offering[peers.index(owner) * len(offering) // len(peers)]
+
+
+class _Route(msgspec.Struct, frozen=True):
+    """What is known about one D layout before any job."""
+
+    granule: int
+    lanes: tuple[Lane, ...]
+
+
+class _Flow(msgspec.Struct, frozen=True, eq=False):
+    """One lane in one step: the cuts of its line, and the bytes per head that each owner has."""
+
+    lane: Lane
+    d: CacheGeometry
+    members: list[int]  # indices of the line's jobs
+    line: Line
+    intervals: dict[int, tuple[int, int]]
+    head_bytes: dict[int, int]
+
+
+class RegroupPlanner:
+    """Plans the exchanges of one P rank. Every rank of the group must be asked with the same jobs and rotation."""
+
+    def __init__(self, p: CacheGeometry, rank: int) -> None:
+        self._p = p
+        self._rank = rank
+        self._routes: dict[Layout, _Route] = {}
+
+    def plan(self, jobs: Sequence[Job], rotation: int = 0) -> RegroupPlan:
+        """The plan of one (sub-)step. `rotation` is its sequence number."""
+        flows = self._flows(jobs, rotation)
+        matrix = self._matrix(flows)
+        through = self._p.tp_size > 1 and bool(matrix[0, 0] and (matrix == matrix[0, 0]).all())
+        if not through:
+            np.fill_diagonal(matrix, 0)
+        sent = np.cumsum(matrix[self._rank]) - matrix[self._rank]
+        received = np.cumsum(matrix[:, self._rank]) - matrix[:, self._rank]
+        send: list[Rows] = []
+        slots: list[Slot] = []
+        for flow in flows:
+            send.append(self._send(flow, jobs, sent, through))
+            if self._rank in flow.intervals:
+                slots.extend(self._slots(flow, jobs, received, through))
+        return RegroupPlan(self._rank, matrix, _stacked(send, len(CACHE_ROW)), tuple(slots))
+
+    def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
+        route = self._routes.get(layout)
+        if route is None:
+            require_match(self._p, d)
+            if len(self._routes) >= _CACHED_ROUTES:
+                self._routes.clear()
+            lanes = tuple(lane_of(self._p, d, d_rank) for d_rank in range(d.tp_size))
+            route = self._routes[layout] = _Route(granule(d), lanes)
+        return route
+
+    def _flows(self, jobs: Sequence[Job], rotation: int) -> list[_Flow]:
+        flows = []
+        for layout, members in by_layout(jobs).items():
+            d = jobs[members[0]].d
+            route = self._route(layout, d)
+            line = line_of([jobs[index] for index in members], route.granule)
+            for lane in route.lanes:
+                shares = lane.owners.rotated(rotation)
+                cuts = line.cuts(shares)
+                blocks = line.blocks_before(cuts) if d.opaque else cuts
+                size = np.zeros(len(shares.ranks), dtype=np.int64)
+                for region in d.regions:
+                    size += np.diff(blocks if region.opaque else cuts) * region.cell_bytes
+                places = cuts.tolist()
+                intervals = dict(zip(shares.ranks, pairwise(places), strict=True))
+                head_bytes = dict(zip(shares.ranks, size.tolist(), strict=True))
+                flows.append(_Flow(lane, d, members, line, intervals, head_bytes))
+        return flows
+
+    def _matrix(self, flows: Sequence[_Flow]) -> Ints:
+        """Bytes from every rank to every rank, the diagonal included."""
+        matrix = np.zeros((self._p.tp_size, self._p.tp_size), dtype=np.int64)
+        for flow in flows:
+            for owner, feed in flow.lane.feeds.items():
+                for source, heads in feed.items():
+                    matrix[source, owner] += flow.head_bytes[owner] * len(heads)
+        return matrix
+
+    def _send(self, flow: _Flow, jobs: Sequence[Job], sent: Ints, through: bool) -> Rows:
+        """Rows for what this rank sends of one lane; moves `sent`, the filled part of each owner's split."""
+        owners = [
+            owner
+            for owner in sorted(flow.lane.feeds)
+            if self._rank in flow.lane.feeds[owner] and (through or owner != self._rank)
+        ]
+        if not owners:
+            return np.empty((0, len(CACHE_ROW)), dtype=np.int64)
+        heads = flow.lane.feeds[owners[0]][self._rank]  # a source passes on the same heads to every owner
+        parts = [flow.line.between(*flow.intervals[owner]) for owner in owners]
+        segments, group, _ = _segments(jobs, flow.members, parts)
+        image = Image(len(heads), 0, len(heads))
+        begin, ends = starts(flow.d, segments, image.width, group, sent[owners])
+        sent[owners] = ends
+        if not len(segments.jobs):
+            return np.empty((0, len(CACHE_ROW)), dtype=np.int64)
+        p_head = heads.start - self._p.head_range(self._rank).start
+        return cache_rows(self._p, flow.d, segments, begin, p_head, image, len(flow.lane.held))
+
+    def _slots(self, flow: _Flow, jobs: Sequence[Job], received: Ints, through: bool) -> list[Slot]:
+        """What this rank owns of one lane; moves `received`, the used part of each source's split."""
+        lane, d = flow.lane, flow.d
+        parts = [flow.line.between(*flow.intervals[self._rank])]
+        segments, _, members = _segments(jobs, flow.members, parts)
+        feed = lane.feeds[self._rank]
+        arriving: dict[int, list[Ints]] = {}
+        for source in sorted(feed):
+            if through or source != self._rank:
+                one = np.zeros(len(members), dtype=np.int64)
+                arriving[source], end = starts(d, segments, len(feed[source]), one, received[source : source + 1])
+                received[source] = end[0]
+        slots = []
+        instances = [job.instance for job in segments.jobs]
+        for instance in dict.fromkeys(instances):
+            chosen = [index for index, each in enumerate(instances) if each == instance]
+            of_slot = _chosen(segments, chosen)
+            some = {source: [begin[chosen] for begin in regions] for source, regions in arriving.items()}
+            slots.append(self._slot(lane, d, of_slot, [members[index] for index in chosen], some))
+        return slots
+
+    def _slot(
+        self, lane: Lane, d: CacheGeometry, segments: Segments, members: Sequence[int], arriving: dict[int, list[Ints]]
+    ) -> Slot:
+        held, feed = lane.held, lane.feeds[self._rank]
+        base = np.zeros(1, dtype=np.int64)
+        begin, end = starts(d, segments, len(held), np.zeros(len(members), dtype=np.int64), base)
+        own = np.empty((0, len(CACHE_ROW)), dtype=np.int64)
+        if self._rank not in arriving:
+            heads = feed[self._rank]
+            image = Image(len(held), heads.start - held.start, len(heads))
+            p_head = heads.start - self._p.head_range(self._rank).start
+            own = cache_rows(self._p, d, segments, begin, p_head, image, len(held))
+        received = []
+        for source, regions in arriving.items():
+            image = Image(len(held), feed[source].start - held.start, len(feed[source]))
+            received.append(buffer_rows(d, segments, regions, begin, image, len(held)))
+        by_region = [(spans, ends.tolist()) for spans, ends in slot_spans(d, segments, begin, len(held))]
+        writes, parts = {}, {}
+        for index, member in enumerate(members):
+            writes[member] = tuple(spans.part(ends, index) for spans, ends in by_region)
+            parts[member] = Part(int(segments.lo[index]), int(segments.hi[index]), (held.start, held.stop))
+        rows = _stacked(received, len(BUFFER_ROW))
+        return Slot(segments.jobs[0].instance, lane.d_rank, int(end[0]), own, rows, writes, parts)
+
+
+def _segments(
+    jobs: Sequence[Job], members: Sequence[int], parts: Sequence[tuple[Ints, Ints]]
+) -> tuple[Segments, Ints, list[int]]:
+    """The non-empty ranges of several owners, one owner after the other; the owner's index and the job of each."""
+    busy = [np.flatnonzero(hi > lo) for lo, hi in parts]
+    lo = np.concatenate([lo[some] for (lo, _), some in zip(parts, busy, strict=True)])
+    hi = np.concatenate([hi[some] for (_, hi), some in zip(parts, busy, strict=True)])
+    group = np.repeat(np.arange(len(parts)), [len(some) for some in busy])
+    chosen = [members[index] for some in busy for index in some.tolist()]
+    return Segments(tuple(jobs[index] for index in chosen), lo, hi), group, chosen
+
+
+def _chosen(segments: Segments, which: list[int]) -> Segments:
+    if len(which) == len(segments.jobs):
+        return segments
+    return Segments(tuple(segments.jobs[index] for index in which), segments.lo[which], segments.hi[which])
+
+
+def _stacked(tables: Sequence[Rows], columns: int) -> Rows:
+    return np.concatenate([*tables, np.empty((0, columns), dtype=np.int64)])
