@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd import admission
-from vllm_ascend_pd.boot import incarnation
 from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
@@ -34,6 +33,8 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
+    """What one process knows. `incarnation` is this process's own; D's workers serve that of their scheduler."""
+
     config: PushConfig
     incarnation: str
     engine_id: str
@@ -53,7 +54,7 @@ class Engine:
         )
         return cls(
             config=push,
-            incarnation=incarnation(str(transfer.engine_id), str(vllm_config.instance_id)),
+            incarnation=os.urandom(8).hex(),
             engine_id=str(transfer.engine_id),
             model=admission.model_fingerprint(vllm_config),
             host=host,

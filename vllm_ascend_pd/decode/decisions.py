@@ -56,6 +56,7 @@ class DecodeStep:
     settles: tuple[TransferId, ...] = ()
     overs: tuple[TransferId, ...] = ()
     wake: tuple[str, int] | None = None
+    incarnation: str = ""  # of the scheduler: what its transfers are named after
 
     @property
     def empty(self) -> bool:
@@ -166,7 +167,12 @@ class LoadBook:
         """This step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
         return DecodeStep(
-            tuple(pending.binds), tuple(pending.cancels), tuple(pending.settles), tuple(pending.overs), wake
+            binds=tuple(pending.binds),
+            cancels=tuple(pending.cancels),
+            settles=tuple(pending.settles),
+            overs=tuple(pending.overs),
+            wake=wake,
+            incarnation=self._incarnation,
         )
 
     def _cancel(self, load: _Load, code: str, detail: str) -> None:

@@ -19,6 +19,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.device.caches import Caches
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -79,16 +80,8 @@ class ReceiveRuntime:
         self._timer: asyncio.TimerHandle | None = None
         self._verifier = Verifier(caches, device, site.rank) if config.wire.verify == "full" else None
         transport.register(caches.storages)
-        self._receiver = Receiver(
-            incarnation=site.incarnation,
-            rank=site.rank,
-            model=site.model,
-            geometry=caches.geometry,
-            addresses=self._addresses(),
-            timers=config.timers,
-            quiet_s=config.quiet_s,
-            verify=self._verifier is not None,
-        )
+        self._config, self._site = config, site
+        self._machine: Receiver | None = None
         self._loop = LoopThread(f"pd-receive-{site.rank}")
         self._listener = Listener(
             host=site.host,
@@ -96,8 +89,8 @@ class ReceiveRuntime:
             incarnation=site.incarnation,
             secrets=secrets,
             on_message=self._on_message,
-            on_gone=lambda incarnation: self._do(self._receiver.peer_gone(time.monotonic(), incarnation)),
-            on_back=lambda incarnation: self._do(self._receiver.peer_back(time.monotonic(), incarnation)),
+            on_gone=self._on_gone,
+            on_back=self._on_back,
         )
         bound = self._loop.call(self._listener.start(), timeout=10.0)
         self.endpoint = Endpoint(site.advertise_host or bound.host, bound.port)
@@ -134,25 +127,46 @@ class ReceiveRuntime:
     def _apply(self, step: DecodeStep, gate: Event | None) -> None:
         now = time.monotonic()
         self._ringer.aim(step.wake)
+        receiver = self._machine or self._start_machine(step.incarnation)
         for bind in step.binds:
-            self._bind(now, bind, gate)
+            self._bind(now, receiver, bind, gate)
         for cancel in step.cancels:
-            self._do(self._receiver.cancel(now, cancel.transfer, cancel.code, cancel.detail))
+            self._do(receiver.cancel(now, cancel.transfer, cancel.code, cancel.detail))
         for transfer in step.settles:
-            self._do(self._receiver.settle(now, transfer))
+            self._do(receiver.settle(now, transfer))
         for transfer in step.overs:
             self._binds.pop(transfer, None)
             if self._verifier is not None:
                 self._verifier.forget(transfer)
-            self._do(self._receiver.over(now, transfer))
+            self._do(receiver.over(now, transfer))
         self._poll_gates()
 
-    def _bind(self, now: float, bind: Bind, gate: Event | None) -> None:
+    def _start_machine(self, incarnation: str) -> Receiver:
+        """The scheduler's first step names the incarnation that we serve; a BEGIN before that is lost and repeated."""
+        self._machine = Receiver(
+            incarnation=incarnation,
+            rank=self._site.rank,
+            model=self._site.model,
+            geometry=self._caches.geometry,
+            addresses=self._addresses(),
+            timers=self._config.timers,
+            quiet_s=self._config.quiet_s,
+            verify=self._verifier is not None,
+        )
+        return self._machine
+
+    @property
+    def _receiver(self) -> Receiver:
+        if self._machine is None:
+            raise LocalProtocolError("the machine is asked before the scheduler's first step")
+        return self._machine
+
+    def _bind(self, now: float, receiver: Receiver, bind: Bind, gate: Event | None) -> None:
         self._binds[bind.transfer] = bind
         if self._verifier is not None:
             self._verifier.expect(bind)
         trace.emit("bound", transfer=str(bind.transfer), first=bind.first, end=bind.end)
-        self._do(self._receiver.bind(now, bind.transfer, bind.first, bind.end, bind.deadline_s))
+        self._do(receiver.bind(now, bind.transfer, bind.first, bind.end, bind.deadline_s))
         if gate is not None:
             self._gates[bind.transfer] = gate
 
@@ -166,7 +180,16 @@ class ReceiveRuntime:
             self._loop.loop.call_later(GATE_POLL_S, self._poll_gates)
 
     def _on_message(self, peer: Hashable, message: Message) -> None:
-        self._do(self._receiver.message(time.monotonic(), peer, message))
+        if self._machine is not None:
+            self._do(self._machine.message(time.monotonic(), peer, message))
+
+    def _on_gone(self, incarnation: str) -> None:
+        if self._machine is not None:
+            self._do(self._machine.peer_gone(time.monotonic(), incarnation))
+
+    def _on_back(self, incarnation: str) -> None:
+        if self._machine is not None:
+            self._do(self._machine.peer_back(time.monotonic(), incarnation))
 
     def _tick(self) -> None:
         self._timer = None
