@@ -50,34 +50,34 @@ def has_kernel(name: str, device_type: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key))
 
 
-def _must_have_kernel(name: str, device_type: str) -> None:
+def require_kernel(name: str, device_type: str) -> None:
     if not has_kernel(name, device_type):
         raise PdError("PD-OPS-002", name=name, device=device_type)
 
 
 _load(_EXTENSION)
 for _name in NAMES:
-    _must_have_kernel(_name, "cpu")
+    require_kernel(_name, "cpu")
 
 
 def gather(caches: Sequence[torch.Tensor], rows: torch.Tensor, out: torch.Tensor) -> None:
     """Cells of `caches` (each [block, head, token, cell]) -> the bytes of `out`. Unnamed bytes stay as they are."""
     if out.device.type != "cpu":
-        _must_have_kernel("gather", out.device.type)
+        require_kernel("gather", out.device.type)
     torch.ops.vllm_ascend_pd.gather(caches, rows, out)
 
 
 def assemble(received: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Bytes of `received` -> bytes of `out`."""
     if out.device.type != "cpu":
-        _must_have_kernel("assemble", out.device.type)
+        require_kernel("assemble", out.device.type)
     torch.ops.vllm_ascend_pd.assemble(received, rows, out)
 
 
 def scatter(buffer: torch.Tensor, rows: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
     """The inverse of `gather`: bytes of `buffer` -> cells of `caches`."""
     if buffer.device.type != "cpu":
-        _must_have_kernel("scatter", buffer.device.type)
+        require_kernel("scatter", buffer.device.type)
     torch.ops.vllm_ascend_pd.scatter(buffer, rows, caches)
 
 

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GB/s of gather and assemble on the CPU, beside memcpy and beside the torch expression that computes the same.
+
+All run in turn within each round, with the same threads over the same number of bytes. A shape is one P rank's part of a step: `blocks` D blocks, K and V (or the MLA latent), D ranks
+and owners as geometry.md divides them, block ids shuffled as a used free list shuffles them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_ascend_pd.regroup import ops
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """P rank `0` holds `held` heads, a D rank wants `wanted`; both sides are token-major."""
+
+    name: str
+    held: int
+    wanted: int
+    cell: int = 256
+    regions: int = 2
+
+    @property
+    def d_ranks(self) -> int:
+        """D ranks among which the rank's heads are dealt (P < D), else 1."""
+        return max(1, self.held // self.wanted)
+
+    @property
+    def sources(self) -> int:
+        """Ranks whose heads lie side by side in one D block."""
+        return max(1, self.wanted // self.held)
+
+    @property
+    def gather_slice(self) -> int:
+        """Contiguous bytes that gather copies at once."""
+        return self.cell * min(self.held, self.wanted) if self.d_ranks > 1 else BLOCK * self.cell * self.held
+
+    @property
+    def assemble_slice(self) -> int:
+        return BLOCK * self.cell * self.held if self.sources == 1 else self.cell * self.held
+
+
+SHAPES = (
+    Shape("Llama-70B 8->2", held=1, wanted=4),
+    Shape("Llama-70B 8->4", held=1, wanted=2),
+    Shape("Llama-70B 4->8 (pack)", held=2, wanted=1),
+    Shape("Qwen3-235B 16->2", held=1, wanted=2),
+    Shape("Llama-70B 2->1", held=4, wanted=8),
+    Shape("MHA-64 8->2", held=8, wanted=32),
+    Shape("DeepSeek-V3 MLA 16->4", held=1, wanted=1, cell=1152, regions=1),
+)
+
+
+class Case:
+    """Tensors and rows of one shape, and the four functions that are compared."""
+
+    def __init__(self, shape: Shape, megabytes: int, seed: int) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        per_block = BLOCK * shape.held * shape.cell
+        self.units = (megabytes << 20) // (per_block * shape.regions) // shape.sources * shape.sources
+        dims = (self.units * 5 // 4, BLOCK, shape.held, shape.cell // 2)
+        self.caches = [torch.empty(dims, dtype=torch.bfloat16) for _ in range(shape.regions)]
+        for cache in self.caches:
+            cache.view(torch.int16).random_(generator=generator)
+        self.views = [cache.permute(0, 2, 1, 3) for cache in self.caches]
+        self.ids = torch.randperm(dims[0], generator=generator)[: self.units]
+        self.bytes = self.units * per_block * shape.regions
+        self.send = torch.zeros(self.bytes, dtype=torch.uint8)
+        self.staging = torch.zeros(self.bytes, dtype=torch.uint8)
+        self.gather_rows = torch.from_numpy(self._gather_rows())
+        self.assemble_rows = torch.from_numpy(self._assemble_rows())
+        self.selected = torch.zeros((self.units, *dims[1:]), dtype=torch.bfloat16)
+        self.source = torch.zeros(self.bytes, dtype=torch.uint8)
+
+    def _gather_rows(self) -> np.ndarray:
+        """Sent (D rank, unit, region), chunk [token, head]; the rows go by block, which is then read from memory once."""
+        s = self.shape
+        heads = s.held // s.d_ranks
+        chunk = BLOCK * heads * s.cell
+        unit, region, rank = (a.ravel() for a in np.indices((self.units, s.regions, s.d_ranks)))
+        rows = np.zeros((rank.size, len(ops.CACHE_ROW)), dtype=np.int64)
+        rows[:, 0], rows[:, 1] = region, self.ids.numpy()[unit]
+        rows[:, 2], rows[:, 4], rows[:, 5] = rank * heads, heads, BLOCK
+        rows[:, 6] = ((rank * self.units + unit) * s.regions + region) * chunk
+        rows[:, 7], rows[:, 8] = s.cell, heads * s.cell
+        return rows
+
+    def _assemble_rows(self) -> np.ndarray:
+        """Received (source, unit, region), staged (region, unit): the sources' heads side by side in each token."""
+        s = self.shape
+        units = self.units // s.sources
+        slice_ = s.cell * s.held
+        chunk, block = BLOCK * slice_, BLOCK * slice_ * s.sources
+        unit, region, source = (a.ravel() for a in np.indices((units, s.regions, s.sources)))
+        rows = np.zeros((unit.size, len(ops.BUFFER_ROW)), dtype=np.int64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = s.cell, s.held, BLOCK
+        rows[:, 3] = ((source * units + unit) * s.regions + region) * chunk
+        rows[:, 4], rows[:, 5] = s.cell, slice_
+        rows[:, 6] = (region * units + unit) * block + source * slice_
+        rows[:, 7], rows[:, 8] = s.cell, slice_ * s.sources
+        return rows
+
+    def gather(self) -> None:
+        ops.gather(self.views, self.gather_rows, self.send)
+
+    def assemble(self) -> None:
+        ops.assemble(self.send, self.assemble_rows, self.staging)
+
+    def torch_gather(self) -> None:
+        s = self.shape
+        heads = s.held // s.d_ranks
+        out = self.staging.view(torch.bfloat16).view(s.d_ranks, self.units, s.regions, BLOCK, heads, s.cell // 2)
+        for region, cache in enumerate(self.caches):
+            torch.index_select(cache, 0, self.ids, out=self.selected)
+            split = self.selected.view(self.units, BLOCK, s.d_ranks, heads, s.cell // 2)
+            out[:, :, region].copy_(split.permute(2, 0, 1, 3, 4))
+
+    def torch_assemble(self) -> None:
+        s = self.shape
+        units = self.units // s.sources
+        received = self.send.view(torch.bfloat16).view(s.sources, units, s.regions, BLOCK, s.held, s.cell // 2)
+        out = self.source.view(torch.bfloat16).view(s.regions, units, BLOCK, s.sources, s.held, s.cell // 2)
+        out.copy_(received.permute(2, 1, 3, 0, 4, 5))
+
+    def check(self) -> None:
+        """The compared functions compute the same."""
+        self.gather()
+        self.torch_gather()
+        if not torch.equal(self.send, self.staging):
+            raise SystemExit(f"{self.shape.name}: gather differs from torch")
+        self.assemble()
+        self.torch_assemble()
+        if not torch.equal(self.staging, self.source):
+            raise SystemExit(f"{self.shape.name}: assemble differs from torch")
+
+
+class Memcpy:
+    """The C library's memcpy, each thread over its share."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+        self._memmove = ctypes.CDLL(None).memmove
+        self._memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        self._memmove.restype = ctypes.c_void_p
+
+    def __call__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        cuts = [dst.numel() * i // self._threads for i in range(self._threads + 1)]
+        futures = [
+            self._pool.submit(self._memmove, dst.data_ptr() + lo, src.data_ptr() + lo, hi - lo)
+            for lo, hi in itertools.pairwise(cuts)
+        ]
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def measure(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each, round by round: within a round all see the same weather."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(rounds + 1):
+        for name, run in runs.items():
+            time.sleep(0.005)  # threads of the one before may still spin: they must not share cores with this one
+            start = time.perf_counter()
+            run()
+            if round_:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
+def describe(shape: Shape, size: int, seconds: dict[str, np.ndarray]) -> str:
+    """Rates from the best round, ratios as the median of the rounds' own ratios."""
+    best = {name: size / values.min() / 1e9 for name, values in seconds.items()}
+    line = f"{shape.name:24} {best['memcpy']:7.1f}"
+    for op, slice_ in (("gather", shape.gather_slice), ("assemble", shape.assemble_slice)):
+        to_memcpy = np.median(seconds["memcpy"] / seconds[op])
+        to_torch = np.median(seconds[f"torch {op}"] / seconds[op])
+        line += f" | {slice_:7} {best[op]:8.1f} {to_memcpy:7.2f} {best[f'torch {op}']:6.1f} {to_torch:6.1f}"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--megabytes", type=int, default=128, help="payload of each run")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    memcpy = Memcpy(args.threads)
+    print(
+        f"{args.threads} threads, {args.megabytes} MiB of payload, GB/s (best of {args.rounds} rounds; ratios: median)"
+    )
+    head = "".join(
+        f" | {'slice B':>7} {op:>8} {'/memcpy':>7} {'torch':>6} {'/torch':>6}" for op in ("gather", "assemble")
+    )
+    print(f"{'shape':24} {'memcpy':>7}{head}")
+    for shape in SHAPES:
+        case = Case(shape, args.megabytes, seed=1)
+        case.check()
+        runs = {
+            "memcpy": functools.partial(memcpy, case.send, case.source),
+            "gather": case.gather,
+            "torch gather": case.torch_gather,
+            "assemble": case.assemble,
+            "torch assemble": case.torch_assemble,
+        }
+        print(describe(shape, case.bytes, measure(runs, args.rounds)), flush=True)
+    memcpy.close()
+
+
+if __name__ == "__main__":
+    main()
