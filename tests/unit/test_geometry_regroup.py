@@ -18,7 +18,7 @@ import vllm_ascend_pd
 from vllm_ascend_pd.geometry import images, ownership
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import Job
-from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Slot
 from vllm_ascend_pd.geometry.shard import contributors
 
 SETTINGS = settings(max_examples=900, deadline=None, suppress_health_check=list(HealthCheck))
@@ -62,7 +62,7 @@ def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np
         np.add.at(filled, image, 1)
 
 
-def exchange(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
+def staged(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> Iterator[tuple[Slot, np.ndarray]]:
     """One step of all ranks: gather, all-to-all, assemble, write. Every buffer byte is used exactly once."""
     outgoing = []
     for plan in plans:
@@ -75,19 +75,29 @@ def exchange(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> Non
         assert [len(splits[plan.rank]) for splits in outgoing] == plan.receive_splits
         used = np.zeros(len(received), int)
         for slot in plan.slots:
-            staged, filled = np.zeros(slot.nbytes, np.uint8), np.zeros(slot.nbytes, int)
-            gather(cluster, plan.rank, slot.own, staged, filled)
-            assemble(received, slot.received, staged, filled, used)
+            memory, filled = np.zeros(slot.nbytes, np.uint8), np.zeros(slot.nbytes, int)
+            gather(cluster, plan.rank, slot.own, memory, filled)
+            assemble(received, slot.received, memory, filled, used)
             assert (filled == 1).all()
-            written = np.zeros(slot.nbytes, int)
-            for member, regions in slot.writes.items():
-                assert jobs[member].instance == slot.instance
-                for region, spans in enumerate(regions):
-                    for src, dst, size in zip(spans.src.tolist(), spans.dst.tolist(), spans.size.tolist(), strict=True):
-                        cluster.write(slot.instance, slot.d_rank, region, staged, src, dst, size)
-                        written[src : src + size] += 1
-            assert (written == 1).all()
+            write(cluster, slot, jobs, memory)
+            yield slot, memory
         assert (used == 1).all()
+
+
+def write(cluster: Cluster, slot: Slot, jobs: list[Job], memory: np.ndarray) -> None:
+    written = np.zeros(slot.nbytes, int)
+    for member, regions in slot.writes.items():
+        assert jobs[member].instance == slot.instance
+        for region, spans in enumerate(regions):
+            for src, dst, size in zip(spans.src.tolist(), spans.dst.tolist(), spans.size.tolist(), strict=True):
+                cluster.write(slot.instance, slot.d_rank, region, memory, src, dst, size)
+                written[src : src + size] += 1
+    assert (written == 1).all()
+
+
+def exchange(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
+    for _ in staged(cluster, jobs, plans):
+        pass
 
 
 def check_shares(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:

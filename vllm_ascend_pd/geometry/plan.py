@@ -123,6 +123,13 @@ class StepPlanner:
                 self._fill(plans, jobs, members, target, lo, hi)
         return plans
 
+    def whole(self, job: Job, d_rank: int) -> tuple[Spans, ...]:
+        """The spans of all of a job's tokens, as if nobody shared this rank's heads for `d_rank`."""
+        [target] = (each for each in self._route(layout_of(job.d), job.d).targets if each.d_rank == d_rank)
+        line = line_of([job], 1)
+        chunks = chunks_of([job], self._p.block_size, line.lo, line.hi)
+        return tuple(merged(*pattern.spans(chunks))[0] for pattern in target.patterns)
+
     def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
         route = self._routes.get(layout)
         if route is None:

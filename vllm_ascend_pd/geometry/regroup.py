@@ -80,6 +80,14 @@ class RegroupPlan(msgspec.Struct, frozen=True, eq=False):
         return bool((self.matrix == self.matrix[0, 0]).all())
 
 
+class Room(msgspec.Struct, frozen=True):
+    """Bytes that the fullest slot, send buffer and receive buffer of any rank must hold."""
+
+    slot: int
+    send: int
+    receive: int
+
+
 class Lane(msgspec.Struct, frozen=True):
     """One D rank of a layout: who owns its tokens, and which heads each owner gets from whom."""
 
@@ -141,10 +149,7 @@ class RegroupPlanner:
     def plan(self, jobs: Sequence[Job], rotation: int = 0) -> RegroupPlan:
         """The plan of one (sub-)step. `rotation` is its sequence number."""
         flows = self._flows(jobs, rotation)
-        matrix = self._matrix(flows)
-        through = self._p.tp_size > 1 and bool(matrix[0, 0] and (matrix == matrix[0, 0]).all())
-        if not through:
-            np.fill_diagonal(matrix, 0)
+        matrix, through = self._matrix(flows)
         sent = np.cumsum(matrix[self._rank]) - matrix[self._rank]
         received = np.cumsum(matrix[:, self._rank]) - matrix[:, self._rank]
         send: list[Rows] = []
@@ -154,6 +159,20 @@ class RegroupPlanner:
             if self._rank in flow.intervals:
                 slots.extend(self._slots(flow, jobs, received, through))
         return RegroupPlan(self._rank, matrix, _stacked(send, len(CACHE_ROW)), tuple(slots))
+
+    def room(self, jobs: Sequence[Job], rotation: int = 0, enough: int = 0) -> Room:
+        """What the step needs of any rank. Slots that certainly hold no more than `enough` are not looked at closer."""
+        flows = self._flows(jobs, rotation)
+        matrix, _ = self._matrix(flows)
+        slot = 0
+        for flow in flows:
+            heads = len(flow.lane.held)
+            instances = np.array([jobs[index].instance for index in flow.members], dtype=np.int64)
+            for owner, size in flow.head_bytes.items():
+                if size * heads > enough and (instances != instances[0]).any():
+                    size = _fullest(flow, jobs, owner, instances)  # noqa: PLW2901
+                slot = max(slot, size * heads)
+        return Room(slot, int(matrix.sum(axis=1).max()), int(matrix.sum(axis=0).max()))
 
     def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
         route = self._routes.get(layout)
@@ -184,14 +203,18 @@ class RegroupPlanner:
                 flows.append(_Flow(lane, d, members, line, intervals, head_bytes))
         return flows
 
-    def _matrix(self, flows: Sequence[_Flow]) -> Ints:
-        """Bytes from every rank to every rank, the diagonal included."""
-        matrix = np.zeros((self._p.tp_size, self._p.tp_size), dtype=np.int64)
+    def _matrix(self, flows: Sequence[_Flow]) -> tuple[Ints, bool]:
+        """Bytes from every rank to every rank, and whether a rank's own bytes go through the exchange too."""
+        size = self._p.tp_size
+        matrix = np.zeros((size, size), dtype=np.int64)
         for flow in flows:
             for owner, feed in flow.lane.feeds.items():
                 for source, heads in feed.items():
                     matrix[source, owner] += flow.head_bytes[owner] * len(heads)
-        return matrix
+        through = size > 1 and bool(matrix[0, 0] > 0 and (matrix == matrix[0, 0]).all())
+        if not through:
+            np.fill_diagonal(matrix, 0)
+        return matrix, through
 
     def _send(self, flow: _Flow, jobs: Sequence[Job], sent: Ints, through: bool) -> Rows:
         """Rows for what this rank sends of one lane; moves `sent`, the filled part of each owner's split."""
@@ -279,3 +302,23 @@ def _chosen(segments: Segments, which: list[int]) -> Segments:
 
 def _stacked(tables: Sequence[Rows], columns: int) -> Rows:
     return np.concatenate([*tables, np.empty((0, columns), dtype=np.int64)])
+
+
+def _fullest(flow: _Flow, jobs: Sequence[Job], owner: int, instances: Ints) -> int:
+    """Bytes per head of the instance that gets most from `owner`."""
+    segments, _, members = _segments(jobs, flow.members, [flow.line.between(*flow.intervals[owner])])
+    size = np.zeros(len(members), dtype=np.int64)
+    for region in flow.d.regions:
+        size += segments.measure(region, flow.d.block_size) * region.cell_bytes
+    by_instance = {int(instance): 0 for instance in instances}
+    for member, bytes_per_head in zip(members, size.tolist(), strict=True):
+        by_instance[jobs[member].instance] += bytes_per_head
+    return max(by_instance.values())
+
+
+def slot_segments(slot: Slot, jobs: Sequence[Job]) -> tuple[list[int], Segments]:
+    """The job indices of a slot in the order of its images, and their token ranges."""
+    members = list(slot.parts)
+    lo = np.array([part.lo for part in slot.parts.values()], dtype=np.int64)
+    hi = np.array([part.hi for part in slot.parts.values()], dtype=np.int64)
+    return members, Segments(tuple(jobs[member] for member in members), lo, hi)

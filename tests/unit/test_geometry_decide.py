@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When P ranks regroup, and how a step is cut so that no slot and no buffer overflows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from geometry_reference import Cluster, geometry
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_geometry_plan import clusters, jobs_of
+from test_geometry_regroup import exchange
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.decide import decide
+from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.regroup import RegroupPlanner
+from vllm_ascend_pd.geometry.substeps import room_for_a_block, sub_steps
+
+
+def caches(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...] = (256, 256), block: int = 128):
+    return (geometry(kind, heads=heads, tp=tp, block=block, cells=cells) for tp in (p_tp, d_tp))
+
+
+@pytest.mark.parametrize(
+    ("heads", "p_tp", "d_tp", "direct", "regrouped", "wanted"),
+    [
+        (8, 8, 2, 256, 128 << 10, True),  # Llama-70B
+        (8, 8, 4, 256, 64 << 10, True),
+        (8, 4, 8, 256, 32 << 10, True),  # packing only
+        (4, 16, 2, 256, 64 << 10, True),  # Qwen3-235B
+        (4, 16, 4, 32 << 10, 32 << 10, False),
+        (8, 4, 4, 64 << 10, 64 << 10, False),
+    ],
+)
+def test_token_major_caches_regroup_where_the_design_says(
+    heads: int, p_tp: int, d_tp: int, direct: int, regrouped: int, wanted: bool
+) -> None:
+    decision = decide(*caches("token", heads, p_tp, d_tp))
+    assert (decision.direct_span, decision.regroup_span, decision.regroup) == (direct, regrouped, wanted)
+    assert decision.mode == ("regroup" if wanted else "direct")
+
+
+def test_latents_and_planes_are_written_directly() -> None:
+    assert not decide(*caches("token", 1, 16, 4, cells=(1152,))).regroup
+    assert not decide(*caches("opaque", 4, 4, 2)).regroup
+    assert not decide(*caches("head", 8, 8, 2)).regroup
+
+
+def test_a_small_gain_is_worth_it_only_for_very_short_spans() -> None:
+    halves = [decide(*caches("token", 2, 2, 1, cells=(cell,), block=1)) for cell in (2048, 4096)]
+    assert [(each.direct_span, each.regroup_span) for each in halves] == [(2048, 4096), (4096, 8192)]
+    assert [each.regroup for each in halves] == [True, False]
+
+
+def test_the_configuration_overrides_the_rule() -> None:
+    p, d = caches("token", 8, 8, 2)
+    assert not decide(p, d, "never").regroup
+    assert decide(p, p, "always").regroup
+    assert not decide(p, d, "auto", min_span=256).regroup
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(clusters(), st.integers(0, 3), st.integers(0, 300), st.integers(0, 600))
+def test_sub_steps_fit_and_together_are_the_step(
+    drawn: tuple[Cluster, list[list[int]]], rotation: int, slot: int, buffer: int
+) -> None:
+    cluster, _ = drawn
+    jobs = jobs_of(cluster, [10**6] * len(cluster.requests))
+    needs = [room_for_a_block(cluster.p, d) for d in cluster.ds]
+    slot += max(need.slot for need in needs)
+    buffer += max(max(need.send, need.receive) for need in needs)
+    planners = [RegroupPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
+    steps = sub_steps(planners[0], jobs, slot, buffer, rotation)
+    for number, step in enumerate(steps):
+        assert step.rotation == rotation + number
+        plans = [planner.plan(step.jobs, step.rotation) for planner in planners]
+        for plan in plans:
+            assert all(each.nbytes <= slot for each in plan.slots)
+            assert max(sum(plan.send_splits), sum(plan.receive_splits)) <= buffer
+        exchange(cluster, step.jobs, plans)
+    cluster.check()
+    for index, job in enumerate(jobs):
+        parts = [
+            (part.lo, part.hi) for step in steps for part, n in zip(step.jobs, step.members, strict=True) if n == index
+        ]
+        assert [lo for lo, _ in parts] + [job.hi] == [job.lo] + [hi for _, hi in parts]
+
+
+def test_a_step_that_fits_is_not_cut() -> None:
+    p, d = caches("token", 4, 4, 1, cells=(4, 4), block=8)
+    table = np.arange(8, dtype=np.int32)
+    jobs = [Job(d, 0, 0, 64, table, table), Job(d, 0, 8, 30, table, table, 1)]
+    [step] = sub_steps(RegroupPlanner(p, 0), jobs, 1 << 20, 1 << 20, 5)
+    assert (step.jobs, step.members, step.rotation) == (jobs, [0, 1], 5)
+    assert sub_steps(RegroupPlanner(p, 0), [Job(d, 0, 8, 8, table, table)], 1, 1) == []
+
+
+def test_a_slot_that_cannot_hold_a_block_is_told() -> None:
+    p, d = caches("token", 4, 4, 1, cells=(4, 4), block=8)
+    table = np.arange(8, dtype=np.int32)
+    with pytest.raises(LocalProtocolError, match="does not fit"):
+        sub_steps(RegroupPlanner(p, 0), [Job(d, 0, 0, 64, table, table)], 16, 1 << 20)

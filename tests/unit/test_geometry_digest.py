@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of P's parts add up to D's, however the work was split, and change with every byte and every place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from geometry_reference import Cache, Cluster, geometry
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_geometry_plan import clusters, execute, jobs_of
+from test_geometry_regroup import staged
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.digest import MASK, cache_digest, slot_digest
+from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
+from vllm_ascend_pd.geometry.regroup import RegroupPlanner
+
+Sums = dict[tuple[int, int], int]  # request, d rank
+
+
+def sums_on_d(cluster: Cluster) -> Sums:
+    """What each D rank finds in its memory for each request."""
+    found: Sums = {}
+    for number, request in enumerate(cluster.requests):
+        for cache in cluster.engines[request.instance]:
+            held, first = cache.geometry.head_range(cache.rank), request.first // cache.geometry.block_size
+            wanted = range(request.first, request.end)
+            found[number, cache.rank] = cache_digest(
+                cache.memory.__getitem__, cache.geometry, cache.rank, held, wanted, request.d_blocks, first
+            )
+    return found
+
+
+def add(total: Sums, number: int, d_rank: int, value: int) -> None:
+    total[number, d_rank] = (total.get((number, d_rank), 0) + value) & MASK
+
+
+def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobPlan], total: Sums) -> None:
+    execute(cluster, rank, jobs, plans)
+    memory = cluster.ranks[rank].memory.__getitem__
+    for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
+        for d_rank, part in plan.parts.items():
+            value = cache_digest(memory, cluster.p, rank, range(*part.heads), range(part.lo, part.hi), job.p_blocks)
+            add(total, number, d_rank, value)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(clusters(), st.booleans())
+def test_the_sums_of_all_contributors_are_the_sum_of_d(drawn: tuple[Cluster, list[list[int]]], regroup: bool) -> None:
+    cluster, steps = drawn
+    total: Sums = {}
+    ranks = range(cluster.p.tp_size)
+    for advances in [*steps, [10**6] * len(cluster.requests)]:
+        jobs = jobs_of(cluster, advances)
+        if regroup:
+            plans = [RegroupPlanner(cluster.p, rank).plan(jobs) for rank in ranks]
+            for slot, memory in staged(cluster, jobs, plans):
+                for number, value in slot_digest(slot, cluster.ds[slot.instance], jobs, memory).items():
+                    add(total, number, slot.d_rank, value)
+        else:
+            for rank in ranks:
+                push_directly(cluster, rank, jobs, StepPlanner(cluster.p, rank).plan(jobs), total)
+    cluster.check()
+    assert total == sums_on_d(cluster)
+
+
+def one_cache(kind: str) -> tuple[Cache, np.ndarray]:
+    return Cache(geometry(kind, heads=2, tp=1, block=4, cells=(3, 9)), 0, 5), np.array([3, 0, 2], dtype=np.int32)
+
+
+def digest(cache: Cache, table: np.ndarray, first: int = 0, end: int = 10) -> int:
+    return cache_digest(cache.memory.__getitem__, cache.geometry, 0, range(2), range(first, end), table)
+
+
+@pytest.mark.parametrize("kind", ["token", "head"])
+def test_every_wanted_byte_counts_and_no_other_does(kind: str) -> None:
+    cache, table = one_cache(kind)
+    right = digest(cache, table)
+    for region in range(2):
+        wanted = {place for head in range(2) for place in cache.places(region, table, 0, head, 0, 10).ravel().tolist()}
+        for place in range(len(cache.memory[region])):
+            cache.memory[region][place] ^= 0x10
+            assert (digest(cache, table) != right) == (place in wanted)
+            cache.memory[region][place] ^= 0x10
+    assert digest(cache, table) == right
+
+
+def test_equal_bytes_in_another_place_are_a_difference() -> None:
+    cache, table = one_cache("token")
+    for memory in cache.memory:
+        memory[:] = 7
+    first, second = cache.places(0, table, 0, 1, 4, 5), cache.places(0, table, 0, 1, 5, 6)
+    cache.memory[0][first] = 9
+    before = digest(cache, table)
+    cache.memory[0][first], cache.memory[0][second] = 7, 9
+    assert digest(cache, table) != before
+
+
+def test_ranges_add_up_whatever_the_split() -> None:
+    for kind, cut in (("token", 5), ("head", 7), ("opaque", 8)):
+        cache, table = one_cache(kind)
+        assert (digest(cache, table, 0, cut) + digest(cache, table, cut, 10)) & MASK == digest(cache, table)
+
+
+def test_blocks_outside_the_memory_are_never_read() -> None:
+    cache, _ = one_cache("token")
+    for table in (
+        np.array([3, 9, 1], dtype=np.int32),
+        np.array([3, -1, 1], dtype=np.int32),
+        np.array([1], dtype=np.int32),
+    ):
+        with pytest.raises(LocalProtocolError):
+            digest(cache, table)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether P ranks regroup for a D geometry, by the length of the spans that they would write otherwise.
+
+Decided per D geometry from the reservation alone, so that every rank and every step agree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from vllm_ascend_pd.geometry.images import Segments, slot_spans, starts
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.plan import Job, StepPlanner
+from vllm_ascend_pd.geometry.shard import contributors
+
+MIN_SPAN = 16 << 10
+SHORT_SPAN = 4 << 10
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """`direct_span` and `regroup_span`: mean bytes per descriptor over a full D block, for the rank with the shortest."""
+
+    regroup: bool
+    direct_span: int
+    regroup_span: int
+    why: str
+
+    @property
+    def mode(self) -> str:
+        """The word that goes into the plan digest."""
+        return "regroup" if self.regroup else "direct"
+
+
+@lru_cache(maxsize=256)
+def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int = MIN_SPAN) -> Decision:
+    """`mode` and `min_span` as configured (`regroup`, `regroup_min_span`)."""
+    direct, regrouped = min(
+        (_direct_span(p, d, rank, d_rank), _regroup_span(d, d_rank))
+        for d_rank in range(d.tp_size)
+        for rank in contributors(p, d, d_rank)
+    )
+    if mode != "auto":
+        return Decision(mode == "always", direct, regrouped, f"configured: {mode}")
+    if direct >= min_span:
+        return Decision(False, direct, regrouped, f"direct spans of {direct} bytes are long enough ({min_span})")
+    wanted = 2 if direct < SHORT_SPAN else 4
+    gain = f"regroup makes spans of {direct} bytes {regrouped / direct:.1f} times as long ({wanted} wanted)"
+    return Decision(regrouped >= wanted * direct, direct, regrouped, gain)
+
+
+def _block(p: CacheGeometry, d: CacheGeometry) -> Job:
+    """One full D block whose source blocks are not neighbours."""
+    sources = np.arange(-(-d.block_size // p.block_size), dtype=np.int32) * 2
+    return Job(d, 0, 0, d.block_size, sources, np.zeros(1, dtype=np.int32))
+
+
+def _direct_span(p: CacheGeometry, d: CacheGeometry, rank: int, d_rank: int) -> int:
+    regions = StepPlanner(p, rank).whole(_block(p, d), d_rank)
+    return sum(spans.nbytes for spans in regions) // sum(len(spans) for spans in regions)
+
+
+def _regroup_span(d: CacheGeometry, d_rank: int) -> int:
+    job = _block(d, d)
+    one = np.array([d.block_size], dtype=np.int64)
+    segments = Segments((job,), one - one, one)
+    heads = len(d.head_range(d_rank))
+    begin, _ = starts(d, segments, heads, one - one, one - one)
+    regions = [spans for spans, _ in slot_spans(d, segments, begin, heads)]
+    return sum(spans.nbytes for spans in regions) // sum(len(spans) for spans in regions)

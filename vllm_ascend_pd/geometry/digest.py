@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""End-to-end checksums of one layer (`verify: full`): a sum over atoms that does not depend on who sent what when.
+
+An atom is one cell of a region at an absolute token position, or one opaque plane at a D block index, for one head of
+the model. Its hash mixes its bytes with that place, so equal bytes in a wrong place count as a difference. Sums of
+disjoint parts add up modulo 2^64: the contributors' sums together must equal D's own over everything that it wanted.
+Finds accidents, not attackers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.images import starts, token_outer
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.regroup import Slot, slot_segments
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+Memory = Callable[[int], Bytes]
+
+MASK = (1 << 64) - 1
+_AT_ONCE = 4 << 20  # bytes copied at a time
+
+
+def cache_digest(
+    memory: Memory,
+    geometry: CacheGeometry,
+    rank: int,
+    heads: range,
+    tokens: range,
+    blocks: npt.NDArray[np.int32],
+    first_block: int = 0,
+) -> int:
+    """The sum over `heads` x `tokens` as they lie in this rank's cache.
+
+    `memory(region)` is a flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt.
+    P gives a `Part` of its plan and its table from token 0; D its own heads, [first, end) and the reservation's table.
+    """
+    size = geometry.block_size
+    index = np.arange(tokens.start // size, -(-tokens.stop // size), dtype=np.int64)
+    ids = blocks[index[0] - first_block : index[-1] + 1 - first_block] if len(index) else blocks[:0]
+    if len(ids) != len(index):
+        raise LocalProtocolError(f"{len(blocks)} blocks do not cover tokens {tokens}")
+    local = heads.start - geometry.head_range(rank).start
+    total = 0
+    for number, region in enumerate(geometry.regions):
+        view = _cells(memory(number), region, ids, size, local, len(heads))
+        step = max(1, _AT_ONCE // max(1, view[:1].nbytes))
+        for at in range(0, len(ids), step):
+            some = index[at : at + step]
+            cells = view[ids[at : at + step]]
+            places = _places(region, some, size)
+            wanted = np.ones_like(places, dtype=bool)
+            if not region.opaque:
+                wanted = (places >= tokens.start) & (places < tokens.stop)
+            total += _sum(cells, number, places, np.arange(heads.start, heads.stop), wanted)
+    return total & MASK
+
+
+def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes) -> dict[int, int]:
+    """The same for what an owner staged after a regroup, by job index."""
+    held = d.head_range(slot.d_rank)
+    members, segments = slot_segments(slot, jobs)
+    zero = np.zeros(len(members), dtype=np.int64)
+    begin, _ = starts(d, segments, len(held), zero, zero[:1])
+    heads = np.arange(held.start, held.stop)
+    found = {}
+    for index, member in enumerate(members):
+        lo, hi = int(segments.lo[index]), int(segments.hi[index])
+        total = 0
+        for number, region in enumerate(d.regions):
+            at = int(begin[number][index])
+            for place, count in _image_runs(region, lo, hi, d.block_size, len(held)):
+                length = count * len(held) * region.cell_bytes
+                cells = staged[at : at + length].reshape(_image_shape(region, count, len(held)))
+                at += length
+                if not region.opaque and token_outer(region, len(held)):
+                    cells = cells.swapaxes(0, 1)
+                places = np.arange(place, place + count)[None, :]
+                total += _sum(cells[None], number, places, heads, np.ones_like(places, dtype=bool))
+        found[member] = total & MASK
+    return found
+
+
+def _image_runs(region: Region, lo: int, hi: int, size: int, heads: int) -> list[tuple[int, int]]:
+    """First atom and number of atoms per head of the images of [lo, hi)."""
+    if region.opaque:
+        return [(block, 1) for block in range(lo // size, -(-hi // size))]
+    if token_outer(region, heads):
+        return [(lo, hi - lo)]
+    borders = [lo, *range((lo // size + 1) * size, hi, size), hi]
+    return [(a, b - a) for a, b in pairwise(borders)]
+
+
+def _image_shape(region: Region, count: int, heads: int) -> tuple[int, int, int]:
+    if not region.opaque and token_outer(region, heads):
+        return count, heads, region.cell_bytes
+    return heads, count, region.cell_bytes
+
+
+def _cells(flat: Bytes, region: Region, ids: npt.NDArray[np.int32], size: int, head: int, heads: int) -> Bytes:
+    """The region as [block, head, token, byte], checked against the memory's length."""
+    tokens = 1 if region.opaque else size
+    base = head * region.head_stride
+    blocks = int(ids.max()) + 1 if len(ids) else 0
+    last = (blocks - 1) * region.block_stride + (heads - 1) * region.head_stride + (tokens - 1) * region.token_stride
+    if len(ids) and (int(ids.min()) < 0 or base + last + region.cell_bytes > len(flat)):
+        raise LocalProtocolError(f"block {blocks - 1} of {region.name} lies outside {len(flat)} bytes")
+    return np.lib.stride_tricks.as_strided(
+        flat[base:],
+        (blocks, heads, tokens, region.cell_bytes),
+        (region.block_stride, region.head_stride, region.token_stride, 1),
+        writeable=False,
+    )
+
+
+def _places(region: Region, blocks: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+    """Absolute places of a block's atoms, [block, atom]."""
+    if region.opaque:
+        return blocks[:, None]
+    return blocks[:, None] * size + np.arange(size)
+
+
+def _sum(
+    cells: Bytes,
+    region: int,
+    places: npt.NDArray[np.int64],
+    heads: npt.NDArray[np.int64],
+    wanted: npt.NDArray[np.bool_],
+) -> int:
+    """Sum over cells [block, head, atom, byte] at places [block, atom]."""
+    length = cells.shape[-1]
+    short = -length % 8
+    if short:
+        cells = np.concatenate((cells, np.zeros((*cells.shape[:-1], short), dtype=np.uint8)), axis=-1)
+    words = np.ascontiguousarray(cells).view(np.uint64)
+    hashed: Words = words @ _factors(words.shape[-1])
+    key = _mixed(places.astype(np.uint64) * np.uint64(2) + np.uint64(1))[:, None, :]
+    key = _mixed(key + (heads.astype(np.uint64) << np.uint64(16))[None, :, None] + np.uint64(region + 1))
+    atoms = _mixed(_mixed(hashed) ^ key)
+    atoms *= wanted[:, None, :]
+    return int(np.sum(atoms, dtype=np.uint64))
+
+
+@lru_cache(maxsize=64)
+def _factors(count: int) -> Words:
+    """Odd factors for the words of an atom."""
+    factors: Words = _mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+    return factors
+
+
+def _mixed(x: Words) -> Words:
+    """A bijection of 64-bit words in which every input bit reaches every output bit (splitmix64)."""
+    x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Words = x ^ (x >> np.uint64(31))
+    return mixed

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting a step so that every rank's buffers and slots hold it.
+
+A prefix hit on P can push far more than one step's tokens. The step is then cut at borders of D blocks, in the order
+of its jobs, into sub-steps of which each is planned, exchanged and written like a step of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.regroup import RegroupPlanner, Room
+
+
+class SubStep(msgspec.Struct, frozen=True, eq=False):
+    """Jobs of one exchange: `members[i]` is the index of `jobs[i]` in the step."""
+
+    jobs: list[Job]
+    members: list[int]
+    rotation: int
+
+
+def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
+    """The least that slots and buffers must hold before this D geometry can be served by regroup at all."""
+    planner = RegroupPlanner(p, 0)
+    sources = np.arange(-(-d.block_size // p.block_size), dtype=np.int32)
+    job = Job(d, 0, 0, d.block_size, sources, np.zeros(1, dtype=np.int32))
+    needs = [planner.room([job], rotation) for rotation in range(p.tp_size)]
+    slot = max(len(d.head_range(rank)) for rank in range(d.tp_size)) * sum(
+        region.cell_bytes * (1 if region.opaque else d.block_size) for region in d.regions
+    )
+    return Room(slot, max(need.send for need in needs), max(need.receive for need in needs))
+
+
+def sub_steps(
+    planner: RegroupPlanner, jobs: Sequence[Job], slot_bytes: int, buffer_bytes: int, rotation: int = 0
+) -> list[SubStep]:
+    """The step as few sub-steps, in each of which no slot and no send or receive buffer of any rank overflows.
+
+    Equal on all ranks: it depends on the jobs, the geometries and the two sizes only.
+    """
+    blocks = [_blocks(job) for job in jobs]
+    total = sum(blocks)
+    cut: list[SubStep] = []
+
+    def fits(stop: int) -> bool:
+        part = _part(jobs, blocks, at, stop, rotation + len(cut))
+        need = planner.room(part.jobs, part.rotation, slot_bytes)
+        return need.slot <= slot_bytes and max(need.send, need.receive) <= buffer_bytes
+
+    at = 0
+    while at < total:
+        stop = total if fits(total) else _last_that_fits(fits, at, total)
+        if stop == at:
+            raise LocalProtocolError(
+                f"one D block does not fit a slot of {slot_bytes} and buffers of {buffer_bytes} bytes"
+            )
+        cut.append(_part(jobs, blocks, at, stop, rotation + len(cut)))
+        at = stop
+    return cut
+
+
+def _blocks(job: Job) -> int:
+    if job.hi == job.lo:
+        return 0
+    return -(-job.hi // job.d.block_size) - job.lo // job.d.block_size
+
+
+def _last_that_fits(fits: Callable[[int], bool], at: int, total: int) -> int:
+    """The furthest stop found by bisection; `at` when not even one block fits."""
+    low, high = at, total  # low fits (trivially), high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _part(jobs: Sequence[Job], blocks: Sequence[int], begin: int, stop: int, rotation: int) -> SubStep:
+    """The step's D blocks number `begin` to `stop`, counted through its jobs."""
+    some: list[Job] = []
+    members: list[int] = []
+    first = 0
+    for index, (job, count) in enumerate(zip(jobs, blocks, strict=True)):
+        a, b = max(begin - first, 0), min(stop - first, count)
+        first += count
+        if a >= b:
+            continue
+        if b - a < count:
+            size = job.d.block_size
+            base = job.lo // size
+            lo, hi = max(job.lo, (base + a) * size), min(job.hi, (base + b) * size)
+            job = Job(job.d, job.first, lo, hi, job.p_blocks, job.d_blocks, job.instance)  # noqa: PLW2901
+        some.append(job)
+        members.append(index)
+    return SubStep(some, members, rotation)
