@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes in flight through engines that are polled: one engine transfer per descriptor, a cap per peer.
+"""Writes in flight through engines that are polled: one engine transfer per descriptor, few at a time per peer.
 
-Measured over TCP (docs/decisions.md): submitting costs 2 µs per descriptor, as fast as a batch call, and waiting costs
-less than half of its CPU, because a batch can only be waited for by a call that spins.
+Measured over TCP (docs/decisions.md): submitting costs 2 µs per descriptor and is as fast as a batch call, and waiting
+costs less than half of the CPU, because a batch can only be waited for by a call that spins. 64 descriptors in the
+engine are as fast as 1,000, and what is not in the engine can still be called back.
 
-The engine's own ids are pointers: each is asked about until it has ended, once, and never again after that. A failed
-flight's remaining ids are kept in `_lingering` for that purpose.
+A write fails in two steps. First nothing more of it is issued; then what was issued is waited for, because the engine
+still sends it. FAILED is said only when that is over, or when the engine was closed over it (`stuck`, `drop`).
 """
 
 from __future__ import annotations
@@ -16,146 +17,136 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import NO_TRANSFER, Engine
+from vllm_ascend_pd.transport.engine import LANDED, PENDING, Engine
 from vllm_ascend_pd.transport.spans import Bytes
 
-LANDED, PENDING = 1, 0  # of transfer_check_status; -1: failed and freed, -2: timed out and not freed
-REAP_EVERY_S = 0.1
+WINDOW = 128  # descriptors in the engine per peer
+LINGER_S = 2.0  # a killed peer's transfers end within 1 s (the engine tries to reconnect), a stopped peer's do not
+LOOK_AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """One submission: what is not issued yet, and the engine ids of what is."""
+class _Flight:
+    """One submission: what is not issued yet, and the engine's ids of what is."""
 
     engine: Engine
-    target: str
+    address: str
     waiting: deque[tuple[int, int, int]]
     deadline: float
     issued: deque[int] = field(default_factory=deque)
-    failed: bool = False
+    failed_at: float | None = None
+    looked_at: float = 0.0
+
+    @property
+    def peer(self) -> tuple[Engine, str]:
+        return self.engine, self.address
 
 
 class Flights:
-    """Only the writer thread calls this. `submit` blocks only while the engine makes first contact with a peer."""
+    """Only the writer thread calls this. Nothing here waits, except where the engine makes first contact with a peer."""
 
     def __init__(self, cap: int, timeout_s: float, clock: Callable[[], float]) -> None:
-        self._cap, self._timeout_s, self._clock = cap, timeout_s, clock
+        self._window, self._timeout_s, self._clock = min(cap, WINDOW), timeout_s, clock
         self._handles = itertools.count(1)
-        self._flights: dict[int, Flight] = {}
-        self._refused: set[int] = set()
-        self._queues: dict[tuple[int, str], deque[Flight]] = {}  # by engine and target: what still has to be issued
-        self._in_engine: Counter[tuple[int, str]] = Counter()
-        self._lingering: list[tuple[Engine, tuple[int, str], int]] = []
-        self._reaped = 0.0
+        self._flights: dict[int, _Flight] = {}
+        self._queues: dict[tuple[Engine, str], deque[_Flight]] = {}  # who has something to issue, oldest first
+        self._in_engine: Counter[tuple[Engine, str]] = Counter()
 
-    def submit(self, engine: Engine, target: str, src: Bytes, dst: Bytes, size: Bytes) -> int:
+    def submit(self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes) -> int:
         handle = next(self._handles)
         descriptors = deque(zip(src.tolist(), dst.tolist(), size.tolist(), strict=True))
-        flight = Flight(engine, target, descriptors, self._clock() + self._timeout_s)
+        flight = _Flight(engine, address, descriptors, self._clock() + self._timeout_s)
         self._flights[handle] = flight
-        self._queues.setdefault(_key(flight), deque()).append(flight)
-        self._issue(_key(flight))
+        self._queues.setdefault(flight.peer, deque()).append(flight)
+        self._issue(flight.peer)
         return handle
 
-    def refused(self) -> int:
-        """A handle that polls FAILED."""
-        handle = next(self._handles)
-        self._refused.add(handle)
-        return handle
+    def alive(self, handle: int) -> bool:
+        return self._flights[handle].failed_at is None
 
     def poll(self, handle: int) -> WriteState:
-        if handle in self._refused:
-            self._refused.discard(handle)
-            return WriteState.FAILED
         flight = self._flights[handle]
-        if not flight.failed:
-            self._advance(flight)
-        if not flight.failed and not flight.issued and not flight.waiting:
-            del self._flights[handle]
-            return WriteState.LANDED
-        if not flight.failed and self._clock() < flight.deadline:
+        now = self._clock()
+        if flight.failed_at is None:
+            self._advance(flight, now)
+        elif now - flight.looked_at >= LOOK_AGAIN_S:
+            self._sift(flight, now)
+        if flight.issued or flight.waiting:
+            if flight.failed_at is None and now >= flight.deadline:
+                self._fail(flight, now)
             return WriteState.PENDING
-        flight.failed = True
         del self._flights[handle]
-        self._abandon(flight)
-        return WriteState.FAILED
+        return WriteState.LANDED if flight.failed_at is None else WriteState.FAILED
 
-    def lingering(self) -> int:
-        """Descriptors of failed flights that the engine has not finished: they may land."""
-        self._reap()
-        return len(self._lingering)
+    def stuck(self) -> set[Engine]:
+        """Engines that hold on to transfers of failed writes: only closing them ends these."""
+        latest = self._clock() - LINGER_S
+        return {f.engine for f in self._flights.values() if f.failed_at is not None and f.failed_at < latest}
 
-    def fail_all(self) -> None:
-        """Their engine is about to be closed, and with it every id."""
+    def busy(self, engine: Engine) -> bool:
+        """Whether a write that has not failed is under way in it."""
+        return any(f.engine is engine and f.failed_at is None for f in self._flights.values())
+
+    def drop(self, engine: Engine) -> None:
+        """The engine is about to be closed: its ids mean nothing any more, and its writes have failed."""
         for flight in self._flights.values():
-            flight.failed = True
-            flight.waiting.clear()
-            flight.issued.clear()
-        self._queues.clear()
-        self._in_engine.clear()
-        self._lingering.clear()
+            if flight.engine is engine:
+                self._fail(flight, self._clock())
+                flight.issued.clear()
+        for peer in [peer for peer in self._in_engine if peer[0] is engine]:
+            del self._in_engine[peer]
 
     def close(self) -> None:
-        """Nothing of ours to end: see `fail_all`."""
+        """Nothing of its own to end."""
 
-    def _advance(self, flight: Flight) -> None:
-        """Take note of what has ended, in order; make room for what waits."""
-        key = _key(flight)
+    def _advance(self, flight: _Flight, now: float) -> None:
+        """Take note of what has ended, in order, and fill the window again."""
         while flight.issued:
-            state = flight.engine.transfer_check_status(flight.issued[0])
+            state = flight.engine.check(flight.issued[0])
             if state == PENDING:
                 break
-            flight.failed = flight.failed or state != LANDED
+            if state != LANDED:
+                self._fail(flight, now)
             if state == -2:
-                break  # not freed by the engine: it goes to the lingering ones
+                return
             flight.issued.popleft()
-            self._in_engine[key] -= 1
-        if not flight.failed:
-            self._issue(key)
+            self._in_engine[flight.peer] -= 1
+            if flight.failed_at is not None:
+                return
+        self._issue(flight.peer)
 
-    def _issue(self, key: tuple[int, str]) -> None:
-        """Hand descriptors to the engine, oldest flight first, up to the cap of this peer."""
-        queue = self._queues.get(key)
+    def _sift(self, flight: _Flight, now: float) -> None:
+        """Ask about everything that a failed write still has in the engine."""
+        flight.looked_at = now
+        left = deque(t for t in flight.issued if flight.engine.check(t) in (PENDING, -2))
+        self._in_engine[flight.peer] -= len(flight.issued) - len(left)
+        flight.issued = left
+
+    def _issue(self, peer: tuple[Engine, str]) -> None:
+        """Hand descriptors to the engine, oldest flight first, up to the window of this peer."""
+        queue = self._queues.get(peer, deque())
         while queue:
             flight = queue[0]
-            while flight.waiting and self._in_engine[key] < self._cap and not flight.failed:
-                transfer = flight.engine.transfer_submit_write(flight.target, *flight.waiting[0])
-                if transfer in NO_TRANSFER:
-                    flight.failed = True
+            while flight.waiting and self._in_engine[peer] < self._window:
+                transfer = flight.engine.submit(flight.address, *flight.waiting[0])
+                if transfer is None:
+                    self._fail(flight, self._clock())
                     break
                 flight.waiting.popleft()
                 flight.issued.append(transfer)
-                self._in_engine[key] += 1
-            if flight.waiting and not flight.failed:
+                self._in_engine[peer] += 1
+            if flight.waiting:
                 return
-            queue.popleft()
-        self._queues.pop(key, None)
-        self._reap()
+            if queue and queue[0] is flight:
+                queue.popleft()
+        self._queues.pop(peer, None)
 
-    def _abandon(self, flight: Flight) -> None:
-        """Nothing more of it is issued; what is out is watched until it has ended."""
-        key = _key(flight)
-        flight.waiting.clear()
-        self._lingering += [(flight.engine, key, transfer) for transfer in flight.issued]
-        flight.issued.clear()
-        queue = self._queues.get(key)
-        if queue is not None and flight in queue:
-            queue.remove(flight)
-            self._issue(key)
-
-    def _reap(self) -> None:
-        now = self._clock()
-        if not self._lingering or now - self._reaped < REAP_EVERY_S:
-            return
-        self._reaped = now
-        still = []
-        for engine, key, transfer in self._lingering:
-            if engine.transfer_check_status(transfer) in (PENDING, -2):
-                still.append((engine, key, transfer))
-            else:
-                self._in_engine[key] -= 1
-        self._lingering = still
-
-
-def _key(flight: Flight) -> tuple[int, str]:
-    return id(flight.engine), flight.target
+    def _fail(self, flight: _Flight, now: float) -> None:
+        """Nothing more of it is issued."""
+        if flight.failed_at is None:
+            flight.failed_at = now
+        if flight.waiting:
+            flight.waiting.clear()
+            queue = self._queues.get(flight.peer)
+            if queue is not None and flight in queue:
+                queue.remove(flight)

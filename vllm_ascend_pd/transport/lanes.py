@@ -26,15 +26,16 @@ JOIN_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    engine: Engine | None
-    target: str
-    spans: deque[tuple[list[int], list[int], list[int]]]  # one per call
+    engine: Engine
+    address: str
+    calls: deque[tuple[list[int], list[int], list[int]]]  # what is not issued yet
     deadline: float
-    state: WriteState = WriteState.PENDING
+    out: bool = False  # a thread is in the engine with it
+    failed: bool = False
 
 
 class Lanes:
-    """`submit` and `poll` never wait; the threads start with the first submission and end in `close`."""
+    """`submit` and `poll` never wait; threads start with the first submissions and end in `close`."""
 
     def __init__(
         self, cap: int, timeout_s: float, attach_thread: Callable[[], None], clock: Callable[[], float]
@@ -43,64 +44,55 @@ class Lanes:
         self._handles = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
-        self._lanes: dict[str, deque[_Job]] = {}  # by target; the first job of a lane may be at work
-        self._ready: deque[str] = deque()  # lanes with a job that nobody works on
-        self._working = 0
+        self._lanes: dict[str, deque[_Job]] = {}  # by peer; the first job may be out
+        self._ready: deque[str] = deque()  # lanes whose first job is not out
+        self._out = 0
         self._stop = False
         self._threads: list[threading.Thread] = []
 
-    def submit(self, engine: Engine, target: str, src: Bytes, dst: Bytes, size: Bytes) -> int:
+    def submit(self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes) -> int:
         handle = next(self._handles)
-        cuts = range(0, len(size), self._cap)
-        spans = deque(tuple(side[at : at + self._cap].tolist() for side in (src, dst, size)) for at in cuts)
-        job = _Job(engine, target, spans, self._clock() + self._timeout_s)
-        self._jobs[handle] = job
-        if not spans:
-            job.state = WriteState.LANDED
-            return handle
+        cuts = [slice(at, at + self._cap) for at in range(0, len(size), self._cap)]
+        calls = deque((src[cut].tolist(), dst[cut].tolist(), size[cut].tolist()) for cut in cuts)
+        job = _Job(engine, address, calls, self._clock() + self._timeout_s)
         with self._changed:
-            lane = self._lanes.setdefault(target, deque())
-            lane.append(job)
-            if len(lane) == 1:
-                self._ready.append(target)
-                self._changed.notify()
-        if len(self._threads) < THREADS:
-            self._start_thread()
+            self._jobs[handle] = job
+            if calls:
+                lane = self._lanes.setdefault(address, deque())
+                lane.append(job)
+                if len(lane) == 1:
+                    self._ready.append(address)
+                    self._changed.notify()
+            if len(self._threads) < THREADS and not self._stop:
+                self._start_thread()
         return handle
 
-    def refused(self) -> int:
-        handle = next(self._handles)
-        self._jobs[handle] = _Job(None, "", deque(), 0.0, WriteState.FAILED)
-        return handle
+    def alive(self, handle: int) -> bool:
+        with self._changed:
+            return not self._jobs[handle].failed
 
     def poll(self, handle: int) -> WriteState:
-        job = self._jobs[handle]
+        """FAILED only when no thread is in the engine with it any more."""
         with self._changed:
-            if job.state is WriteState.PENDING and self._clock() >= job.deadline:
-                job.state = WriteState.FAILED  # what is not issued yet will not be
-                job.spans.clear()
-            state = job.state
-        if state is not WriteState.PENDING:
+            job = self._jobs[handle]
+            if (job.calls or job.out) and self._clock() >= job.deadline:
+                self._fail(job)
+            if job.calls or job.out:
+                return WriteState.PENDING
             del self._jobs[handle]
-        return state
+            return WriteState.FAILED if job.failed else WriteState.LANDED
 
-    def lingering(self) -> int:
-        """Calls that have not returned although their write has failed."""
-        with self._changed:
-            return sum(1 for lane in self._lanes.values() if lane and lane[0].state is WriteState.FAILED)
-
-    def fail_all(self) -> None:
-        """Waits for the calls that are out: the engine must not be closed under them."""
+    def drop_all(self) -> None:
+        """Waits for the calls that are out: an engine must not be closed under them."""
         with self._changed:
             for job in self._jobs.values():
-                job.spans.clear()
-                if job.state is WriteState.PENDING:
-                    job.state = WriteState.FAILED
-            if not self._changed.wait_for(lambda: self._working == 0, self._timeout_s + JOIN_S):
+                self._fail(job)
+            if not self._changed.wait_for(lambda: self._out == 0, self._timeout_s + JOIN_S):
                 log.error("a transfer did not return within %.0f s", self._timeout_s + JOIN_S)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Waits like `drop_all`."""
+        self.drop_all()
         with self._changed:
             self._stop = True
             self._changed.notify_all()
@@ -109,51 +101,55 @@ class Lanes:
             if thread.is_alive():
                 log.error("thread %s did not end within %.0f s", thread.name, JOIN_S)
 
+    def _fail(self, job: _Job) -> None:
+        """Nothing more of it is issued. Under the lock."""
+        if job.calls or job.out:
+            job.failed = True
+            job.calls.clear()
+
     def _start_thread(self) -> None:
-        name = f"pd-wire-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        thread = threading.Thread(target=self._work, name=f"pd-wire-{len(self._threads)}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _work(self) -> None:
         self._attach_thread()
         while (job := self._take()) is not None:
-            rc = -1
+            landed = False
             try:
-                rc = self._write(job)
+                landed = self._issue(job)
             finally:
-                self._give_back(job, rc)
-
-    def _write(self, job: _Job) -> int:
-        """One call's worth of the job."""
-        with self._changed:
-            if job.state is not WriteState.PENDING or not job.spans or job.engine is None:
-                return -1
-            src, dst, size = job.spans.popleft()
-        return job.engine.batch_transfer_sync_write(job.target, src, dst, size)
+                self._give_back(job, landed)
 
     def _take(self) -> _Job | None:
         with self._changed:
-            while not self._ready and not self._stop:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._ready or self._stop)
             if self._stop:
                 return None
-            self._working += 1
-            return self._lanes[self._ready.popleft()][0]
+            job = self._lanes[self._ready.popleft()][0]
+            job.out = True
+            self._out += 1
+            return job
 
-    def _give_back(self, job: _Job, rc: int) -> None:
+    def _issue(self, job: _Job) -> bool:
+        """One call's worth of the job; False if that failed."""
         with self._changed:
-            self._working -= 1
-            if job.state is WriteState.PENDING:
-                if rc != 0:
-                    job.state = WriteState.FAILED
-                elif not job.spans:
-                    job.state = WriteState.LANDED
-            lane = self._lanes[job.target]
-            if job.state is not WriteState.PENDING:
+            if not job.calls:
+                return not job.failed
+            src, dst, size = job.calls.popleft()
+        return job.engine.write(job.address, src, dst, size)
+
+    def _give_back(self, job: _Job, landed: bool) -> None:
+        with self._changed:
+            if not landed:
+                self._fail(job)
+            job.out = False
+            self._out -= 1
+            lane = self._lanes[job.address]
+            if not job.calls:
                 lane.popleft()
             if lane:
-                self._ready.append(job.target)
+                self._ready.append(job.address)
             else:
-                del self._lanes[job.target]
+                del self._lanes[job.address]
             self._changed.notify_all()

@@ -1,39 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mooncake's TransferEngine as our Transport. What it does unexpectedly, and what we do about it:
 
-* -1 is not the end: bytes of a failed write may still land. FAILED means just that, and ids live until they have ended.
-* Opening a peer's segment holds the engine's mutex, up to 60 s when the peer accepts and stays silent. `introduce` asks
-  the peer for an answer first, without that mutex and on any thread; `submit` after it opens an answering peer.
-* A peer restarted on the same port is unreachable through an engine that knew its predecessor, so sessions carry a
-  tag, and a new tag at a known address gets an engine of its own.
-* Addresses are not validated by the engine, so they are here. A zero length is "success", so it is refused here.
-* Closing an engine takes about a second and holds the interpreter. Only `revoke` and `close` do it.
+* A failed write goes on: its bytes still land. FAILED is said only when the engine has let go of it; an engine that does
+  not let go (the peer is stopped) is closed and another one takes its place.
+* First contact with a peer happens under a mutex that all writes need, for up to 60 s if the peer accepts and stays
+  silent. So a peer is asked for an answer first, on another thread, and what it is to get waits for that.
+* A peer restarted on the same port is not reachable through an engine that knew its predecessor. So sessions carry a
+  tag, and a new tag at a known address gets a new engine too.
+* Addresses are not validated by the engine, and a zero length is a success: both are refused here.
+* What is registered can be written by anybody who reaches the engine's ports. So nothing is registered over TCP until
+  somebody asks for our session; who only writes (P) never does.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import Engine, load, open_engine, prepare_environment, process_environment
+from vllm_ascend_pd.transport.engine import Engine
 from vllm_ascend_pd.transport.flights import Flights
+from vllm_ascend_pd.transport.introducer import Answer, Introducer
 from vllm_ascend_pd.transport.lanes import Lanes
 from vllm_ascend_pd.transport.maps import check_mapped
-from vllm_ascend_pd.transport.spans import Bounds, as_spans, merge_regions, merge_runs
+from vllm_ascend_pd.transport.package import load, prepare_environment
+from vllm_ascend_pd.transport.sockets import hang_up
+from vllm_ascend_pd.transport.spans import Bounds, Bytes, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
 
-Region: TypeAlias = tuple[int, int]
+INTRODUCE_S = 2.0  # a peer that does not answer for so long fails the write, of which nothing was issued
+OPEN_S = 0.9  # then the writer's own first contact is hung up on: the others wait for it
+TEND_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A write to a peer that the engine does not know yet. Nothing of it is issued."""
+
+    session: str
+    spans: tuple[Bytes, Bytes, Bytes]
+    deadline: float
 
 
 class MooncakeTransport:
-    """The writer thread calls everything but `introduce` (any thread) and `session`."""
+    """`submit` and `poll` belong to the writer thread; `register`, `session` and `revoke` to the owner's. Neither waits
+    for the other."""
 
     def __init__(
         self,
@@ -46,118 +64,202 @@ class MooncakeTransport:
         attach_thread: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        prepare_environment(process_environment(), protocol, transfer_timeout_s)
-        self._host, self._protocol, self._quiet_s = host, protocol, quiet_s
+        prepare_environment(os.environ, protocol, transfer_timeout_s)
         self._kind = load(protocol)
-        self._regions: list[Region] = []
+        self._host, self._protocol, self._quiet_s, self._clock = host, protocol, quiet_s, clock
+        self._single = protocol == "ascend"  # one engine per process there, and what it reads must be registered
+        self._regions: list[tuple[int, int]] = []
         self._bounds = Bounds((), "source")
-        self._open_lock = threading.Lock()  # guards _engine against `introduce` on another thread
-        self._engine: Engine | None = None
+        self._home: Engine | None = None  # where peers write to
         self._session = ""
-        self._extra: dict[str, Engine] = {}  # by session: peers restarted at an address that _engine knew
-        self._tags: dict[str, str] = {}  # address → tag of the peer that _engine knows there
+        self._home_lock = threading.Lock()
+        self._writer: Engine | None = None
+        self._scout: Engine | None = None  # asks for answers, so that a writer can be closed at any time
+        self._retired: list[Engine] = []
+        self._tags: dict[str, str] = {}  # whom the writer has met: address → tag
+        self._known: set[str] = set()  # of these, who answers: no introduction needed
         self._writes: Flights | Lanes = (
-            # One call carries a whole batch over Ascend's links, and only the blocking form of it has been proven there.
+            # One call carries a whole batch over Ascend's links, and only its blocking form has been proven there.
             Lanes(max_descriptors, transfer_timeout_s, attach_thread, clock)
-            if protocol == "ascend"
+            if self._single
             else Flights(max_descriptors, transfer_timeout_s, clock)
         )
-        self._open()
+        self._introducer = Introducer(self._probe, INTRODUCE_S, clock)
+        self._handles = itertools.count(1)
+        self._waiting: dict[int, _Waiting | None] = {}  # None: refused
+        self._inner: dict[int, tuple[int, str]] = {}  # our handle → that of `_writes`, and the address
+        self._tended = 0.0
+        self._closed = False
+
+    # -- the owner's side: memory that peers write to
 
     @property
     def session(self) -> str:
-        return self._session
+        with self._home_lock:
+            self._open_home()
+            return self._session
 
     @property
     def quiet_s(self) -> float:
         return self._quiet_s
 
-    def register(self, regions: Sequence[Region]) -> None:
-        """Merged with what is registered already only where nothing changes for the engine: give all regions at once."""
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
         merged = merge_regions(regions)
-        if self._protocol != "ascend":
+        if not self._single:
             check_mapped(merged)
-        self._register(self._need_engine(), merged)
-        self._regions += merged
-        self._bounds = Bounds(self._regions, "source")
+        with self._home_lock:
+            if self._home is not None:
+                self._home.register(merged)
+            self._regions += merged
+            self._bounds = Bounds(self._regions, "source")
+            if self._single:
+                self._open_home()
 
-    def introduce(self, session: str) -> bool:
-        """Whether the peer's engine answers. Waits up to 60 s for one that accepts and stays silent, up to
-        CONNECT_TIMEOUT_S for one that does not accept; other writes go on meanwhile. Any thread."""
-        with self._open_lock:
-            engine = self._engine
-        return engine is not None and engine.send_probe(_address(session)) == 0
+    def revoke(self) -> str:
+        """Closes the engine, which holds the interpreter for about 0.05 s, and registers everything with a new one."""
+        if isinstance(self._writes, Lanes):
+            self._writes.drop_all()
+            self._writer = self._scout = None
+            self._known.clear()
+        with self._home_lock:
+            if self._home is not None:
+                self._home.close()
+                self._home = None
+            self._open_home()
+            return self._session
+
+    def close(self) -> None:
+        """Idempotent; after the writer thread has ended."""
+        self._closed = True
+        if not self._introducer.close():
+            self._scout = None  # somebody is in it: it ends with the process
+        self._waiting = dict.fromkeys(self._waiting)
+        self._writes.close()
+        with self._home_lock:
+            engines = [*self._retired, self._writer, self._scout, self._home]
+            self._retired, self._writer, self._scout, self._home = [], None, None, None
+        for engine in engines:
+            if engine is not None:
+                if isinstance(self._writes, Flights):
+                    self._writes.drop(engine)
+                engine.close()
+
+    # -- the writer thread's side
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
-        """As the contract says; on first contact with a peer it waits for that peer's answer (see `introduce`)."""
+        handle = next(self._handles)
         at, to, length = as_spans(src, dst, size)
         try:
             self._bounds.check(at, length)
         except PdError as error:
             log.error("write to %s refused: %s", session, error)
-            return self._writes.refused()
-        engine = self._engine_for(session)
-        if engine is None:
-            return self._writes.refused()
-        return self._writes.submit(engine, _address(session), *merge_runs(at, to, length))
+            self._waiting[handle] = None
+            return handle
+        spans = merge_runs(at, to, length)
+        address, _, tag = session.partition("/")
+        if self._writer is not None and address in self._known and self._tags[address] == tag:
+            self._inner[handle] = self._writes.submit(self._writer, address, *spans), address
+        else:
+            self._waiting[handle] = None if self._closed else _Waiting(session, spans, self._clock() + INTRODUCE_S)
+        return handle
 
     def poll(self, handle: int) -> WriteState:
-        return self._writes.poll(handle)
+        self._tend()
+        if handle in self._waiting:
+            return self._poll_waiting(handle)
+        inner, address = self._inner[handle]
+        state = self._writes.poll(inner)
+        if state is not WriteState.PENDING:
+            del self._inner[handle]
+        if state is WriteState.FAILED:
+            self._known.discard(address)
+        return state
 
-    def lingering(self) -> int:
-        """Descriptors of failed writes that the engine still works on. Zero is what quiet looks like."""
-        return self._writes.lingering()
+    def _poll_waiting(self, handle: int) -> WriteState:
+        """Issue it once the peer has answered; fail it, nothing having been issued, when the peer does not."""
+        write = self._waiting[handle]
+        if write is not None:
+            address, _, tag = write.session.partition("/")
+            known = address in self._known and self._tags[address] == tag
+            answer = Answer.YES if known else self._introducer.ask(address)
+            if answer is Answer.YES:
+                del self._waiting[handle]
+                self._inner[handle] = self._first_contact(address, tag, write), address
+                return WriteState.PENDING
+            if answer is Answer.ASKING and self._clock() < write.deadline:
+                return WriteState.PENDING
+            log.warning("the transfer engine at %s does not answer", address)
+        del self._waiting[handle]
+        return WriteState.FAILED
 
-    def revoke(self) -> str:
-        """Our own writes fail; peers' writes under the old session cannot land any more when this returns."""
-        self._shut()
-        self._open()
-        self._register(self._need_engine(), self._regions)
-        return self._session
+    def _first_contact(self, address: str, tag: str, write: _Waiting) -> int:
+        """The engine opens the peer's segment inside this call: others wait for it, so it is hung up on if it drags."""
+        if self._tags.get(address, tag) != tag:
+            self._retire("another process is at the address of a known peer")
+        engine = self._need_writer()
+        host, _, port = address.rpartition(":")
+        watch = threading.Timer(OPEN_S, hang_up, (host, int(port)))
+        watch.name, watch.daemon = f"pd-watch-{address}", True
+        watch.start()
+        try:
+            inner = self._writes.submit(engine, address, *write.spans)
+        finally:
+            watch.cancel()
+            watch.join()
+        self._tags[address] = tag
+        if self._writes.alive(inner):
+            self._known.add(address)
+        return inner
 
-    def close(self) -> None:
-        self._writes.close()
-        self._shut()
+    def _tend(self) -> None:
+        """Replace a writer that holds on to what has failed; close replaced ones when their last write has ended."""
+        now = self._clock()
+        if now - self._tended < TEND_S or not isinstance(self._writes, Flights):
+            return
+        self._tended = now
+        if self._writer is not None and self._writer in self._writes.stuck():
+            self._retire("it holds on to writes that have failed")
+        for engine in [engine for engine in self._retired if not self._writes.busy(engine)]:
+            self._retired.remove(engine)
+            self._writes.drop(engine)
+            engine.close()
 
-    def _open(self) -> None:
-        engine = open_engine(self._kind, self._host, self._protocol)
-        with self._open_lock:
-            self._engine = engine
-            self._session = f"{self._host}:{engine.get_rpc_port()}/{os.urandom(4).hex()}"
-
-    def _shut(self) -> None:
-        """Drop every reference: the engine's destructor closes its sockets and joins its threads."""
-        self._writes.fail_all()
-        self._extra.clear()
+    def _retire(self, why: str) -> None:
+        if self._writer is None or self._single:
+            return
+        log.warning("the transfer engine that writes is replaced: %s", why)
+        self._retired.append(self._writer)
+        self._writer = None
         self._tags.clear()
-        with self._open_lock:
-            self._engine = None
+        self._known.clear()
 
-    def _register(self, engine: Engine, regions: Sequence[Region]) -> None:
-        for address, length in regions:
-            rc = engine.batch_register_memory([address], [length])  # the batch form gives the interpreter up
-            if rc != 0:
-                raise PdError("PD-WIRE-002", rc=rc, length=length, address=address)
+    # -- engines
 
-    def _need_engine(self) -> Engine:
-        if self._engine is None:
-            raise PdError("PD-WIRE-001", why="the engine is closed")
-        return self._engine
+    def _open_home(self) -> Engine:
+        if self._home is None:
+            if self._closed:
+                raise PdError("PD-WIRE-001", why="the transport is closed")
+            self._home = Engine(self._kind, self._host, self._protocol)
+            self._home.register(self._regions)
+            self._session = f"{self._home.address}/{os.urandom(4).hex()}"
+        return self._home
 
-    def _engine_for(self, session: str) -> Engine | None:
-        """The engine that may speak to this very incarnation of the peer."""
-        if self._engine is None:
-            return None
-        address, _, tag = session.partition("/")
-        if self._tags.setdefault(address, tag) == tag:
-            return self._engine
-        if session not in self._extra:
-            log.info("peer %s is a new one at a known address: it gets an engine of its own", session)
-            engine = open_engine(self._kind, self._host, self._protocol)
-            self._register(engine, self._regions)
-            self._extra[session] = engine
-        return self._extra[session]
+    def _need_writer(self) -> Engine:
+        if self._single:
+            with self._home_lock:
+                self._writer = self._open_home()
+        elif self._writer is None:
+            self._writer = Engine(self._kind, self._host, self._protocol)
+            if self._protocol != "tcp":
+                self._writer.register(self._regions)
+        return self._writer
 
-
-def _address(session: str) -> str:
-    return session.partition("/")[0]
+    def _probe(self, address: str) -> bool:
+        """On an introducer's thread."""
+        with self._home_lock:
+            if self._closed:
+                return False
+            if self._scout is None:
+                self._scout = self._open_home() if self._single else Engine(self._kind, self._host, self._protocol)
+            scout = self._scout
+        return scout.answers(address)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Mooncake package: found, checked, and its environment set. The only file that imports it, and only when asked to.
+
+Mooncake reads its settings from the environment while an engine is constructed, so they are set here, before that.
+What the operator has set himself is kept, except where our own promises depend on the value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import math
+import re
+from collections.abc import MutableMapping
+
+from vllm_ascend_pd.errors import ConfigError, PdError
+from vllm_ascend_pd.transport.engine import RawEngine
+
+log = logging.getLogger(__name__)
+
+DISTRIBUTIONS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-npu",
+    "mooncake-transfer-engine",
+)
+# Older ones acknowledge TCP writes before the bytes are there, and write to memory that is not registered.
+OLDEST_FOR_TCP = "0.3.13.post1"
+CONNECT_TIMEOUT_S = 5
+
+
+def prepare_environment(environ: MutableMapping[str, str], protocol: str, transfer_timeout_s: float) -> None:
+    """Set what the engine reads when it is constructed; ConfigError where the operator's own settings break a promise."""
+    if protocol == "tcp":
+        # Unacknowledged framing calls a write complete before the bytes are there.
+        _refuse(environ, protocol, "MC_TCP_PROTO", harmless=("2",))
+        environ["MC_FORCE_TCP"] = "1"  # the protocol argument alone does not keep RDMA or Ascend from being installed
+    else:
+        _refuse(environ, protocol, "MC_FORCE_TCP", harmless=("0",))
+    timeout = str(math.ceil(transfer_timeout_s))
+    set_by_hand = environ.get("MC_TRANSFER_TIMEOUT")
+    if set_by_hand not in (None, timeout):
+        log.warning("MC_TRANSFER_TIMEOUT=%s is replaced by transfer_timeout_s (%s s)", set_by_hand, timeout)
+    environ["MC_TRANSFER_TIMEOUT"] = timeout  # the fence counts on it
+    for name, value in (
+        # The default of 1024 fails every write after a stall of one second.
+        ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"),
+        ("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "65535"),
+        ("MC_HANDSHAKE_CONNECT_TIMEOUT", str(CONNECT_TIMEOUT_S)),
+        ("PASS_ALLOC", "1"),  # no 2 GiB buffer of Mooncake's own, open to every peer
+        ("MC_LOG_LEVEL", "WARNING"),
+    ):
+        environ.setdefault(name, value)
+
+
+def _refuse(environ: MutableMapping[str, str], protocol: str, name: str, harmless: tuple[str, ...]) -> None:
+    value = environ.get(name, "")
+    if value and value not in harmless:
+        why = f"{name}={value} is set in the environment"
+        remedy = f"Unset {name}."
+        raise ConfigError("PD-CONF-003", key="mooncake_protocol", value=protocol, why=why, remedy=remedy)
+
+
+def load(protocol: str) -> type[RawEngine]:
+    """The engine's class, or PD-WIRE-001 saying what is missing."""
+    try:
+        module = importlib.import_module("mooncake.engine")
+    except ImportError as error:  # not installed, or a shared library that it needs is not
+        raise PdError("PD-WIRE-001", why=str(error)) from error
+    found = installed_version()
+    if protocol == "tcp" and found is not None and version_key(found[1]) < version_key(OLDEST_FOR_TCP):
+        raise PdError("PD-WIRE-001", why=f"{found[0]} {found[1]} is too old for tcp, {OLDEST_FOR_TCP} is needed")
+    engine: type[RawEngine] = module.TransferEngine
+    return engine
+
+
+def installed_version() -> tuple[str, str] | None:
+    """Which distribution provides the engine, and its version."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """0.3.13.post1 → (0, 3, 13, 1): all numbers in order; enough to compare releases of one project."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0]))
