@@ -98,6 +98,7 @@ start() { # role
   LOGS[$1]=${OPT[log-dir]}/$1.log
   setsid "${COMMAND[@]}" >"${LOGS[$1]}" 2>&1 </dev/null &
   PIDS[$1]=$!
+  disown # else bash comments on every child that a signal ends
   say "$1 started: pid ${PIDS[$1]}, log ${LOGS[$1]}"
 }
 
@@ -145,7 +146,6 @@ stop_all() {
     session_kill "$role"
     wait_gone "$role" 5 || say "$role: session ${PIDS[$role]} is still there"
   done
-  wait
   if [ ${#roles[@]} -gt 0 ]; then say "stopped"; fi
   return "$leaked"
 }
