@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.geometry.match import mismatches, range_fault, require_match
+from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.shard import contributors, destinations, head_shares, holders, owner_shares, shared_stages
 
@@ -111,6 +112,25 @@ def test_shares_are_those_of_a_slot_by_slot_count(heads: int, p_tp: int, d_tp: i
 def test_every_rank_holds_the_heads_that_the_reference_deals(heads: int, tp: int) -> None:
     g = geometry("token", heads=heads, tp=tp, block=16)
     assert [list(g.head_range(rank)) for rank in range(tp)] == [range_of(heads, tp, rank) for rank in range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "tp", "cells", "tokens"),
+    [
+        ("token", 8, 8, (256, 256), 128),  # 256 bytes a token: a block is just long enough
+        ("token", 8, 4, (256, 256), 64),
+        ("token", 8, 1, (256, 256), 16),
+        ("token", 1, 4, (1152,), 32),
+        ("token", 1, 4, (1024, 128), 128),  # the narrowest region counts
+        ("head", 8, 4, (256, 256), 128),
+        ("head", 8, 8, (512, 512), 64),  # one head: its tokens lie together
+        ("opaque", 8, 8, (512, 512), 128),
+    ],
+)
+def test_a_granule_is_the_smallest_run_worth_a_write(
+    kind: str, heads: int, tp: int, cells: tuple[int, ...], tokens: int
+) -> None:
+    assert granule(geometry(kind, heads=heads, tp=tp, block=128, cells=cells)) == tokens
 
 
 def test_stages_that_share_a_layer_contribute() -> None:

@@ -176,6 +176,15 @@ def test_nothing_is_exchanged_where_ranks_hold_all_that_they_own() -> None:
         assert all(len(slot.own) and not len(slot.received) for slot in plan.slots)
 
 
+def test_replicas_share_the_sending() -> None:
+    """16 -> 2 with 4 heads: each rank needs one head that it has not, and takes it from the replica of its own place."""
+    p, d = geometry("token", heads=4, tp=16, block=8), geometry("token", heads=4, tp=2, block=8)
+    table = np.arange(8, dtype=np.int32)
+    matrix = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)]).matrix
+    assert (matrix.sum(axis=0) == matrix.sum(axis=1)).all()
+    assert {(int(a), int(b)) for a, b in np.argwhere(matrix)} == {(rank, rank ^ 4) for rank in range(16)}
+
+
 def test_own_bytes_go_through_the_exchange_only_where_that_makes_splits_equal() -> None:
     p, d = geometry("token", heads=4, tp=4, block=8), geometry("token", heads=4, tp=1, block=8)
     table = np.arange(8, dtype=np.int32)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
-from vllm_ascend_pd.geometry.plan import Job
-from vllm_ascend_pd.geometry.runs import Pattern, grid
+from vllm_ascend_pd.geometry.plan import Job, d_tables, p_tables
+from vllm_ascend_pd.geometry.runs import Grid, Pattern, Tables, grid
 
 # The columns of the ops' tables; every column is an int64.
 CACHE_ROW = ("region", "block", "head", "token", "heads", "tokens", "offset", "head_stride", "token_stride")
@@ -105,39 +105,48 @@ def cache_rows(
 ) -> Rows:
     """Rows that gather P's cells into images; `begin` from `starts`, `p_head` the local index of the first head."""
     size = d.block_size
-    firsts = [job.first // size for job in segments.jobs]
-    chunks = grid(
-        segments.lo,
-        segments.hi,
-        (p.block_size, [job.p_blocks for job in segments.jobs], [0] * len(segments.jobs)),
-        (size, [job.d_blocks for job in segments.jobs], firsts),
-    )
-    count = np.diff(chunks.ends, prepend=0)
-    done = np.cumsum(chunks.tokens) - chunks.tokens - np.repeat(segments.before, count)  # tokens of the segment so far
-    inside = np.minimum(chunks.dst_token, done)  # tokens of the unit so far
-    unit = inside + np.minimum(size - chunks.dst_token, np.repeat(segments.tokens, count) - done)  # tokens of the unit
-    total = len(chunks.tokens)
-    rows = np.empty((len(p.regions), total, len(CACHE_ROW)), dtype=np.int64)
+    chunks = grid(segments.lo, segments.hi, p_tables(segments.jobs, p.block_size), Tables(size, (), ()))
+    count = chunks.count
+    done = _done(chunks, segments)
+    rows = np.empty((len(p.regions), len(chunks.tokens), len(CACHE_ROW)), dtype=np.int64)
     for index, (a, b) in enumerate(zip(p.regions, d.regions, strict=True)):
         table, cell = rows[index], a.cell_bytes
-        table[:, 0] = index
+        if index and _twins((p.regions[index - 1], a), (d.regions[index - 1], b)):
+            table[:] = rows[index - 1]
+            table[:, 0] = index
+            table[:, 6] += np.repeat(begin[index] - begin[index - 1], count)
+            continue
+        # Whole rows first: a column written alone touches as much memory as all of them.
+        table[:] = (index, 0, p_head, 0, image.heads, 1, 0, cell, image.width * cell)
         table[:, 1] = chunks.src_block
-        table[:, 2] = p_head
-        table[:, 3] = 0 if a.opaque else chunks.src_token
-        table[:, 4] = image.heads
-        table[:, 5] = 1 if a.opaque else chunks.tokens
-        offset = np.repeat(begin[index], count)
+        offset = np.repeat(begin[index] + image.at * cell, count)
         if a.opaque:
-            nth = np.arange(total, dtype=np.int64) - np.repeat(chunks.ends - count, count)
-            table[:, 6] = offset + nth * (image.width * cell) + image.at * cell
-            table[:, 7], table[:, 8] = cell, image.width * cell
-        elif token_outer(b, d_heads):
-            table[:, 6] = offset + done * (image.width * cell) + image.at * cell
-            table[:, 7], table[:, 8] = cell, image.width * cell
+            nth = np.arange(len(offset), dtype=np.int64) - np.repeat(chunks.ends - count, count)
+            table[:, 6] = offset + nth * (image.width * cell)
+            continue
+        table[:, 3] = chunks.src_token
+        table[:, 5] = chunks.tokens
+        if token_outer(b, d_heads):
+            table[:, 6] = offset + done * (image.width * cell)
         else:
-            table[:, 6] = offset + (done - inside) * (image.width * cell) + (image.at * unit + inside) * cell
+            inside = np.minimum(chunks.dst_token, done)  # tokens of the unit before the chunk, and of all of it
+            unit = inside + np.minimum(size - chunks.dst_token, np.repeat(segments.tokens, count) - done)
+            table[:, 6] = offset + ((done - inside) * image.width + image.at * (unit - 1) + inside) * cell
             table[:, 7], table[:, 8] = unit * cell, cell
     return rows.reshape(-1, len(CACHE_ROW))
+
+
+def _done(chunks: Grid, segments: Segments) -> Ints:
+    """Tokens of the segment before each chunk."""
+    done = np.cumsum(chunks.tokens)
+    done -= chunks.tokens
+    done -= np.repeat(segments.before, chunks.count)
+    return done
+
+
+def _twins(*sides: tuple[Region, Region]) -> bool:
+    """Whether two regions differ in nothing but their names, on every side: K and V usually do not."""
+    return all(msgspec.structs.astuple(a)[1:] == msgspec.structs.astuple(b)[1:] for a, b in sides)
 
 
 def buffer_rows(
@@ -147,27 +156,35 @@ def buffer_rows(
 
     Units of equal shape form one box, so there are at most three rows per segment and region.
     """
-    tables = []
+    tables: list[Rows] = []
     for index, region in enumerate(d.regions):
         cell = region.cell_bytes
-        if region.opaque or token_outer(region, d_heads):
-            measure = segments.measure(region, d.block_size)
-            pieces = [(np.zeros_like(measure), np.full_like(measure, cell), measure)]
-        else:
-            pieces = _head_major(segments, d.block_size, cell)
-        for done, length, count in pieces:
-            some = np.flatnonzero(count > 0)
-            long = length[some]
-            table = np.empty((len(some), len(BUFFER_ROW)), dtype=np.int64)
-            table[:, 0] = long
-            table[:, 1] = image.heads
-            table[:, 2] = count[some]
-            for column, begin, width, at in ((3, source, image.heads, 0), (6, target, image.width, image.at)):
-                table[:, column] = begin[index][some] + done[some] * (width * cell) + at * long
-                table[:, column + 1] = long
-                table[:, column + 2] = width * long
-            tables.append(table)
+        begin, end = source[index], target[index]
+        if not region.opaque and not token_outer(region, d_heads):
+            tables.extend(
+                _boxes(begin, end, cell, image, *piece) for piece in _head_major(segments, d.block_size, cell)
+            )
+            continue
+        count = segments.measure(region, d.block_size)
+        if begin[-1] - begin[0] == (count[:-1].sum()) * (image.heads * cell):  # the segments follow each other
+            begin, end, count = begin[:1], end[:1], count.sum(keepdims=True)
+        tables.append(_boxes(begin, end, cell, image, np.zeros_like(count), np.full_like(count, cell), count))
     return np.concatenate(tables)
+
+
+def _boxes(source: Ints, target: Ints, cell: int, image: Image, done: Ints, length: Ints, count: Ints) -> Rows:
+    """One row per segment whose `count` is above zero: heads x count runs of `length` bytes, `done` tokens into it."""
+    some = np.flatnonzero(count)
+    long = length[some]
+    table = np.empty((len(some), len(BUFFER_ROW)), dtype=np.int64)
+    table[:, 0] = long
+    table[:, 1] = image.heads
+    table[:, 2] = count[some]
+    for column, begin, width, at in ((3, source, image.heads, 0), (6, target, image.width, image.at)):
+        table[:, column] = begin[some] + done[some] * (width * cell) + at * long
+        table[:, column + 1] = long
+        table[:, column + 2] = width * long
+    return table
 
 
 def _head_major(segments: Segments, size: int, cell: int) -> list[tuple[Ints, Ints, Ints]]:
@@ -183,16 +200,23 @@ def _head_major(segments: Segments, size: int, cell: int) -> list[tuple[Ints, In
 
 
 def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_heads: int) -> list[tuple[Spans, Ints]]:
-    """By region, the writes that carry a slot's images into D's cache, and where each segment's writes end."""
+    """By region, the writes that carry a slot's images into D's cache, and where each segment's writes end.
+
+    The segments are one group of `starts`.
+    """
     size = d.block_size
-    table = (size, [job.d_blocks for job in segments.jobs], [job.first // size for job in segments.jobs])
-    units = grid(segments.lo, segments.hi, table, table)
-    count = np.diff(units.ends, prepend=0)
-    done = np.cumsum(units.tokens) - units.tokens - np.repeat(segments.before, count)
-    found = []
+    units = grid(segments.lo, segments.hi, Tables(size, (), ()), d_tables(segments.jobs))
+    count = units.count
+    done = _done(units, segments)
+    found: list[tuple[Spans, Ints]] = []
     for index, region in enumerate(d.regions):
         cell = region.cell_bytes
         outer = token_outer(region, d_heads)
+        if index and _twins((d.regions[index - 1], region)):
+            before, ends = found[-1]
+            shift = begin[index][0] - begin[index - 1][0]  # of the whole region: its segments have equal sizes
+            found.append((Spans(before.src + shift, before.dst, before.size), ends))
+            continue
         if region.opaque:
             like = Region(region.name, 0, cell, 0, cell)
             nth = np.arange(len(done), dtype=np.int64) - np.repeat(units.ends - count, count)

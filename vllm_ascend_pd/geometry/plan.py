@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.match import require_match
 from vllm_ascend_pd.geometry.ownership import Line, granule
-from vllm_ascend_pd.geometry.runs import Grid, Pattern, grid
+from vllm_ascend_pd.geometry.runs import Pattern, Tables, grid
 from vllm_ascend_pd.geometry.shard import Shares, destinations, head_shares
 
 _CACHED_ROUTES = 256
@@ -127,7 +127,7 @@ class StepPlanner:
         """The spans of all of a job's tokens, as if nobody shared this rank's heads for `d_rank`."""
         [target] = (each for each in self._route(layout_of(job.d), job.d).targets if each.d_rank == d_rank)
         line = line_of([job], 1)
-        chunks = chunks_of([job], self._p.block_size, line.lo, line.hi)
+        chunks = grid(line.lo, line.hi, p_tables([job], self._p.block_size), d_tables([job]))
         return tuple(merged(*pattern.spans(chunks))[0] for pattern in target.patterns)
 
     def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
@@ -164,19 +164,17 @@ class StepPlanner:
             return
         chosen = [members[index] for index in busy.tolist()]
         lo, hi = lo[busy], hi[busy]
-        chunks = chunks_of([jobs[index] for index in chosen], self._p.block_size, lo, hi)
-        by_region: list[tuple[Spans, list[int]]] = []
-        for index, pattern in enumerate(target.patterns):
-            twin = target.patterns.index(pattern)  # K and V alike: one set of spans serves both
-            if twin < index:
-                by_region.append(by_region[twin])
-                continue
-            spans, stops = merged(*pattern.spans(chunks))
-            by_region.append((spans, stops.tolist()))
+        served = [jobs[index] for index in chosen]
+        chunks = grid(lo, hi, p_tables(served, self._p.block_size), d_tables(served))
+        distinct = list(dict.fromkeys(target.patterns))  # K and V alike: one set of spans serves both
+        which = [distinct.index(pattern) for pattern in target.patterns]
+        found = [merged(*pattern.spans(chunks)) for pattern in distinct]
+        groups = [(spans, ends.tolist()) for spans, ends in found]
         heads = (target.heads.start, target.heads.stop)
         for index, (job, begin, end) in enumerate(zip(chosen, lo.tolist(), hi.tolist(), strict=True)):
+            cut = [spans.part(ends, index) for spans, ends in groups]
             plan = plans[job]
-            plan.by_rank[target.d_rank] = tuple(spans.part(ends, index) for spans, ends in by_region)
+            plan.by_rank[target.d_rank] = tuple([cut[one] for one in which])
             plan.parts[target.d_rank] = Part(begin, end, heads)
 
 
@@ -204,13 +202,10 @@ def line_of(jobs: Sequence[Job], granule_tokens: int) -> Line:
     return Line(lo, hi, d.block_size, granule_tokens)
 
 
-def chunks_of(jobs: Sequence[Job], p_block_size: int, lo: Ints, hi: Ints) -> Grid:
-    """The token ranges [lo, hi) of the jobs, cut at every border of a P block or a D block."""
-    d = jobs[0].d
-    firsts = [job.first // d.block_size for job in jobs]
-    return grid(
-        lo,
-        hi,
-        (p_block_size, [job.p_blocks for job in jobs], [0] * len(jobs)),
-        (d.block_size, [job.d_blocks for job in jobs], firsts),
-    )
+def p_tables(jobs: Sequence[Job], block_size: int) -> Tables:
+    return Tables(block_size, [job.p_blocks for job in jobs], [0] * len(jobs))
+
+
+def d_tables(jobs: Sequence[Job]) -> Tables:
+    size = jobs[0].d.block_size
+    return Tables(size, [job.d_blocks for job in jobs], [job.first // size for job in jobs])

@@ -301,7 +301,10 @@ def _chosen(segments: Segments, which: list[int]) -> Segments:
 
 
 def _stacked(tables: Sequence[Rows], columns: int) -> Rows:
-    return np.concatenate([*tables, np.empty((0, columns), dtype=np.int64)])
+    some = [table for table in tables if len(table)]
+    if len(some) == 1:
+        return some[0]
+    return np.concatenate(some) if some else np.empty((0, columns), dtype=np.int64)
 
 
 def _fullest(flow: _Flow, jobs: Sequence[Job], owner: int, instances: Ints) -> int:

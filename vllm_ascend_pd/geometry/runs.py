@@ -18,7 +18,13 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
 from vllm_ascend_pd.geometry.layout import Region
 
-BlockTables = tuple[int, Sequence[npt.NDArray[np.int32]], Sequence[int]]  # block size, tables, each table's first block
+
+class Tables(msgspec.Struct, frozen=True, eq=False):
+    """One side's blocks: each job's table starts with block index `firsts` of its prompt. No tables: no ids wanted."""
+
+    block_size: int
+    ids: Sequence[npt.NDArray[np.int32]]
+    firsts: Sequence[int]
 
 
 class Grid(msgspec.Struct, frozen=True, eq=False):
@@ -29,12 +35,13 @@ class Grid(msgspec.Struct, frozen=True, eq=False):
     src_token: Ints  # place of the chunk's first token inside its block
     dst_block: npt.NDArray[np.int32]
     dst_token: Ints
-    ends: Ints  # where each job's chunks end
+    count: Ints  # of each job's chunks
+    ends: Ints  # where they end
 
 
-def grid(lo: Ints, hi: Ints, src: BlockTables, dst: BlockTables) -> Grid:
+def grid(lo: Ints, hi: Ints, src: Tables, dst: Tables) -> Grid:
     """Cut the token ranges [lo, hi), none of them empty, at every block border of both sides."""
-    size = math.gcd(src[0], dst[0])
+    size = math.gcd(src.block_size, dst.block_size)
     begin, stop = lo // size, -(-hi // size)
     count = stop - begin
     ends = np.cumsum(count)
@@ -46,25 +53,25 @@ def grid(lo: Ints, hi: Ints, src: BlockTables, dst: BlockTables) -> Grid:
     tokens[starts] -= skipped
     tokens[ends - 1] -= stop * size - hi
     sides = []
-    for block_size, tables, firsts in (src, dst):
-        ratio = block_size // size
-        block = _blocks(tables, firsts, lo, hi, block_size)
+    for side in (src, dst):
+        ratio = side.block_size // size
+        block = _blocks(side, lo, hi)
         token = (chunk % ratio) * size if ratio > 1 else np.zeros(len(chunk), dtype=np.int64)
         token[starts] += skipped
-        if ratio > 1:
-            per_job = -(-hi // block_size) - lo // block_size
-            shift = np.cumsum(per_job) - per_job - lo // block_size
+        if ratio > 1 and side.ids:
+            per_job = -(-hi // side.block_size) - lo // side.block_size
+            shift = np.cumsum(per_job) - per_job - lo // side.block_size
             block = block[chunk // ratio + np.repeat(shift, count)]
         sides.append((block, token))
-    return Grid(tokens, *sides[0], *sides[1], ends)
+    return Grid(tokens, *sides[0], *sides[1], count, ends)
 
 
-def _blocks(
-    tables: Sequence[npt.NDArray[np.int32]], firsts: Sequence[int], lo: Ints, hi: Ints, block_size: int
-) -> npt.NDArray[np.int32]:
+def _blocks(side: Tables, lo: Ints, hi: Ints) -> npt.NDArray[np.int32]:
     """The jobs' block ids over their token ranges, end to end."""
-    begin, stop = (lo // block_size).tolist(), (-(-hi // block_size)).tolist()
-    parts = [table[a - f : b - f] for table, a, b, f in zip(tables, begin, stop, firsts, strict=True)]
+    if not side.ids:
+        return np.empty(0, dtype=np.int32)
+    begin, stop = (lo // side.block_size).tolist(), (-(-hi // side.block_size)).tolist()
+    parts = [table[a - f : b - f] for table, a, b, f in zip(side.ids, begin, stop, side.firsts, strict=True)]
     blocks = np.concatenate(parts)
     if len(blocks) != sum(stop) - sum(begin):
         raise LocalProtocolError("a job's block table is shorter than its token range")

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long it takes to plan a step of 100 requests with 100 new blocks each, in milliseconds per 1,000 blocks.
+
+One core, no engine. Every case is planned by a P rank as in production; block ids are random, so nothing merges. Shows
+that the time does not grow with the blocks that earlier steps have sent. `--strict` fails above the wanted figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
+
+Plan = Callable[[list[Job], int], list[JobPlan] | RegroupPlan]
+
+BLOCK = 128
+CELL = 128 * 2  # head dimension 128, two bytes
+LATENT = 576 * 2
+PREDECESSOR = 10.6  # milliseconds per 1,000 blocks, growing with the blocks already sent
+
+
+def cache(kind: str, heads: int, tp: int) -> CacheGeometry:
+    held = max(1, heads // tp)
+    cells = {"k": CELL, "v": CELL} if heads > 1 else {"latent": LATENT}
+    regions = []
+    for name, cell in cells.items():
+        head, token = (cell, held * cell) if kind == "token" else (BLOCK * cell, cell)
+        regions.append(Region(name, BLOCK * held * cell, head, token, cell))
+    return CacheGeometry(BLOCK, heads, tp, "bfloat16", "plain", tuple(regions), (("layer",),))
+
+
+def step(d: CacheGeometry, requests: int, new: int, sent: int) -> list[Job]:
+    """`requests` requests whose first `sent` blocks have left and whose next `new` blocks leave now."""
+    noise = np.random.default_rng(1)
+    pool = 1 << 20
+    tables = noise.integers(0, pool, (2, requests, sent + new), dtype=np.int32)
+    return [Job(d, 0, sent * BLOCK, (sent + new) * BLOCK, tables[0, n], tables[1, n]) for n in range(requests)]
+
+
+def direct(p: CacheGeometry, rank: int) -> Plan:
+    return StepPlanner(p, rank).plan
+
+
+def regroup(p: CacheGeometry, rank: int) -> Plan:
+    return RegroupPlanner(p, rank).plan
+
+
+def descriptors(plan: list[JobPlan] | RegroupPlan) -> int:
+    """Writes of one layer."""
+    if isinstance(plan, RegroupPlan):
+        regions = [regions for slot in plan.slots for regions in slot.writes.values()]
+    else:
+        regions = [regions for job in plan for regions in job.by_rank.values()]
+    return sum(len(spans) for some in regions for spans in some)
+
+
+CASES = (
+    # name, how, heads, layout, P ranks, D ranks, wanted milliseconds per 1,000 blocks
+    ("8 -> 2, head-major, direct", direct, 8, "head", 8, 2, 0.1),
+    ("8 -> 2, token-major, regroup", regroup, 8, "token", 8, 2, 0.1),
+    ("4 -> 8, head-major, direct", direct, 8, "head", 4, 8, 0.25),
+    ("4 -> 8, token-major, regroup", regroup, 8, "token", 4, 8, 0.25),
+    ("8 -> 8, head-major, direct", direct, 8, "head", 8, 8, 0.1),
+    ("MLA 16 -> 4, direct", direct, 1, "token", 16, 4, 0.1),
+)
+
+
+def measure(plan: Plan, jobs: list[Job], rounds: int) -> tuple[float, float, int]:
+    """Best and median seconds, and the descriptors of a layer."""
+    times = []
+    for rotation in range(rounds):
+        begin = time.perf_counter()
+        found = plan(jobs, rotation)
+        times.append(time.perf_counter() - begin)
+    return min(times), statistics.median(times), descriptors(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--new-blocks", type=int, default=100, help="per request and step")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--strict", action="store_true", help="exit 1 when a figure is above the wanted one")
+    args = parser.parse_args()
+    thousands = args.requests * args.new_blocks / 1000
+    print(
+        f"{args.requests} requests x {args.new_blocks} new blocks; the predecessor took {PREDECESSOR} ms per 1,000 blocks"
+    )
+    print(f"{'P -> D':32} {'best':>8} {'median':>8} {'wanted':>8} {'descriptors':>12}   ms per 1,000 blocks, one rank")
+    late = False
+    for name, how, heads, kind, p_tp, d_tp, wanted in CASES:
+        p, d = cache(kind, heads, p_tp), cache(kind, heads, d_tp)
+        best, median, count = measure(how(p, 0), step(d, args.requests, args.new_blocks, 0), args.rounds)
+        best, median = best * 1e3 / thousands, median * 1e3 / thousands
+        late |= best > wanted
+        print(f"{name:32} {best:8.3f} {median:8.3f} {wanted:8.2f} {count:12,}{'   ABOVE' if best > wanted else ''}")
+    print("\nThe same step when each request has already sent so many blocks (8 -> 2):")
+    print(f"{'sent per request':>18} {'direct':>10} {'regroup':>10}   ms per 1,000 blocks, best")
+    for sent in (0, 100, 1000, 5000):
+        figures = []
+        for how, kind in ((direct, "head"), (regroup, "token")):
+            d = cache(kind, 8, 2)
+            best, _, _ = measure(how(cache(kind, 8, 8), 0), step(d, args.requests, args.new_blocks, sent), args.rounds)
+            figures.append(best * 1e3 / thousands)
+        print(f"{sent:18,} {figures[0]:10.3f} {figures[1]:10.3f}")
+    return 1 if late and args.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# How long a step takes to plan: milliseconds per 1,000 blocks, and that it does not grow with blocks already sent.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[[ -x $python ]] || python=python3
+export OMP_NUM_THREADS=1
+PYTHONPATH=$root exec "$python" "$root/scripts/bench_planning.py" "$@"
