@@ -6,7 +6,7 @@ itself goes from its cache straight into its slot; the rest arrives by one excha
 matrix from the same metadata, so they agree on whether there is an exchange and on every split.
 
 Order of the buffers. Send: owner, D layout (by first appearance), D rank, region, unit. Receive: source, then the same.
-Slot: region, unit. docs in `images.py` say what a unit is.
+Slot: region, unit. `images.py` says what a unit is and how it lies.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from vllm_ascend_pd.geometry.images import (
     slot_spans,
     starts,
 )
+from vllm_ascend_pd.geometry.lanes import Lane, lane_of
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import require_match
 from vllm_ascend_pd.geometry.ownership import Line, granule
 from vllm_ascend_pd.geometry.plan import Job, Layout, Part, by_layout, line_of
-from vllm_ascend_pd.geometry.shard import Shares, head_shares, owner_shares
 
 _CACHED_ROUTES = 256
 
@@ -86,38 +86,6 @@ class Room(msgspec.Struct, frozen=True):
     slot: int
     send: int
     receive: int
-
-
-class Lane(msgspec.Struct, frozen=True):
-    """One D rank of a layout: who owns its tokens, and which heads each owner gets from whom."""
-
-    d_rank: int
-    held: range  # heads of the D rank
-    owners: Shares
-    feeds: dict[int, dict[int, range]]  # owner -> source -> heads
-
-
-def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
-    """The same on every rank: a function of the two geometries."""
-    held = d.head_range(d_rank)
-    owners = owner_shares(p, d, d_rank)
-    feeds = {}
-    for owner in owners.ranks:
-        heads: dict[int, list[int]] = {}
-        for head in held:
-            heads.setdefault(_source(p, d, d_rank, owner, head), []).append(head)
-        feeds[owner] = {source: range(some[0], some[-1] + 1) for source, some in heads.items()}
-    return Lane(d_rank, held, owners, feeds)
-
-
-def _source(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
-    """Who hands `head` to `owner`: itself, or the replica at the corresponding place."""
-    mine = p.head_range(owner)
-    if head in mine:
-        return owner
-    offering = head_shares(p, d, d_rank, head).ranks
-    peers = head_shares(p, d, d_rank, max(mine.start, d.head_range(d_rank).start)).ranks
-    return offering[peers.index(owner) * len(offering) // len(peers)]
 
 
 class _Route(msgspec.Struct, frozen=True):
