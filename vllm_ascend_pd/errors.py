@@ -41,6 +41,8 @@ CATALOGUE: dict[str, Entry] = {
         "{key} = {configured!r} in the configuration, but this engine runs with {actual!r}.",
         "Remove {key} (sizes are learned from the peer) or make it equal to the engine's own size.",
     ),
+    "PD-CONF-007": Entry("The instances file {path!r} cannot be used: {why}.", "See docs/operations.md for its form; the instances known before stay."),
+    "PD-CONF-008": Entry("The metaserver cannot listen on {address}: {why}.", "Free the port or choose another one."),
     # -- geometry: the two engines' caches do not fit each other
     "PD-GEO-001": Entry(
         "{field} differs between prefill ({prefill!r}) and decode ({decode!r}).",
@@ -82,6 +84,7 @@ CATALOGUE: dict[str, Entry] = {
         "Set secret_file, or allow_unauthenticated: true on a network that you trust entirely.",
     ),
     "PD-SEC-003": Entry("A message failed authentication: {why}.", "Check that both engines use the same secret_file."),
+    "PD-SEC-004": Entry("The token file {path!r} cannot be used: {why}.", "Write one word of at least 16 characters into it, mode 0600."),
     # -- metaserver and reservations
     "PD-META-001": Entry("Metaserver {url!r} is not in metaserver_urls.", "Add its exact scheme, host and port to metaserver_urls."),
     "PD-META-002": Entry("The metaserver could not be reached: {why}.", "Check that it runs and that the address is right."),

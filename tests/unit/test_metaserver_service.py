@@ -15,13 +15,13 @@ import httpx
 import pytest
 from fake_engine import FakeEngine, Served, words
 
-from vllm_ascend_pd.metaserver.service.app import Front
+from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
 @dataclass
 class Cluster:
-    front: Front
+    worker: Worker
     served: Served
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
@@ -46,7 +46,7 @@ def cluster(prefill: int = 1, decode: int = 1, **settings: Any) -> Iterator[Clus
     url = f"http://127.0.0.1:{port}"
     engines = [FakeEngine(f"fake-{i}", metaservers=(url,)) for i in range(prefill + decode)]
     ps, ds = engines[:prefill], engines[prefill:]
-    front = Front(
+    worker = Worker(
         replace(
             Settings(
                 port=port,
@@ -54,16 +54,17 @@ def cluster(prefill: int = 1, decode: int = 1, **settings: Any) -> Iterator[Clus
                 decode=tuple(e.address for e in ds),
                 probe_every_s=0.1,
                 heartbeat_s=0.2,
+                canary=False,
             ),
             **settings,
         ),
         url,
     )
-    served = Served(front.app(), "metaserver", port, lifespan="on")
+    served = Served(worker.app(), "metaserver", port, lifespan="on")
     http = httpx.Client(base_url=url, timeout=30, trust_env=False)
     try:
         until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)
-        yield Cluster(front, served, ps, ds, http)
+        yield Cluster(worker, served, ps, ds, http)
     finally:
         http.close()
         served.stop()
@@ -182,8 +183,8 @@ def test_a_client_that_leaves_cancels_both_legs() -> None:
         with pytest.raises(httpx.ReadTimeout):
             c.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.5)
         until(lambda: c.prefill[0].generations()[0].aborted and c.decode[0].generations()[0].aborted)
-        assert not c.front.exchanges.attempts
-        assert all(i.requests == 0 and i.load == 0 for i in c.front.fleet)
+        assert not c.worker.front.journal.tickets
+        assert all(i.requests == 0 and i.load == 0 for i in c.worker.fleet)
 
 
 def test_a_client_that_leaves_a_stream_cancels_d() -> None:

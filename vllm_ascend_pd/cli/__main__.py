@@ -33,7 +33,9 @@ def _present() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(words)
+    args.argv = words
     try:
         return int(args.run(args) or 0)
     except PdError as problem:

@@ -4,31 +4,185 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import logging
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metaserver.decisions import Backoff, CircuitPolicy, RetryPolicy
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "metaserver", help="the HTTP service that clients and decode engines talk to"
+        "metaserver",
+        help="the HTTP service that clients and decode engines talk to",
+        description="Takes clients' requests, chooses a decode and a prefill engine for each, relays the answer.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
-    parser.add_argument("--advertise", default="", metavar="URL", help="base URL that decode engines call back")
-    parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill instances")
-    parser.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode instances")
+    _listening(parser.add_argument_group("listening"))
+    _instances(parser.add_argument_group("instances"))
+    _behaviour(parser.add_argument_group("behaviour"))
+    _limits(parser.add_argument_group("limits"))
+    _security(parser.add_argument_group("security"))
+    _predecessor(parser.add_argument_group("flags of vllm-ascend's example proxy, accepted as they are"))
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level")
+    parser.add_argument("--as-worker", default="", help=argparse.SUPPRESS)
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    from vllm_ascend_pd.metaserver.service.run import serve
-    from vllm_ascend_pd.metaserver.service.settings import Settings
-
-    return serve(
-        Settings(
-            host=args.host,
-            port=args.port,
-            advertise=args.advertise,
-            prefill=tuple(args.prefill),
-            decode=tuple(args.decode),
-        )
+def _listening(group: Any) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, help="port for clients; 0: a free one (one worker only)")
+    group.add_argument("--workers", type=int, default=1, help="processes on that port")
+    group.add_argument(
+        "--worker-port",
+        type=int,
+        default=0,
+        help="worker i also listens on this + i, and decode engines call it there (list all of them in their "
+        "metaserver_urls); 0: port + 1",
     )
+    group.add_argument("--advertise-host", default="", help="host that decode engines call back (made from --host)")
+    group.add_argument("--grace", type=float, default=30.0, help="seconds that running requests get at shutdown")
+
+
+def _instances(group: Any) -> None:
+    group.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill engines")
+    group.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode engines")
+    group.add_argument(
+        "--instances", default="", metavar="FILE", help="YAML with prefill and decode lists; read again when it changes"
+    )
+
+
+def _behaviour(group: Any) -> None:
+    group.add_argument(
+        "--without-prefill",
+        default="local",
+        choices=("local", "refuse"),
+        help="when no prefill engine is usable: the decode engine prefills by itself, or the client gets 503",
+    )
+    group.add_argument(
+        "--affinity", action="store_true", help="prompts with a common head go to the same prefill engine"
+    )
+    group.add_argument("--no-canary", action="store_true", help="readiness without having moved a block")
+    group.add_argument("--attempts", type=int, default=3, help="attempts per request before its first byte")
+    group.add_argument("--circuit-failures", type=int, default=3, help="consecutive failures that open a circuit")
+    group.add_argument("--probe-every", type=float, default=1.0, help="seconds between two health probes")
+    group.add_argument("--connect-timeout", type=float, default=3.0, help="seconds to connect to an engine")
+    group.add_argument("--first-byte-timeout", type=float, default=900.0, help="seconds for a decode engine's answer")
+    group.add_argument("--prefill-timeout", type=float, default=600.0, help="seconds for a prefill engine's answer")
+    group.add_argument("--idle-timeout", type=float, default=300.0, help="seconds a stream may be silent")
+
+
+def _limits(group: Any) -> None:
+    group.add_argument("--max-running", type=int, default=4096, help="requests under way, per worker")
+    group.add_argument("--max-waiting", type=int, default=1024, help="requests that wait for their turn, per worker")
+    group.add_argument("--max-wait", type=float, default=30.0, help="seconds a request waits for its turn, then 429")
+    group.add_argument("--max-body-mib", type=int, default=64, help="largest request body")
+
+
+def _security(group: Any) -> None:
+    group.add_argument(
+        "--admin-token-file", default="", help="file (mode 0600) with the bearer token of /instances and /status"
+    )
+    group.add_argument(
+        "--engine-token-file", default="", help="file (mode 0600) with the engines' API key, for who brings none"
+    )
+    group.add_argument("--tls-cert", default="", help="certificate chain: serve https")
+    group.add_argument("--tls-key", default="", help="its key")
+    group.add_argument("--engine-ca", default="", help="CA certificates of https engines (the system's)")
+
+
+def _predecessor(group: Any) -> None:
+    for role, name in (("prefiller", "prefill"), ("decoder", "decode")):
+        group.add_argument(f"--{role}-hosts", nargs="+", default=[], metavar="HOST", help=f"hosts of {name} engines")
+        group.add_argument(f"--{role}-ports", nargs="+", type=int, default=[], metavar="PORT", help="their ports")
+    group.add_argument("--max-retries", type=int, default=None, help="same as --attempts")
+    group.add_argument("--retry-delay", type=float, default=None, help="first delay between attempts, in seconds")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Raises ConfigError."""
+    from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
+
+    _check(args)
+    attempts = args.max_retries if args.max_retries is not None else args.attempts
+    first = args.retry_delay if args.retry_delay is not None else Backoff().first_s
+    return Settings(
+        host=args.host,
+        port=args.port,
+        advertise_host=args.advertise_host,
+        workers=args.workers,
+        worker_port=args.worker_port,
+        grace_s=args.grace,
+        prefill=(*args.prefill, *_pairs("prefiller", args.prefiller_hosts, args.prefiller_ports)),
+        decode=(*args.decode, *_pairs("decoder", args.decoder_hosts, args.decoder_ports)),
+        instances_file=args.instances,
+        without_prefill=args.without_prefill,
+        affinity=args.affinity,
+        retry=RetryPolicy(max(1, attempts), Backoff(first, max(first, Backoff().longest_s))),
+        circuit=CircuitPolicy(threshold=args.circuit_failures),
+        canary=not args.no_canary,
+        connect_timeout_s=args.connect_timeout,
+        prefill_timeout_s=args.prefill_timeout,
+        first_byte_timeout_s=args.first_byte_timeout,
+        idle_timeout_s=args.idle_timeout,
+        probe_every_s=args.probe_every,
+        max_body_bytes=args.max_body_mib << 20,
+        max_running=args.max_running,
+        max_waiting=args.max_waiting,
+        max_wait_s=args.max_wait,
+        admin_token=read_token(args.admin_token_file),
+        engine_token=read_token(args.engine_token_file),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        engine_ca=args.engine_ca,
+    )
+
+
+_POSITIVE = (
+    *("workers", "attempts", "circuit_failures", "probe_every", "connect_timeout", "first_byte_timeout"),
+    *("prefill_timeout", "idle_timeout", "max_running", "max_body_mib", "grace"),
+)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in _POSITIVE:
+        if getattr(args, name) <= 0:
+            _impossible(f"--{name.replace('_', '-')}", getattr(args, name), "it is not positive", "Give more than 0.")
+    if args.workers > 1 and args.port == 0:
+        _impossible("--port", 0, "several workers need a known port", "Give a port, or one worker.")
+    if bool(args.tls_cert) != bool(args.tls_key):
+        _impossible("--tls-cert", args.tls_cert, "certificate and key belong together", "Give both or none.")
+
+
+def _pairs(role: str, hosts: list[str], ports: list[int]) -> list[str]:
+    if len(hosts) != len(ports):
+        why = f"there are {len(hosts)} hosts and {len(ports)} ports"
+        _impossible(f"--{role}-hosts", hosts, why, "Give as many ports as hosts.")
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+
+
+def _impossible(flag: str, value: object, why: str, remedy: str) -> None:
+    raise ConfigError("PD-CONF-003", key=flag, value=value, why=why, remedy=remedy)
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    settings = settings_of(args)
+    from vllm_ascend_pd.metaserver.service.server import listen, run_worker
+
+    if args.as_worker:
+        from vllm_ascend_pd.metaserver.service.hub import Hub
+
+        worker, *fds = map(int, args.as_worker.split(":"))
+        public, own, line = (socket.socket(fileno=fd) for fd in fds)
+        return run_worker(settings, [public, own], Hub(worker, line))
+    if settings.workers > 1:
+        from vllm_ascend_pd.metaserver.service.supervisor import Supervisor, worker_command
+
+        return Supervisor(settings, worker_command(args.argv)).run()
+    return run_worker(settings, [listen(settings.host, settings.port)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI application: routes to handlers, request bodies read within bounds, a client that leaves is noticed."""
+"""The ASGI application of one worker: routes to handlers, bodies read within bounds, a client that leaves is noticed."""
 
 from __future__ import annotations
 
@@ -9,153 +9,231 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
+import prometheus_client
 from starlette.applications import Starlette
-from starlette.requests import Request as StarletteRequest
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Condition, Role
-from vllm_ascend_pd.metaserver.service.exchange import Exchanges, Send, answer
+from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.service import state
+from vllm_ascend_pd.metaserver.service.admin import Admin
+from vllm_ascend_pd.metaserver.service.canary import Canary
+from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Headers, fault
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_instance
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+from vllm_ascend_pd.metaserver.service.front import Front
+from vllm_ascend_pd.metaserver.service.hub import Hub
+from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.passing import pass_on
 from vllm_ascend_pd.metaserver.service.probes import Prober
-from vllm_ascend_pd.metaserver.service.reserve import reserve
+from vllm_ascend_pd.metaserver.service.relay import tell
+from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.upstream import Upstream
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Handle = Callable[[Scope, Receive, Send], Awaitable[None]]
 # What a proxy keeps to itself. Accept-Encoding too: the relay looks at the first bytes of an answer.
 _NOT_FORWARDED = frozenset(
-    b"host content-length connection keep-alive transfer-encoding te trailer upgrade "
-    b"proxy-authorization proxy-authenticate expect accept-encoding content-type".split()
+    b"host content-length connection keep-alive transfer-encoding te trailer upgrade proxy-connection "
+    b"proxy-authorization proxy-authenticate expect accept-encoding".split()
 )
+_MAX_RESERVATION_BYTES = 64 << 20
 
 
 class TooLarge(Exception):
     pass
 
 
-class Front:
-    """The handlers, and what they share."""
+class Worker:
+    """One worker process: everything it shares, and the application over it."""
 
-    def __init__(self, settings: Settings, own_url: str) -> None:
+    def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
         self.fleet = Fleet(settings.circuit)
         for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for text in texts:
-                self.fleet.add(parse_instance(role, text, settings.circuit))
-        self.upstream = Upstream(settings.connect_timeout_s, settings.idle_timeout_s)
-        self.exchanges = Exchanges(settings, self.fleet, self.upstream, own_url)
-        self.prober = Prober(settings, self.fleet, self.upstream)
+                self.fleet.add(parse_spec(role, text), "flag")
+        self.file = InstancesFile(settings.instances_file, self.fleet) if settings.instances_file else None
+        if self.file is not None:
+            self.file.load()
+        self.upstream = Upstream(settings.connect_timeout_s, settings.idle_timeout_s, settings.engine_tls())
+        self.front = Front(settings, self.fleet, self.upstream, own_url)
+        self.canary = Canary(self.front)
+        self.hub = hub or Hub(0)
+        self.hub.attach(self.fleet, self.canary, self.report)
+        self._prober = Prober(settings, self.fleet, self.upstream)
+        self._heart = Heart(settings.heartbeat_s)
+        self._reservations = Reservations(self.front, self._heart)
+        self._admin = Admin(self.fleet, settings.admin_token, self.hub.perform, self.total)
+
+    def report(self, details: bool) -> dict[str, Any]:
+        problem = self.file.problem if self.file is not None else ""
+        return state.own(self.hub.worker, self.front, self.canary, problem, details)
+
+    def total(self) -> dict[str, Any]:
+        return state.total([self.report(details=True), *self.hub.others()])
 
     def app(self) -> Starlette:
-        generate = _Endpoint(self._generate)
+        generate = Endpoint(self._generate)
         return Starlette(
             routes=[
                 Route(bodies.COMPLETIONS, generate, methods=["POST"]),
                 Route(bodies.CHAT, generate, methods=["POST"]),
-                Route("/v1/metaserver", _Endpoint(self._reserve), methods=["POST"]),
+                Route("/v1/metaserver", Endpoint(self._reserve), methods=["POST"]),
                 Route("/health", self._health),
-                Route("/healthcheck", self._health),
+                Route("/healthcheck", self._healthcheck),
                 Route("/readiness", self._readiness),
-                Route("/v1/{rest:path}", _Endpoint(self._pass_on), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+                Route("/metrics", self._metrics),
+                *self._admin.routes(),
+                Route("/v1/{rest:path}", Endpoint(self._pass_on), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
             ],
             lifespan=self._lifespan,
         )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        probing = asyncio.create_task(self.prober.run(), name="probes")
+        running = {"probes": self._prober.run(), "heart": self._heart.run(), "hub": self.hub.run()}
+        if self.hub.worker == 0:
+            running["canary"] = self.canary.run()
+        if self.file is not None:
+            running["instances file"] = self.file.watch()
+        tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in running.items()]
         try:
             yield
         finally:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.upstream.close()
 
+    # -- what clients and D's send
+
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, request_id = forwarded(scope, self.settings.engine_token)
+        body = await read_body(receive, self.settings.max_body_bytes)
         try:
-            request = bodies.parse(scope["path"], await self._body(receive))
+            request = bodies.parse(scope["path"], body)
         except bodies.BodyError as problem:
-            await answer(send, fault(400, str(problem)))
+            METRICS.requests.labels(scope["path"], 400).inc()
+            await tell(send, fault(400, str(problem)))
             return
-        headers = forwarded(scope)
-        await while_connected(receive, self.exchanges.serve(request, headers, send))
+        interrupt = Interrupt()
+        exchange = Exchange(request, headers, request_id, interrupt, send)
+        METRICS.running.inc()
+        try:
+            await while_connected(receive, interrupt, self.front.serve(exchange))
+        finally:
+            METRICS.running.dec()
+            if interrupt.left:
+                METRICS.client_left.inc()
+            METRICS.requests.labels(request.route, exchange.status if not interrupt.left else "left").inc()
 
     async def _reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(receive)
-        await while_connected(receive, reserve(self.exchanges, body, send))
+        body = await read_body(receive, _MAX_RESERVATION_BYTES)
+        interrupt = Interrupt()
+        await while_connected(receive, interrupt, self._reservations.answer(body, interrupt, send))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(receive)
-        await while_connected(receive, pass_on(self.exchanges, scope, forwarded(scope), body, send))
+        headers, _ = forwarded(scope, self.settings.engine_token)
+        body = await read_body(receive, self.settings.max_body_bytes)
+        await while_connected(receive, Interrupt(), pass_on(self.front, scope, headers, body, send))
 
-    async def _body(self, receive: Receive) -> bytes:
-        message = await receive()
-        body: bytes = message.get("body", b"")
-        if not message.get("more_body", False):
-            return body
-        pieces, size = [body], len(body)
-        while message.get("more_body", False):
-            message = await receive()
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if size > self.settings.max_body_bytes:
-                raise TooLarge
-        return b"".join(pieces)
+    # -- what operators ask
 
-    async def _health(self, _: StarletteRequest) -> Response:
+    async def _health(self, _: Request) -> Response:
         return Response(status_code=200)
 
-    async def _readiness(self, _: StarletteRequest) -> Response:
-        loop_time = asyncio.get_running_loop().time()
-        ready = {
-            role.value: [i.name for i in self.fleet.of(role) if i.condition(loop_time) is Condition.READY]
-            for role in Role
-        }
-        return JSONResponse({"ready": ready}, 200 if all(ready.values()) else 503)
+    async def _healthcheck(self, _: Request) -> Response:
+        """The predecessor's form."""
+        counts = {f"{role.value}_instances": len(self.fleet.of(role)) for role in Role}
+        return JSONResponse({"status": "ok", **counts})
+
+    async def _readiness(self, _: Request) -> Response:
+        ready = self.canary.ready()
+        pairs = [{"prefill": p, "decode": d} for p, _, d, _ in self.canary.proven()]
+        body = {"ready": ready, "proven_pairs": pairs, "last_error": "" if ready else self.canary.last_error}
+        return JSONResponse(body, 200 if ready else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        METRICS.waiting.set(self.front.turnstile.keeper.waiting)
+        return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
-class _Endpoint:
+class Endpoint:
     """A bare ASGI handler that a Route takes as it is, without a Request object per call."""
 
-    def __init__(self, handle: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._handle(scope, receive, send)
         except TooLarge:
-            await answer(send, fault(413, "The request body is too large."))
+            await tell(send, fault(413, "The request body is too large."))
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end; it is cancelled when the client leaves before."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(receive))
+async def read_body(receive: Receive, most: int) -> bytes:
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body", False):
+        return body
+    pieces, size = [body], len(body)
+    while message.get("more_body", False):
+        message = await receive()
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > most:
+            raise TooLarge
+    return b"".join(pieces)
+
+
+async def while_connected(receive: Receive, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; it is interrupted when the caller leaves before its end."""
+    watcher = asyncio.ensure_future(_gone(receive, interrupt))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
+        await work
+    except asyncio.CancelledError:
+        if not interrupt.left:
+            raise
+        uncancel(interrupt.task)
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _gone(receive: Receive, interrupt: Interrupt) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    interrupt.client_left()
 
 
-def forwarded(scope: Scope) -> Headers:
-    """The client's headers for an engine; every request gets an id."""
-    headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED]
-    if not any(name == b"x-request-id" for name, _ in headers):
-        headers.append((b"x-request-id", uuid.uuid4().hex.encode()))
-    headers.append((b"content-type", dict(scope["headers"]).get(b"content-type", b"application/json")))
-    return headers
+def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
+    """The client's headers for an engine, and the request's id: the client's own, or a new one."""
+    drop = _NOT_FORWARDED
+    request_id = kind = None
+    authorised = False
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            request_id = value
+        elif name == b"content-type":
+            kind = value
+        elif name == b"authorization":
+            authorised = True
+        elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+            drop = drop.union(part.strip().lower() for part in value.split(b","))
+    headers = [(name, value) for name, value in scope["headers"] if name not in drop and name != b"x-forwarded-for"]
+    if request_id is None:
+        request_id = uuid.uuid4().hex.encode()
+        headers.append((b"x-request-id", request_id))
+    if kind is None:
+        headers.append((b"content-type", b"application/json"))
+    if engine_token and not authorised:
+        headers.append((b"authorization", b"Bearer " + engine_token.encode()))
+    if scope.get("client"):
+        before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
+        headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))
+    return headers, request_id.decode("latin-1")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances this process knows: their load, their circuits, and who is chosen."""
+"""The instances this process knows: their load, their circuits, and who is chosen.
+
+Flags, the instances file and the admin API each own the instances they brought; one does not remove another's.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_ascend_pd.metaserver.decisions import (
@@ -22,73 +26,154 @@ from vllm_ascend_pd.metaserver.decisions import (
     condition,
     prefer,
 )
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.upstream import Origin
+
+_GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An instance as an operator names it."""
+
+    role: Role
+    origin: Origin
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return self.origin.netloc
+
+
+def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
+    """`host:port`, or a URL. Raises ValueError with the text in it."""
+    if not isinstance(text, str):
+        raise ValueError(f"{role.value} instance {text!r} is not a string")
+    parts = urlsplit(text if "://" in text else "http://" + text)
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.query
+        or parts.username is not None
+    ):
+        raise ValueError(f"{role.value} instance {text!r} is not host:port or http(s)://host:port")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e6:
+        raise ValueError(f"weight {weight!r} of {text} is not a positive number")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return Spec(role, Origin(parts.scheme, parts.hostname, port), float(weight))
 
 
 @dataclass(slots=True, eq=False)
 class Instance:
     """One engine as this process sees it."""
 
+    name: str
     role: Role
-    scheme: str
-    host: str
-    port: int
-    weight: float = 1.0
-    circuit: Circuit = field(default_factory=Circuit)
+    origin: Origin
+    weight: float
+    source: str
+    circuit: Circuit
     answered: bool = False
     healthy: bool = False  # its last probe was good
+    comings: int = 0  # how often it came up: a proof of an earlier life counts no more
     draining: bool = False
-    load: float = 0.0  # tokens in flight
+    load: float = 0.0  # tokens in flight from this process
+    load_elsewhere: float = 0.0  # and from the other workers, as they last said
     requests: int = 0  # legs in flight
     served: int = 0
+    broke: int = 0
     last_error: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    @property
-    def base(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+    last_error_at: float = field(default=0.0)  # wall clock, for the operator
 
     def condition(self, now: float) -> Condition:
         return condition(self.circuit, now, self.answered, self.draining)
 
     def usable(self, now: float) -> bool:
-        return not self.draining and self.weight > 0 and self.circuit.admits(now)
+        return not self.draining and self.circuit.admits(now)
 
     def last_resort(self) -> bool:
         """Its circuit is open for bad answers, but it answers: better than nobody, and a poisonous request that fails
         everywhere must not shut the door for all others."""
-        return not self.draining and self.weight > 0 and self.circuit.wedged and self.healthy
+        return not self.draining and self.circuit.wedged and self.healthy
 
-
-def parse_instance(role: Role, text: str, policy: CircuitPolicy) -> Instance:
-    """`host:port`, or a URL. Raises ValueError with the text in it."""
-    parts = urlsplit(text if "://" in text else "http://" + text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
-        raise ValueError(f"{role.value} instance {text!r} is not host:port or http(s)://host:port")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return Instance(role, parts.scheme, parts.hostname, port, circuit=Circuit(policy))
+    def facts(self, now: float) -> dict[str, Any]:
+        """What an operator sees."""
+        return {
+            "name": self.name,
+            "role": self.role.value,
+            "host": self.origin.host,
+            "port": self.origin.port,
+            "scheme": self.origin.scheme,
+            "weight": self.weight,
+            "source": self.source,
+            "state": self.condition(now).value,
+            "tokens_in_flight": self.load,
+            "requests": self.requests,
+            "served": self.served,
+            "broke": self.broke,
+            "last_error": self.last_error,
+            "last_error_at": self.last_error_at,
+        }
 
 
 class Fleet:
     def __init__(self, policy: CircuitPolicy) -> None:
-        self.policy = policy
-        self._instances: dict[tuple[Role, str], Instance] = {}
+        self._policy = policy
+        self._instances: dict[str, Instance] = {}
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
 
-    def add(self, instance: Instance) -> Instance:
-        return self._instances.setdefault((instance.role, instance.name), instance)
+    def get(self, name: str) -> Instance | None:
+        return self._instances.get(name)
 
     def of(self, role: Role) -> list[Instance]:
         return [i for i in self._instances.values() if i.role is role]
 
+    # -- membership
+
+    def add(self, spec: Spec, source: str) -> Instance:
+        """Known ones keep their state and take the new weight. Raises ValueError when the name has another role."""
+        known = self._instances.get(spec.name)
+        if known is not None:
+            if known.role is not spec.role:
+                raise ValueError(f"{spec.name} is a {known.role.value} instance already")
+            known.weight, known.draining = spec.weight, False
+            return known
+        made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, Circuit(self._policy))
+        self._instances[spec.name] = made
+        METRICS.instance(made.name, made.role.value)
+        return made
+
+    def remove(self, name: str) -> Instance | None:
+        """No new requests; those under way finish on the object they hold."""
+        gone = self._instances.pop(name, None)
+        if gone is not None:
+            gone.draining = True
+        return gone
+
+    def replace(self, specs: Iterable[Spec], source: str) -> None:
+        """Make `specs` the instances of this source."""
+        wanted = {spec.name: spec for spec in specs}
+        for instance in self:
+            if instance.source == source and instance.name not in wanted:
+                self.remove(instance.name)
+        for spec in wanted.values():
+            known = self._instances.get(spec.name)
+            if known is None:
+                self.add(spec, source)
+            elif known.role is not spec.role:
+                self.remove(spec.name)
+                self.add(spec, source)
+            else:
+                known.weight = spec.weight  # an operator's drain outlives a reload
+
+    # -- choice
+
     def usable(self, role: Role, avoid: frozenset[str] = frozenset()) -> bool:
         now = time.monotonic()
-        return any(i.name not in avoid and i.usable(now) for i in self.of(role))
+        return any(i.role is role and i.name not in avoid and i.usable(now) for i in self._instances.values())
 
     def choose(
         self, role: Role, cost: float, avoid: frozenset[str] = frozenset(), affinity: Affinity | None = None
@@ -96,12 +181,15 @@ class Fleet:
         """The instance for `cost` more tokens; those in `avoid` only when there is no other."""
         now = time.monotonic()
         names = prefer((i.name for i in self.of(role) if i.usable(now)), avoid)
-        usable = [self._instances[role, name] for name in names]
-        if not usable:
-            usable = [i for i in self.of(role) if i.last_resort()]
-        answered = [i for i in usable if i.answered] or usable
-        name = choose([Candidate(i.name, i.load, i.weight) for i in answered], cost, random.random(), affinity)
-        return self._instances[role, name] if name is not None else None
+        usable = [self._instances[name] for name in names] or [i for i in self.of(role) if i.last_resort()]
+        if len(usable) == 1:
+            return usable[0]
+        usable = [i for i in usable if i.answered] or usable
+        candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight) for i in usable]
+        name = choose(candidates, cost, random.random(), affinity)
+        return self._instances[name] if name is not None else None
+
+    # -- load and evidence
 
     @contextmanager
     def leg(self, instance: Instance, cost: float) -> Iterator[None]:
@@ -112,16 +200,20 @@ class Fleet:
         try:
             yield
         finally:
-            instance.load -= cost
             instance.requests -= 1
+            instance.load = instance.load - cost if instance.requests else 0.0  # no drift from rounding
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Something was learned about it: the circuit moves."""
         instance.circuit.seen(time.monotonic(), evidence, random.random())
+        if evidence in _GOOD:
+            if not instance.answered or (evidence is Evidence.PROBE_OK and not instance.healthy):
+                instance.comings += 1
+            instance.answered = True
+        else:
+            instance.last_error, instance.last_error_at = why, time.time()
         if evidence in (Evidence.PROBE_OK, Evidence.PROBE_FAILED):
             instance.healthy = evidence is Evidence.PROBE_OK
-        if evidence in (Evidence.SERVED, Evidence.PROBE_OK):
-            instance.answered = True
-            instance.served += evidence is Evidence.SERVED
         else:
-            instance.last_error = why
+            instance.served += evidence is Evidence.SERVED
+            instance.broke += evidence is Evidence.BROKE

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks every instance for its health, all the time."""
+"""Asks every instance for its health, all the time, each on its own schedule."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 
-from vllm_ascend_pd.metaserver.decisions import Evidence
+from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.upstream import Upstream, UpstreamError
 
@@ -16,23 +19,51 @@ class Prober:
         self._settings = settings
         self._fleet = fleet
         self._upstream = upstream
+        self._probes: dict[Instance, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
+        """One task per instance; a slow one delays no other."""
+        try:
+            while True:
+                self._adjust()
+                await asyncio.sleep(0.1)
+        finally:
+            for task in self._probes.values():
+                task.cancel()
+            await asyncio.gather(*self._probes.values(), return_exceptions=True)
+
+    def _adjust(self) -> None:
+        members = set(self._fleet)
+        for gone in set(self._probes) - members:
+            self._probes.pop(gone).cancel()
+        for new in members - set(self._probes):
+            self._probes[new] = asyncio.create_task(self._watch(new), name=f"probe {new.name}")
+
+    async def _watch(self, instance: Instance) -> None:
         while True:
-            await asyncio.gather(*(self.probe(instance) for instance in self._fleet))
-            await asyncio.sleep(self._settings.probe_every_s)
+            await self.probe(instance)
+            _show(instance)
+            await asyncio.sleep(self._settings.probe_every_s * (0.8 + 0.4 * random.random()))
 
     async def probe(self, instance: Instance) -> None:
         try:
-            reply = await self._upstream.send("GET", instance.base + "/health", [], b"", self._settings.probe_timeout_s)
-            try:
+            reply = await self._upstream.send(
+                instance.origin, "GET", b"/health", [], b"", self._settings.probe_timeout_s
+            )
+            async with reply:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
-            finally:
-                reply.close()
         except UpstreamError as problem:
-            self._fleet.seen(instance, Evidence.PROBE_FAILED, problem.why)
+            self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
             return
         if reply.status == 200:
             self._fleet.seen(instance, Evidence.PROBE_OK)
         else:
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health answered {reply.status}")
+
+
+def _show(instance: Instance) -> None:
+    labels = (instance.role.value, instance.name)
+    now = time.monotonic()
+    METRICS.tokens.labels(*labels).set(instance.load)
+    METRICS.up.labels(*labels).set(instance.condition(now) in (Condition.READY, Condition.SUSPECT))
+    METRICS.circuit.labels(*labels).set(instance.circuit.state is CircuitState.OPEN)

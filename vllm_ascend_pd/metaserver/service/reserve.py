@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import msgspec
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchanges, Send, answer
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.front import Front
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.relay import tell
 from vllm_ascend_pd.metaserver.service.upstream import UpstreamError
 from vllm_ascend_pd.observe.trace import emit
 
-_HEARTBEAT = b'{"event":"heartbeat"}\n'
+_HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
+_HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
+_AFFINITY_SLACK_TOKENS = 16384.0
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -43,36 +49,169 @@ class PrefillFailed(Exception):
         self.failure = failure
 
 
-async def reserve(exchanges: Exchanges, body: bytes, send: Send) -> None:
-    """Answer one POST of D. Cancelled when D closes it."""
-    try:
-        posted = _DECODER.decode(body)
-    except msgspec.DecodeError as problem:
-        await answer(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
-        return
-    attempt = exchanges.attempts.get(posted.ticket)
-    refusal = _refusal(attempt, posted)
-    if attempt is None or refusal is not None:
-        await answer(send, refusal or fault(404, "Unknown ticket."))
-        return
-    attempt.seen.add(posted.transfer)
-    emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
-    accepted: asyncio.Queue[str] = asyncio.Queue(16)
-    leg = asyncio.create_task(_prefill(exchanges, attempt, posted, accepted), name=f"prefill {posted.transfer}")
-    attempt.legs[posted.transfer] = leg
-    try:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")],
-            }
-        )
-        await _tell(leg, accepted, exchanges.settings.heartbeat_s, send)
-        await _conclude(exchanges, attempt, posted, leg, send)
-    finally:
-        leg.cancel()
-        attempt.legs.pop(posted.transfer, None)
+class Heart:
+    """Beats for all open reservations at once, so that none of them needs a timer."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._open: dict[Send, asyncio.Task[None] | None] = {}
+
+    def add(self, send: Send) -> None:
+        self._open[send] = None
+
+    def remove(self, send: Send) -> None:
+        beat = self._open.pop(send, None)
+        if beat is not None and not beat.done():
+            beat.cancel()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._every_s)
+            for send, beat in tuple(self._open.items()):
+                if beat is None or beat.done():  # a D that does not read gets no second one
+                    self._open[send] = loop.create_task(_beat(send), name="heartbeat")
+
+
+async def _beat(send: Send) -> None:
+    await send(dict(_HEARTBEAT))
+
+
+class Reservations:
+    """The handler of D's POSTs."""
+
+    def __init__(self, front: Front, heart: Heart) -> None:
+        self._front = front
+        self._heart = heart
+
+    async def answer(self, body: bytes, interrupt: Interrupt, send: Send) -> None:
+        """Answer one POST. Interrupted when D closes it or the client's request ends."""
+        try:
+            posted = _DECODER.decode(body)
+        except msgspec.DecodeError as problem:
+            await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
+            return
+        attempt = self._front.journal.tickets.get(posted.ticket)
+        refusal = _refusal(attempt, posted)
+        if attempt is None or refusal is not None:
+            await tell(send, refusal or fault(404, "Unknown ticket."))
+            return
+        attempt.seen.add(posted.transfer)
+        attempt.legs[posted.transfer] = interrupt
+        emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
+        attempt.exchange.stage("reserved", posted.transfer)
+        await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
+        self._heart.add(send)
+        try:
+            last = await self._prefilled(attempt, posted, interrupt, send)
+        finally:
+            self._heart.remove(send)
+            attempt.legs.pop(posted.transfer, None)
+        await _line(send, last, more=False)
+
+    async def _prefilled(
+        self, attempt: Attempt, posted: Reservation, interrupt: Interrupt, send: Send
+    ) -> dict[str, str]:
+        """The last line."""
+        code, why = "PD-META-006", ""
+        try:
+            await self._prefill(attempt, posted, send)
+        except PrefillFailed as failed:
+            why = str(failed)
+            attempt.prefill_failed = True
+            self._restart(attempt, why)
+        except asyncio.CancelledError:
+            if not interrupt.left:
+                raise
+            uncancel(interrupt.task)
+            code, why = "PD-XFER-002", "the client's request is over, or D gave it up"
+        if why:
+            emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
+            attempt.exchange.stage("prefill failed", why)
+            METRICS.reservations.labels("failed" if code == "PD-META-006" else "cancelled").inc()
+            return {"event": "failed", "code": code, "detail": why}
+        emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
+        attempt.prefilled += 1
+        attempt.exchange.stage("prefilled", posted.transfer)
+        METRICS.reservations.labels("prefilled").inc()
+        return {"event": "prefilled"}
+
+    def _restart(self, attempt: Attempt, why: str) -> None:
+        """Where another P is there, a new attempt beats what D does about the failure; else D's own policy decides."""
+        exchange = attempt.exchange
+        another = self._front.fleet.usable(Role.PREFILL, frozenset(exchange.bad_prefills))
+        if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
+            return
+        refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
+        # Later, so that D hears of the failure before its own leg is cut.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._give_up, attempt, AttemptFailed(Failure.PREFILL, refusal))
+
+    def _give_up(self, attempt: Attempt, failed: AttemptFailed) -> None:
+        current = self._front.journal.tickets.get(attempt.ticket) is attempt
+        if current and not attempt.exchange.committed:
+            attempt.exchange.interrupt.give_up(failed)
+
+    async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> None:
+        """The prefill leg; tries another P only where this one surely did nothing. Raises PrefillFailed."""
+        front, exchange = self._front, attempt.exchange
+        cost = float(len(posted.prompt_token_ids or ()) or exchange.request.prefill_tokens)
+        number = 0
+        while True:
+            number += 1
+            prefill = self._choose(attempt, cost)
+            await _line(send, {"event": "accepted", "prefill": prefill.name})
+            try:
+                with front.fleet.leg(prefill, cost):
+                    await self._ask(attempt, posted, prefill)
+                return
+            except PrefillFailed as failed:
+                exchange.bad_prefills.add(prefill.name)
+                if failed.failure not in NOT_EXECUTED:
+                    raise
+                delay = front.settings.retry.again(failed.failure, number, False, front.budget, random.random())
+                if delay is None or exchange.pinned is not None:
+                    raise
+                METRICS.retries.labels(failed.failure.value).inc()
+            await asyncio.sleep(delay)
+
+    def _choose(self, attempt: Attempt, cost: float) -> Instance:
+        exchange, front = attempt.exchange, self._front
+        if exchange.pinned is not None:
+            return exchange.pinned[0]
+        affinity = Affinity(exchange.request.affinity, _AFFINITY_SLACK_TOKENS) if front.settings.affinity else None
+        prefill = front.fleet.choose(Role.PREFILL, cost, frozenset(exchange.bad_prefills), affinity)
+        if prefill is None:
+            raise PrefillFailed(Failure.REFUSED, "no prefill instance is available")
+        return prefill
+
+    async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> None:
+        front, exchange = self._front, attempt.exchange
+        params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
+        route, body = bodies.for_prefill(exchange.request, params, posted.prompt_token_ids)
+        emit("meta.prefill", ticket=posted.ticket, transfer=posted.transfer, prefill=prefill.name)
+        exchange.stage("prefill", prefill.name)
+        timeout, sent = front.settings.prefill_timeout_s, time.monotonic()
+        try:
+            reply = await front.upstream.send(prefill.origin, "POST", route.encode(), exchange.headers, body, timeout)
+            async with reply:
+                text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
+        except UpstreamError as problem:
+            evidence = Evidence.PROBE_FAILED if problem.failure in NOT_EXECUTED else Evidence.BROKE
+            front.fleet.seen(prefill, evidence, problem.why)
+            METRICS.legs.labels("prefill", prefill.name, "broke").inc()
+            raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
+        METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
+        if reply.status == 200:
+            front.fleet.seen(prefill, Evidence.SERVED)
+            METRICS.legs.labels("prefill", prefill.name, "served").inc()
+            return
+        why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
+        refused = reply.status in (429, 503)
+        METRICS.legs.labels("prefill", prefill.name, "refused" if refused else "broke").inc()
+        if reply.status >= 500 and not refused:
+            front.fleet.seen(prefill, Evidence.BROKE, why)
+        raise PrefillFailed(Failure.REFUSED if refused else Failure.PREFILL, why)
 
 
 def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:
@@ -80,103 +219,10 @@ def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:
         return fault(404, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
     if posted.transfer in attempt.seen:
         return fault(409, "This transfer was posted before.", "PD-META-003")
-    if attempt.request.send_tokens and posted.prompt_token_ids is None:
+    if attempt.exchange.request.send_tokens and posted.prompt_token_ids is None:
         return fault(400, "prompt_token_ids are missing.", "PD-META-003")
     return None
 
 
-async def _tell(leg: asyncio.Task[None], accepted: asyncio.Queue[str], heartbeat_s: float, send: Send) -> None:
-    """`accepted` for each P that is taken, heartbeats in between, until the leg is over."""
-    while not leg.done():
-        news = asyncio.create_task(accepted.get())
-        both: set[asyncio.Task[Any]] = {leg, news}
-        await asyncio.wait(both, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-        if news.done():
-            await _line(send, {"event": "accepted", "prefill": news.result()})
-            continue
-        news.cancel()
-        if not leg.done():
-            await send({"type": "http.response.body", "body": _HEARTBEAT, "more_body": True})
-
-
-async def _conclude(
-    exchanges: Exchanges, attempt: Attempt, posted: Reservation, leg: asyncio.Task[None], send: Send
-) -> None:
-    if leg.cancelled():
-        problem: BaseException | None = PrefillFailed(Failure.PREFILL, "the client has left or D gave up")
-        code = "PD-XFER-002"
-    else:
-        problem, code = leg.exception(), "PD-META-006"
-    if problem is None:
-        emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
-        await _line(send, {"event": "prefilled"}, last=True)
-        return
-    if not isinstance(problem, PrefillFailed):
-        raise problem
-    emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=str(problem))
-    await _line(send, {"event": "failed", "code": code, "detail": str(problem)}, last=True)
-    another = exchanges.fleet.usable(Role.PREFILL, frozenset(attempt.bad_prefills))
-    if not leg.cancelled() and attempt.may_restart and another:
-        refusal = fault(503, f"Prefill failed: {problem}.", code, retry_after_s=2)
-        attempt.give_up(AttemptFailed(Failure.PREFILL, refusal))
-
-
-async def _prefill(exchanges: Exchanges, attempt: Attempt, posted: Reservation, accepted: asyncio.Queue[str]) -> None:
-    """The prefill leg; tries another P only where this one surely did nothing. Raises PrefillFailed."""
-    policy = exchanges.settings.retry
-    cost = _cost(attempt, posted)
-    number = 0
-    while True:
-        number += 1
-        affinity = Affinity(attempt.request.affinity) if exchanges.settings.affinity else None
-        prefill = exchanges.fleet.choose(Role.PREFILL, cost, frozenset(attempt.bad_prefills), affinity)
-        if prefill is None:
-            raise PrefillFailed(Failure.REFUSED, "no prefill instance is available")
-        if not accepted.full():
-            accepted.put_nowait(prefill.name)
-        try:
-            with exchanges.fleet.leg(prefill, cost):
-                await _ask(exchanges, attempt, posted, prefill)
-            return
-        except PrefillFailed as failed:
-            attempt.bad_prefills.add(prefill.name)
-            if failed.failure not in NOT_EXECUTED:
-                raise
-            delay = policy.again(failed.failure, number, False, exchanges.budget, random.random())
-            if delay is None:
-                raise
-        await asyncio.sleep(delay)
-
-
-def _cost(attempt: Attempt, posted: Reservation) -> float:
-    return len(posted.prompt_token_ids) if posted.prompt_token_ids is not None else attempt.request.prefill_tokens
-
-
-async def _ask(exchanges: Exchanges, attempt: Attempt, posted: Reservation, prefill: Instance) -> None:
-    params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
-    route, body = bodies.for_prefill(attempt.request, params, posted.prompt_token_ids)
-    emit("meta.prefill", ticket=posted.ticket, transfer=posted.transfer, prefill=prefill.name)
-    timeout = exchanges.settings.prefill_timeout_s
-    try:
-        reply = await exchanges.upstream.send("POST", prefill.base + route, attempt.headers, body, timeout)
-        try:
-            text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
-        finally:
-            reply.close()
-    except UpstreamError as problem:
-        evidence = Evidence.PROBE_FAILED if problem.failure in NOT_EXECUTED else Evidence.BROKE
-        exchanges.fleet.seen(prefill, evidence, problem.why)
-        raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
-    if reply.status == 200:
-        exchanges.fleet.seen(prefill, Evidence.SERVED)
-        return
-    why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
-    if reply.status in (429, 503):
-        raise PrefillFailed(Failure.REFUSED, why)
-    if reply.status >= 500:
-        exchanges.fleet.seen(prefill, Evidence.BROKE, why)
-    raise PrefillFailed(Failure.PREFILL, why)
-
-
-async def _line(send: Send, event: dict[str, str], last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": msgspec.json.encode(event) + b"\n", "more_body": not last})
+async def _line(send: Send, event: dict[str, str], more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": msgspec.json.encode(event) + b"\n", "more_body": more})

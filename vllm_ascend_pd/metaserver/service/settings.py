@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything an operator can set about the metaserver, with its defaults."""
+"""Everything an operator can set about the metaserver, with its defaults. The flags of `cli/metaserver.py` say what each means."""
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, RetryPolicy
 
 
@@ -12,20 +15,61 @@ from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, RetryPolicy
 class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
-    advertise: str = ""  # base URL that D calls back; empty: made from host and port
+    advertise_host: str = ""  # what D calls back; empty: made from `host`
+    workers: int = 1
+    worker_port: int = 0  # worker i listens on this + i too; 0: port + 1 + i
+    grace_s: float = 30.0
+
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    instances_file: str = ""
+
     without_prefill: str = "local"  # no usable P: "local" (D prefills) or "refuse" (503)
     affinity: bool = False
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
+    canary: bool = True
+
     connect_timeout_s: float = 3.0
     prefill_timeout_s: float = 600.0
     first_byte_timeout_s: float = 900.0
     idle_timeout_s: float = 300.0  # silence of a stream after its first byte
     probe_every_s: float = 1.0
     probe_timeout_s: float = 2.0
+    heartbeat_s: float = 2.0
+
     max_body_bytes: int = 64 << 20
     max_running: int = 4096
-    max_waiting: int = 4096
-    heartbeat_s: float = 2.0
+    max_waiting: int = 1024
+    max_wait_s: float = 30.0
+
+    admin_token: str = ""
+    engine_token: str = ""  # for canaries, and for clients that bring no authorization
+    tls_cert: str = ""
+    tls_key: str = ""
+    engine_ca: str = ""
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_cert else "http"
+
+    def engine_tls(self) -> ssl.SSLContext | None:
+        """For https engines; None: the system's certificates."""
+        return ssl.create_default_context(cafile=self.engine_ca) if self.engine_ca else None
+
+
+def read_token(path: str) -> str:
+    """The secret of a token file. It must not be readable by others."""
+    if not path:
+        return ""
+    file = Path(path)
+    try:
+        mode = file.stat().st_mode
+        token = file.read_text().strip()
+    except OSError as problem:
+        raise ConfigError("PD-SEC-004", path=path, why=str(problem)) from problem
+    if mode & 0o077:
+        raise ConfigError("PD-SEC-004", path=path, why=f"its mode is {mode & 0o777:o}")
+    if len(token) < 16 or not token.isascii() or any(c.isspace() for c in token):
+        raise ConfigError("PD-SEC-004", path=path, why="it must hold one word of at least 16 ASCII characters")
+    return token

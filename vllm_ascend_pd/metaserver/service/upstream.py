@@ -1,17 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to the engines: pooled keep-alive connections, answers handed on as the bytes arrive."""
+"""HTTP to the engines: keep-alive connections, answers handed on as the bytes arrive, time limits without timers.
+
+A small HTTP/1.1 client of our own on httptools, because the libraries spend several times the relay's own work on
+each request (the measurement is in docs/decisions.md). It does what a relay needs and no more: no redirects, no
+cookies, no decompression, no proxies. One sweep twice a second looks after all deadlines, so that a piece of a stream
+costs no timer. Reading pauses while the client is slower than the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from types import TracebackType
+from typing import NamedTuple
 
-import aiohttp
+import httptools
 
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.service.faults import Headers
 
-_KEEPALIVE_S = 4.0  # below the engines' own 5 s, so that a connection they are closing is not taken
+_IDLE_S = 4.0  # below the engines' own 5 s, so that a connection they are closing is not taken
+_SWEEP_S = 0.5
+_AHEAD_BYTES = 256 << 10  # read ahead of the client at most
+_HEAD_BYTES = 64 << 10
+
+
+class Origin(NamedTuple):
+    """Where an engine listens."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def netloc(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class UpstreamError(Exception):
@@ -23,14 +46,37 @@ class UpstreamError(Exception):
         self.why = why
 
 
+class _Stale(Exception):
+    """A kept connection that the engine had closed before a byte of the answer came."""
+
+
 class Reply:
     """An engine's answer: the head is there, the body is read piece by piece."""
 
-    def __init__(self, response: aiohttp.ClientResponse, idle_s: float) -> None:
-        self._response = response
+    __slots__ = (
+        "_connection",
+        "_ended",
+        "_error",
+        "_idle_s",
+        "_loop",
+        "_pieces",
+        "_size",
+        "_waiter",
+        "headers",
+        "status",
+    )
+
+    def __init__(self, connection: _Connection, status: int, headers: Headers, idle_s: float) -> None:
+        self.status = status
+        self.headers = headers
+        self._connection: _Connection | None = connection
+        self._loop = connection.loop
         self._idle_s = idle_s
-        self.status = response.status
-        self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._error: UpstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Reply:
         return self
@@ -41,73 +87,311 @@ class Reply:
         self.close()
 
     async def read(self, timeout_s: float | None = None) -> bytes:
-        """The next piece, b"" at the regular end. Raises UpstreamError when it breaks off or falls silent."""
-        try:
-            return await asyncio.wait_for(self._response.content.readany(), timeout_s or self._idle_s)
-        except asyncio.TimeoutError as problem:
-            raise UpstreamError(Failure.TIMEOUT, "it fell silent") from problem
-        except (aiohttp.ClientError, OSError) as problem:
-            raise UpstreamError(Failure.BROKEN, _why(problem)) from problem
+        """What has come since the last read, b"" at the regular end. Raises UpstreamError when it broke off."""
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return b""
+            if self._connection is not None:
+                self._connection.deadline = self._loop.time() + (timeout_s or self._idle_s)
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        pieces, self._pieces = self._pieces, []
+        if self._size > _AHEAD_BYTES and self._connection is not None:
+            self._connection.resume()
+        self._size = 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def rest(self, most: int, timeout_s: float | None = None) -> bytes:
+        """Everything that is left, unless it is more than `most` bytes."""
         pieces = []
-        size = 0
         while piece := await self.read(timeout_s):
             pieces.append(piece)
-            size += len(piece)
-            if size > most:
-                raise UpstreamError(Failure.BROKEN, f"its answer is larger than {most} bytes")
+            most -= len(piece)
+            if most < 0:
+                raise UpstreamError(Failure.BROKEN, "its answer is too large")
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Gives the connection back when the answer was read to its end; else closes it, which the engine sees."""
-        if self._response.content.at_eof():
-            self._response.release()
+        """Not read to its end: the connection is cut, which the engine sees as a client that left."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+
+    # -- from the connection
+
+    def feed(self, piece: bytes) -> bool:
+        """False when enough is waiting and reading must pause."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        self._wake()
+        return self._size <= _AHEAD_BYTES
+
+    def end(self, error: UpstreamError | None = None) -> None:
+        self._ended, self._error, self._connection = True, error, None
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to one engine: idle in its pool, or busy with one request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: _Pool, idle_s: float) -> None:
+        self.loop = loop
+        self.deadline = 0.0
+        self.idle_since = 0.0
+        self._pool = pool
+        self._idle_s = idle_s
+        self._transport: asyncio.Transport | None = None
+        self._head: asyncio.Future[Reply] | None = None
+        self._reply: Reply | None = None
+        self._heard = False
+        self._used = False
+        self._paused = False
+        self._until_close = False
+        self._headers: Headers = []
+
+    def request(self, data: list[bytes], bodiless: bool, timeout_s: float) -> asyncio.Future[Reply]:
+        """Send; the future is the answer's head."""
+        if self._transport is None or self._transport.is_closing():
+            raise _Stale
+        self._parser = httptools.HttpResponseParser(self)
+        self._status_seen, self._headers, self._head_size = False, [], 0
+        self._bodiless, self._heard, self._until_close = bodiless, False, False
+        self.deadline = self.loop.time() + timeout_s
+        self._head = self.loop.create_future()
+        self._pool.busy.add(self)
+        self._transport.writelines(data)
+        return self._head
+
+    def resume(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        self._pool.busy.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def expire(self) -> None:
+        waited = "no answer in time" if self._reply is None else "it fell silent"
+        self._fail(UpstreamError(Failure.TIMEOUT, waited))
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # a stream's transport is an asyncio.Transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is None:
+            self.abort()  # nothing was asked: what it says cannot be trusted to belong to the next answer
+            return
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as problem:
+            self._fail(UpstreamError(Failure.BROKEN, f"not HTTP: {problem}"))
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        if self._reply is not None and self._until_close and problem is None:
+            self._finish(keep=False)
+        elif self._head is not None:
+            self._fail(
+                UpstreamError(
+                    Failure.BROKEN, f"it closed the connection ({problem})" if problem else "it closed the connection"
+                )
+            )
+        self._pool.forget(self)
+
+    # -- httptools
+
+    def on_message_begin(self) -> None:
+        if self._head is None:
+            self.abort()  # another answer right behind the one that was asked for
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+        self._head_size += len(name) + len(value)
+        if self._head_size > _HEAD_BYTES:
+            self._fail(UpstreamError(Failure.BROKEN, "its headers are too large"))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = []
+            return
+        if self._head is None or self._head.done():
+            return
+        names = {name for name, _ in self._headers}
+        empty = self._bodiless or status in (204, 304)
+        self._until_close = not empty and not names & {b"content-length", b"transfer-encoding"}
+        self._reply = Reply(self, status, self._headers, self._idle_s)
+        self._head.set_result(self._reply)
+        if self._bodiless:
+            self._finish(keep=False)
+
+    def on_body(self, piece: bytes) -> None:
+        if self._reply is not None and not self._reply.feed(piece) and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._reply is not None:
+            self._finish(keep=self._parser.should_keep_alive())
+
+    # -- ends
+
+    def _finish(self, keep: bool) -> None:
+        reply, self._reply, self._head = self._reply, None, None
+        self._used = True
+        self.resume()
+        if reply is not None:
+            reply.end()
+        if keep and self._transport is not None and not self._transport.is_closing():
+            self._pool.keep(self)
         else:
-            self._response.close()
+            self.abort()
+
+    def _fail(self, error: UpstreamError) -> None:
+        reply, self._reply = self._reply, None
+        head, self._head = self._head, None
+        if reply is not None:
+            reply.end(error)
+        elif head is not None and not head.done():
+            stale = self._used and not self._heard and error.failure is Failure.BROKEN
+            head.set_exception(_Stale() if stale else error)
+        self.abort()
+
+
+class _Pool:
+    """The connections to one engine."""
+
+    def __init__(self) -> None:
+        self.idle: list[_Connection] = []
+        self.busy: set[_Connection] = set()
+
+    def take(self, now: float) -> _Connection | None:
+        """The one used last: it is the least likely to be closing."""
+        if self.idle:
+            connection = self.idle.pop()
+            if now - connection.idle_since < _IDLE_S:
+                return connection
+            self.idle.append(connection)
+        return None
+
+    def keep(self, connection: _Connection) -> None:
+        self.busy.discard(connection)
+        connection.idle_since = connection.loop.time()
+        self.idle.append(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        self.busy.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        for connection in [c for c in self.busy if c.deadline < now]:
+            connection.expire()
+        old = [c for c in self.idle if now - c.idle_since >= _IDLE_S]
+        self.idle = [c for c in self.idle if now - c.idle_since < _IDLE_S]
+        for connection in old:
+            connection.abort()
 
 
 class Upstream:
-    def __init__(self, connect_timeout_s: float, idle_timeout_s: float) -> None:
-        self._idle_s = idle_timeout_s
+    """All connections of this process to engines."""
+
+    def __init__(self, connect_timeout_s: float, idle_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._connect_s = connect_timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        self._idle_s = idle_timeout_s
+        self._tls = tls
+        self._pools: dict[Origin, _Pool] = {}
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def send(
-        self, method: str, url: str, headers: Headers, body: bytes, timeout_s: float, query: bytes = b""
+        self,
+        origin: Origin,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: bytes,
+        timeout_s: float,
+        repeatable: bool = True,
     ) -> Reply:
-        """Send a request, wait for the head of its answer. Raises UpstreamError."""
-        session = self._session or self._open()
-        target = url + ("?" + query.decode("latin-1") if query else "")
-        named = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-        try:
-            response = await asyncio.wait_for(
-                session.request(method, target, headers=named, data=body or None, allow_redirects=False), timeout_s
-            )
-        except aiohttp.ClientConnectorError as problem:
-            raise UpstreamError(Failure.CONNECT, _why(problem)) from problem
-        except aiohttp.ConnectionTimeoutError as problem:
-            raise UpstreamError(Failure.CONNECT, "no connection in time") from problem
-        except asyncio.TimeoutError as problem:
-            raise UpstreamError(Failure.TIMEOUT, f"no answer within {timeout_s:g} s") from problem
-        except (aiohttp.ClientError, OSError) as problem:
-            raise UpstreamError(Failure.BROKEN, _why(problem)) from problem
-        return Reply(response, self._idle_s)
+        """Send a request, wait for the head of its answer. Raises UpstreamError. Cancelling it closes the connection.
 
-    def _open(self) -> aiohttp.ClientSession:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, enable_cleanup_closed=False),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s, sock_read=None),
-            auto_decompress=False,
-            trust_env=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        `repeatable`: on a kept connection that turns out to be closed the request is sent again on another one. It
+        may then have been read twice: harmless for a generation (nobody has seen the first) and for a prefill (P
+        refuses a transfer that it has), not for everything.
+        """
+        pool = self._pools.get(origin) or self._open(origin)
+        data = _request(method, path, origin, headers, body)
+        while True:
+            connection = pool.take(asyncio.get_running_loop().time())
+            fresh = connection is None
+            connection = connection or await self._connect(origin, pool)
+            try:
+                return await self._exchange(connection, data, method == "HEAD", timeout_s)
+            except _Stale:
+                if fresh or not repeatable:
+                    raise UpstreamError(Failure.BROKEN, "it closed the connection") from None
+
+    async def _exchange(self, connection: _Connection, data: list[bytes], bodiless: bool, timeout_s: float) -> Reply:
+        head = connection.request(data, bodiless, timeout_s)
+        try:
+            return await head
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+    async def _connect(self, origin: Origin, pool: _Pool) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if origin.scheme == "https" and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if origin.scheme == "https" else None
+        making = loop.create_connection(
+            lambda: _Connection(loop, pool, self._idle_s), origin.host, origin.port, ssl=tls
         )
-        return self._session
+        try:
+            _, connection = await asyncio.wait_for(making, self._connect_s)
+        except asyncio.TimeoutError as problem:
+            raise UpstreamError(Failure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
+        except OSError as problem:
+            raise UpstreamError(Failure.CONNECT, str(problem) or type(problem).__name__) from problem
+        return connection
+
+    def _open(self, origin: Origin) -> _Pool:
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="upstream sweep")
+        return self._pools.setdefault(origin, _Pool())
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for pool in self._pools.values():
+                pool.sweep(loop.time())
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for pool in self._pools.values():
+            for connection in (*pool.idle, *pool.busy):
+                connection.abort()
 
 
-def _why(problem: Exception) -> str:
-    return f"{type(problem).__name__} {problem}".strip()[:300]
+def _request(method: str, path: bytes, origin: Origin, headers: Headers, body: bytes) -> list[bytes]:
+    lines = [method.encode(), b" ", path, b" HTTP/1.1\r\nhost: ", origin.netloc.encode(), b"\r\n"]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    if body or method in ("POST", "PUT", "PATCH"):
+        lines.append(b"content-length: %d\r\n" % len(body))
+    lines.append(b"\r\n")
+    head = b"".join(lines)
+    return [head + body] if len(body) < 16384 else [head, body]

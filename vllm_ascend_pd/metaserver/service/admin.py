@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator may ask and do: instances listed, added, drained, removed; the state of everything as JSON.
+
+With a token every call must bear it. Without one only callers on this very host are let in, and only under a loopback
+name, so that no web page a user opens there can reach it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.service.faults import error_body
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+
+Operation = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
+_MAX_BODY = 64 << 10
+
+
+class Refusal(Exception):
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+def apply(fleet: Fleet, operation: Operation) -> None:
+    """Carry out one operation in this process; every worker applies the same ones in the same order."""
+    kind, name = operation["op"], operation["name"]
+    if kind == "add":
+        fleet.add(parse_spec(Role(operation["role"]), operation["url"], operation["weight"]), "admin")
+    elif kind == "remove":
+        fleet.remove(name)
+    else:
+        instance = fleet.get(name)
+        if instance is not None:
+            instance.draining = kind == "drain"
+
+
+class Admin:
+    """`perform` applies an operation in all workers; `state` is the sum over them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        token: str,
+        perform: Callable[[Operation], Awaitable[None]],
+        state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._fleet = fleet
+        self._token = token
+        self._perform = perform
+        self._state = state
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/status", self._guarded(self._status)),
+            Route("/instances", self._guarded(self._list), methods=["GET"]),
+            Route("/instances", self._guarded(self._add), methods=["POST"]),
+            Route("/instances/{name}", self._guarded(self._remove), methods=["DELETE"]),
+            Route("/instances/{name}/{op}", self._guarded(self._drain), methods=["POST"]),
+        ]
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: Request) -> Response:
+            try:
+                self.check(request)
+                return await handler(request)
+            except Refusal as refusal:
+                headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None
+                body = error_body(refusal.status, str(refusal))
+                return Response(body, refusal.status, headers, media_type="application/json")
+
+        return guarded
+
+    def check(self, request: Request) -> None:
+        """Raises Refusal."""
+        if self._token:
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                raise Refusal(401, "This needs the admin token (--admin-token-file).")
+            return
+        caller = request.client.host if request.client else ""
+        if not (_loopback(caller) and _loopback(request.url.hostname or "")):
+            raise Refusal(403, "Without --admin-token-file this is for callers on the metaserver's own host only.")
+
+    async def _status(self, _: Request) -> Response:
+        return JSONResponse(self._state())
+
+    async def _list(self, _: Request) -> Response:
+        return JSONResponse({"instances": self._state()["instances"]})
+
+    async def _add(self, request: Request) -> Response:
+        body = await _json(request)
+        try:
+            role = Role(body.get("role"))
+            spec = parse_spec(role, body.get("url"), body.get("weight", 1.0))
+        except ValueError as problem:
+            raise Refusal(400, str(problem)) from problem
+        known = self._fleet.get(spec.name)
+        if known is not None and known.role is not role:
+            raise Refusal(409, f"{spec.name} is a {known.role.value} instance already.")
+        operation = {"op": "add", "name": spec.name, "role": role.value, "url": body["url"], "weight": spec.weight}
+        await self._perform(operation)
+        return JSONResponse(self._facts(spec.name), 200 if known else 201)
+
+    async def _remove(self, request: Request) -> Response:
+        name = self._known(request)
+        await self._perform({"op": "remove", "name": name})
+        return JSONResponse({"removed": name})
+
+    async def _drain(self, request: Request) -> Response:
+        name, op = self._known(request), request.path_params["op"]
+        if op not in ("drain", "undrain"):
+            raise Refusal(404, f"Unknown operation {op!r}: drain and undrain are known.")
+        _require_json(request)
+        await self._perform({"op": op, "name": name})
+        return JSONResponse(self._facts(name))
+
+    def _known(self, request: Request) -> str:
+        name: str = request.path_params["name"]
+        if self._fleet.get(name) is None:
+            raise Refusal(404, f"There is no instance {name}.")
+        return name
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        return next((i for i in self._state()["instances"] if i["name"] == name), {"name": name})
+
+
+def _require_json(request: Request) -> None:
+    """A web page cannot send this type to another origin without being asked first."""
+    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        raise Refusal(415, "Send content-type: application/json.")
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    _require_json(request)
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY:
+            raise Refusal(413, "The body is too large.")
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError as problem:
+        raise Refusal(400, f"The body is not a JSON object: {problem}") from problem
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

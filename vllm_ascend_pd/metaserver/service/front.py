@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's request from its turn to its end: attempts until one answers, each over a chosen D."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from typing import Any
+
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
+from vllm_ascend_pd.metaserver.service import relay
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Journal, uncancel
+from vllm_ascend_pd.metaserver.service.faults import fault
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.metaserver.service.upstream import Upstream
+from vllm_ascend_pd.observe.trace import emit
+
+_LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself
+_COME_BACK_S = 2.0
+_CLOSING = fault(503, "The metaserver is shutting down.", retry_after_s=_COME_BACK_S)
+_CLOSING.headers.append((b"connection", b"close"))
+
+
+class Turnstile:
+    """Waits where the gatekeeper says so; the one that waited longest goes first."""
+
+    def __init__(self, keeper: Gatekeeper) -> None:
+        self.keeper = keeper
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self, most_s: float) -> bool:
+        """False: come back later."""
+        said = self.keeper.ask()
+        if said is Admission.QUEUE:
+            return await self._wait(most_s)
+        return said is Admission.NOW
+
+    async def _wait(self, most_s: float) -> bool:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        mine = False
+        try:
+            await asyncio.wait({turn}, timeout=most_s)
+            mine = turn.done()
+        finally:
+            if turn.done() and not mine:
+                self.leave()  # its turn came in the moment in which it left
+            elif not turn.done():
+                self._queue.remove(turn)
+                self.keeper.give_up()
+        return mine
+
+    def leave(self) -> None:
+        if self.keeper.leave():
+            self._queue.popleft().set_result(None)
+
+
+class Front:
+    """What all requests of this process share."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.upstream = upstream
+        self.own_url = own_url
+        self.journal = Journal()
+        self.budget = RetryBudget()
+        self.turnstile = Turnstile(Gatekeeper(settings.max_running, settings.max_waiting))
+        self.closing = False
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer a client. Cancelled through the exchange's interrupt when it leaves."""
+        if self.closing:
+            await relay.refuse(exchange, _CLOSING)
+        elif not await self.turnstile.enter(self.settings.max_wait_s):
+            await relay.refuse(exchange, fault(429, "Too many requests are waiting.", retry_after_s=_COME_BACK_S))
+        else:
+            self.journal.begin(exchange)
+            try:
+                await self._attempts(exchange)
+            except asyncio.CancelledError:
+                if exchange.committed or not exchange.interrupt.closing:
+                    raise
+                uncancel(exchange.interrupt.task)
+                await relay.refuse(exchange, _CLOSING)
+            finally:
+                self.journal.end(exchange)
+                self.turnstile.leave()
+
+    async def _attempts(self, exchange: Exchange) -> None:
+        self.budget.request()
+        while True:
+            exchange.number += 1
+            decode = self._decode(exchange)
+            if decode is None:
+                refusal = fault(503, "No decode instance is available.", retry_after_s=_COME_BACK_S)
+                await relay.refuse(exchange, refusal)
+                return
+            try:
+                await self._attempt(exchange, decode)
+                return
+            except AttemptFailed as failed:
+                delay = self.settings.retry.again(failed.failure, exchange.number, True, self.budget, random.random())
+                if delay is None or exchange.pinned is not None:
+                    await relay.refuse(exchange, failed.answer)
+                    return
+                if failed.failure is not Failure.PREFILL:
+                    exchange.tried.add(decode.name)
+                exchange.stage("retry", failed.failure.value)
+                METRICS.retries.labels(failed.failure.value).inc()
+            await asyncio.sleep(delay)
+
+    def _decode(self, exchange: Exchange) -> Instance | None:
+        if exchange.pinned is not None:
+            return exchange.pinned[1]
+        return self.fleet.choose(Role.DECODE, exchange.request.decode_tokens, frozenset(exchange.tried))
+
+    async def _attempt(self, exchange: Exchange, decode: Instance) -> None:
+        attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
+        body = bodies.for_decode(exchange.request, self._params(attempt))
+        self.journal.tickets[attempt.ticket] = attempt
+        emit("meta.decode", ticket=attempt.ticket, decode=decode.name)
+        exchange.stage("decode", decode.name)
+        well = False
+        try:
+            with self.fleet.leg(decode, exchange.request.decode_tokens):
+                await relay.decode(self, attempt, body)
+            well = True
+        except asyncio.CancelledError:
+            failed = exchange.interrupt.take_failure()
+            if failed is None:
+                raise
+            raise failed from None
+        finally:
+            self._close(attempt, well)
+
+    def _params(self, attempt: Attempt) -> dict[str, Any] | None:
+        """What D is told about its prefill; None: it prefills by itself. Raises AttemptFailed."""
+        exchange = attempt.exchange
+        if not exchange.request.remote:
+            return None
+        if exchange.pinned is None and not self.fleet.usable(Role.PREFILL):
+            if self.settings.without_prefill == "refuse":
+                refusal = fault(503, "No prefill instance is available.", "PD-META-006", _COME_BACK_S)
+                raise AttemptFailed(Failure.REFUSED, refusal)
+            exchange.stage("local", "no prefill instance")
+            return None
+        params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
+        if exchange.request.send_tokens:
+            params["send_tokens"] = True
+        return params
+
+    def _close(self, attempt: Attempt, well: bool) -> None:
+        """The attempt is over. A prefill still under way is cut, or after a good end given a moment to finish."""
+        self.journal.tickets.pop(attempt.ticket, None)
+        if not attempt.legs:
+            return
+        if well:
+            asyncio.get_running_loop().call_later(_LATE_PREFILL_S, attempt.cancel_legs)
+        else:
+            attempt.cancel_legs()
+
+    async def drain(self) -> None:
+        """Take nothing new; let what is under way finish; cut what is left when the grace is over."""
+        self.closing = True
+        end = time.monotonic() + self.settings.grace_s
+        while self.journal.exchanges and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for exchange in tuple(self.journal.exchanges):
+            exchange.interrupt.close()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's line to its supervisor: its reports go up, the others' reports and the admin's operations come down.
+
+An operation goes up first and is applied when it comes down, so that all workers apply all operations in one order.
+A worker that is alone has no line and applies at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.metaserver.service import admin
+from vllm_ascend_pd.metaserver.service.canary import Canary
+from vllm_ascend_pd.metaserver.service.fleet import Fleet
+
+log = logging.getLogger(__name__)
+REPORT_EVERY_S = 0.25
+MAX_LINE_BYTES = 16 << 20
+_ECHO_S = 5.0
+_WATCH_S = 5.0
+
+
+class Hub:
+    def __init__(self, worker: int, line: socket.socket | None = None) -> None:
+        self.worker = worker
+        self._line = line
+        self._others: dict[int, dict[str, Any]] = {}
+        self._echoes: dict[str, asyncio.Future[None]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._watched_until = 0.0
+
+    def attach(self, fleet: Fleet, canary: Canary, report: Callable[[bool], dict[str, Any]]) -> None:
+        """`report(details)` is what this worker tells about itself."""
+        self._fleet, self._canary, self._report = fleet, canary, report
+
+    def others(self) -> list[dict[str, Any]]:
+        """The others' last reports. Who asks is watching: they tell more for a while."""
+        self._write({"watch": True})
+        return list(self._others.values())
+
+    async def perform(self, operation: admin.Operation) -> None:
+        """Apply an operation everywhere; returns when this worker has applied it."""
+        if self._writer is None:
+            admin.apply(self._fleet, operation)
+            return
+        mark = uuid.uuid4().hex
+        echo = self._echoes[mark] = asyncio.get_running_loop().create_future()
+        self._write({"operation": {**operation, "mark": mark}})
+        try:
+            await asyncio.wait_for(echo, _ECHO_S)
+        except asyncio.TimeoutError as problem:
+            raise admin.Refusal(503, "The supervisor did not answer.") from problem
+        finally:
+            del self._echoes[mark]
+
+    async def run(self) -> None:
+        if self._line is None:
+            return
+        reader, self._writer = await asyncio.open_connection(sock=self._line, limit=MAX_LINE_BYTES)
+        reporting = asyncio.create_task(self._report_up(), name="worker reports")
+        try:
+            while line := await reader.readline():
+                self._heard(msgspec.json.decode(line))
+            log.error("the supervisor is gone: this worker ends")
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            reporting.cancel()
+            self._writer.close()
+
+    async def _report_up(self) -> None:
+        while self._writer is not None:
+            self._write({"report": self._report(time.monotonic() < self._watched_until)})
+            with contextlib.suppress(ConnectionError):  # the reader sees the end of the line and acts on it
+                await self._writer.drain()
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.write(msgspec.json.encode({"worker": self.worker, **message}) + b"\n")
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        if "operation" in message:
+            operation = message["operation"]
+            admin.apply(self._fleet, operation)
+            echo = self._echoes.get(operation.get("mark", ""))
+            if echo is not None and not echo.done():
+                echo.set_result(None)
+        elif "watch" in message:
+            self._watched_until = time.monotonic() + _WATCH_S
+        elif "gone" in message:
+            self._others.pop(message["gone"], None)
+            self._count()
+        elif message["worker"] != self.worker:
+            self._others[message["worker"]] = message["report"]
+            self._count()
+
+    def _count(self) -> None:
+        """Take the others' load and proofs into our own view."""
+        load: dict[str, float] = {}
+        for report in self._others.values():
+            for facts in report["instances"]:
+                load[facts["name"]] = load.get(facts["name"], 0.0) + facts["tokens_in_flight"]
+        for instance in self._fleet:
+            instance.load_elsewhere = load.get(instance.name, 0.0)
+        self._canary.learn([tuple(proof) for report in self._others.values() for proof in report["proofs"]])

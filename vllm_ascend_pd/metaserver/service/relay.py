@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's leg: the request goes out, what comes back goes to the client as it arrives, untouched.
+
+The head waits for the first byte of the body: until then the client has seen nothing and another attempt can be made.
+Only that first piece is looked at, never the ones after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Evidence, Failure
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
+from vllm_ascend_pd.metaserver.service.faults import Answer, Headers, error_frame, fault
+from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.upstream import Reply, UpstreamError
+from vllm_ascend_pd.observe.trace import emit
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.metaserver.service.front import Front
+
+OWN_HEADERS = frozenset(
+    b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
+)
+_WHOLE_ANSWER_BYTES = 256 << 20
+_ERROR_BYTES = 1 << 20
+_ERROR_EVENT = b'data: {"error"'
+
+
+async def decode(front: Front, attempt: Attempt, body: bytes) -> None:
+    """Raises AttemptFailed as long as the client has seen nothing."""
+    exchange = attempt.exchange
+    sent = time.monotonic()
+    reply, first = await _open(front, attempt, body)
+    with contextlib.closing(reply):
+        now = time.monotonic()
+        METRICS.leg_seconds.labels("decode").observe(now - sent)
+        METRICS.ttft.labels(exchange.request.route).observe(now - exchange.started)
+        emit("meta.first_byte", ticket=attempt.ticket, decode=attempt.decode.name)
+        exchange.stage("first byte")
+        exchange.committed, exchange.status = True, reply.status
+        head = client_head(reply.headers, exchange.request_id)
+        if exchange.request.stream and reply.status == 200:
+            await _stream(front, attempt, reply, head, first)
+        else:
+            await send_whole(exchange.send, reply.status, head, first)
+        exchange.stage("end")
+
+
+async def _open(front: Front, attempt: Attempt, body: bytes) -> tuple[Reply, bytes]:
+    """D's answer once there is something for the client: all of it, or the first piece of a stream."""
+    instance, exchange = attempt.decode, attempt.exchange
+    timeout = front.settings.first_byte_timeout_s
+    try:
+        reply = await front.upstream.send(
+            instance.origin, "POST", exchange.request.route.encode(), exchange.headers, body, timeout
+        )
+    except UpstreamError as problem:
+        raise _broken(front, instance, problem.failure, problem.why) from problem
+    opened = False
+    try:
+        first = await _first(front, attempt, reply, timeout)
+        opened = True
+    except UpstreamError as problem:
+        raise _broken(front, instance, problem.failure, problem.why) from problem
+    finally:
+        if not opened:
+            reply.close()
+    front.fleet.seen(instance, Evidence.SERVED)
+    METRICS.legs.labels("decode", instance.name, "served").inc()
+    return reply, first
+
+
+async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float) -> bytes:
+    if reply.status >= 500 or reply.status == 429:
+        raise _refused(front, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
+    if reply.status != 200 or not attempt.exchange.request.stream:
+        first = await reply.rest(_WHOLE_ANSWER_BYTES, timeout_s)
+    else:
+        first = await reply.read(timeout_s)
+    if reply.status == 200 and not first.strip():
+        raise UpstreamError(Failure.EMPTY, "its answer was empty")
+    if first.startswith(_ERROR_EVENT):
+        # vLLM says 200 to a stream before the request has run; this is the failure that came after.
+        body = first.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
+        raise _refused(front, attempt, 500, body, [])
+    return first
+
+
+def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
+    """D said no, in words that the client gets if no other attempt is made."""
+    instance = attempt.decode
+    kept = [(name, value) for name, value in headers if name == b"retry-after"]
+    passed = Answer(status, body, kept) if body.strip() else fault(status, "The decode instance gave no reason.")
+    if status in (429, 503):
+        METRICS.legs.labels("decode", instance.name, "refused").inc()
+        return AttemptFailed(Failure.REFUSED, passed)
+    if attempt.prefill_failed:  # with policy "fail" D cannot but say so: no evidence against D
+        METRICS.legs.labels("decode", instance.name, "no prefill").inc()
+        return AttemptFailed(Failure.PREFILL, passed)
+    METRICS.legs.labels("decode", instance.name, "broke").inc()
+    front.fleet.seen(instance, Evidence.BROKE, f"it answered {status}: {body[:200].decode(errors='replace')}")
+    return AttemptFailed(Failure.SERVER, passed)
+
+
+def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
+    evidence = Evidence.PROBE_FAILED if failure in NOT_EXECUTED else Evidence.BROKE
+    front.fleet.seen(instance, evidence, why)
+    METRICS.legs.labels("decode", instance.name, "broke").inc()
+    status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503}.get(failure, 502)
+    message = f"The decode instance could not answer: {why}."
+    return AttemptFailed(failure, fault(status, message, "PD-META-007", 2 if status == 503 else None))
+
+
+async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
+    send, interrupt = attempt.exchange.send, attempt.exchange.interrupt
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    piece = last = first
+    problem = ""
+    try:
+        while piece:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            last = piece
+            piece = await reply.read()
+    except UpstreamError as broken:
+        front.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
+        problem = f"The decode instance broke off: {broken.why}."
+    except asyncio.CancelledError:
+        if not interrupt.closing:
+            raise
+        uncancel(interrupt.task)
+        problem = "The metaserver is shutting down."
+    if problem:
+        METRICS.broken_streams.inc()
+        attempt.exchange.stage("broken", problem)
+        gap = b"" if last.endswith(b"\n\n") else b"\n\n"
+        await send({"type": "http.response.body", "body": gap + error_frame(problem, "PD-META-007"), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def client_head(headers: Headers, request_id: str) -> Headers:
+    """An engine's headers for the client: without those that belong to the connection."""
+    named = [value for name, value in headers if name == b"connection"]
+    drop = (
+        OWN_HEADERS.union(*(value.lower().replace(b" ", b"").split(b",") for value in named)) if named else OWN_HEADERS
+    )
+    head = [(name, value) for name, value in headers if name not in drop]
+    head.append((b"x-request-id", request_id.encode("latin-1")))
+    return head
+
+
+async def send_whole(send: Send, status: int, head: Headers, body: bytes) -> None:
+    head.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(exchange: Exchange, answer: Answer) -> None:
+    """Our own word, or an engine's error, to a client that has seen nothing yet."""
+    exchange.committed, exchange.status = True, answer.status
+    exchange.stage("refused", str(answer.status))
+    head = [(b"content-type", answer.content_type), (b"x-request-id", exchange.request_id.encode("latin-1"))]
+    await send_whole(exchange.send, answer.status, [*head, *answer.headers], answer.body)
+
+
+async def tell(send: Send, answer: Answer) -> None:
+    await send_whole(send, answer.status, [(b"content-type", answer.content_type), *answer.headers], answer.body)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as a process: its sockets, its HTTP server, its end.
+
+The end is in two steps: nothing new is taken while what is under way finishes (D's posts for it still come in, so the
+sockets stay open), then the server stops. A second signal stops it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.hub import Hub
+from vllm_ascend_pd.metaserver.service.settings import Settings
+
+log = logging.getLogger(__name__)
+_KEEPALIVE_S = 75  # longer than a client keeps a connection idle, so that it is the client that closes
+_LAST_WORDS_S = 5
+_BACKLOG = 4096
+
+
+class Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal."""
+        if self._loop is None or self._draining is not None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._end(), name="drain")
+
+    async def _end(self) -> None:
+        log.info("shutting down: waiting for %d requests", len(self._worker.front.journal.exchanges))
+        await self._worker.front.drain()
+        self.should_exit = True
+
+
+def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None = None) -> int:
+    """Until a signal. The last socket is the one that this worker's requests carry."""
+    host = settings.advertise_host or callable_host(settings.host)
+    worker = Worker(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
+    config = uvicorn.Config(
+        worker.app(),
+        interface="asgi3",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEPALIVE_S,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
+    )
+    log.info("worker %d: decode engines call back %s", worker.hub.worker, worker.front.own_url)
+    server = Server(config, worker)
+    server.run(sockets=sockets)
+    return 0 if server.started else 1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as problem:
+        listening.close()
+        raise ConfigError("PD-CONF-008", address=f"{host}:{port}", why=problem.strerror or str(problem)) from problem
+    listening.listen(_BACKLOG)
+    listening.setblocking(False)
+    return listening
+
+
+def callable_host(host: str) -> str:
+    """An address that D can call: this machine's own where it listens on all of them."""
+    if host in ("0.0.0.0", "::", ""):
+        return _outward_address()
+    return f"[{host}]" if ":" in host else host
+
+
+def _outward_address() -> str:
+    """The address that packets to elsewhere would leave from; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

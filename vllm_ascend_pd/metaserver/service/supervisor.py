@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several workers on one port: starts them, starts them again when they die, and carries their news to each other.
+
+All workers accept on one inherited socket; each listens on a port of its own too, which its requests carry, so that
+D's posts reach the process that holds the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from prometheus_client import multiprocess
+
+from vllm_ascend_pd.metaserver.service.hub import MAX_LINE_BYTES
+from vllm_ascend_pd.metaserver.service.server import listen
+from vllm_ascend_pd.metaserver.service.settings import Settings
+
+log = logging.getLogger(__name__)
+_RESTART_S = 1.0  # between the deaths of a worker and its next life
+_OVERTIME_S = 10.0  # beyond the grace, before a worker that does not end is killed
+
+
+@dataclass(slots=True)
+class Seat:
+    """A worker's place: its number and its own socket outlive the process in it."""
+
+    worker: int
+    own: socket.socket
+    process: asyncio.subprocess.Process | None = None
+    writer: asyncio.StreamWriter | None = None
+
+
+@dataclass(slots=True)
+class OperationLog:
+    """What a new worker must be told: the admin's operations that still matter, in order."""
+
+    operations: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, operation: dict[str, Any]) -> None:
+        drains = ("drain", "undrain")
+        wiped = drains if operation["op"] in drains else ("add", "remove", *drains)
+        self.operations = [o for o in self.operations if not (o["name"] == operation["name"] and o["op"] in wiped)]
+        self.operations.append(operation)
+
+
+class Supervisor:
+    def __init__(self, settings: Settings, command: Sequence[str]) -> None:
+        self._settings = settings
+        self._command = list(command)
+        self._public = listen(settings.host, settings.port)
+        first = settings.worker_port or self._public.getsockname()[1] + 1
+        self._seats = [Seat(i, listen(settings.host, first + i)) for i in range(settings.workers)]
+        self._log = OperationLog()
+        self._ending = False
+        self._metrics_dir = tempfile.mkdtemp(prefix="ascend-pd-metaserver-")
+
+    def run(self) -> int:
+        try:
+            return asyncio.run(self._run())
+        finally:
+            shutil.rmtree(self._metrics_dir, ignore_errors=True)
+
+    async def _run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sig, self._end, sig)
+        codes = await asyncio.gather(*(self._keep(seat) for seat in self._seats))
+        return max(codes)
+
+    async def _keep(self, seat: Seat) -> int:
+        """Worker after worker on this seat, until the end. A worker that never came up ends everything."""
+        lives = 0
+        while True:
+            code = await self._live(seat)
+            if self._ending:
+                return 0
+            lives += 1
+            log.error("worker %d ended with %d and is started again", seat.worker, code)
+            if code == 2 and lives == 1:
+                self._end(signal.SIGTERM)  # a configuration that cannot be used: no second try makes it better
+                return code
+            await asyncio.sleep(_RESTART_S)
+            if self._ending:
+                return 0
+
+    async def _live(self, seat: Seat) -> int:
+        mine, theirs = socket.socketpair()
+        fds = (self._public.fileno(), seat.own.fileno(), theirs.fileno())
+        seat.process = await asyncio.create_subprocess_exec(
+            *self._command,
+            "--as-worker",
+            ":".join(map(str, (seat.worker, *fds))),
+            pass_fds=fds,
+            start_new_session=True,  # ctrl-C is ours to pass on
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
+        )
+        theirs.close()
+        reader, seat.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
+        for operation in self._log.operations:
+            _write(seat, {"operation": operation})
+        listening = asyncio.create_task(self._listen(reader), name=f"news of worker {seat.worker}")
+        code = await seat.process.wait()
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        seat.writer.close()
+        seat.writer = None
+        multiprocess.mark_process_dead(seat.process.pid, self._metrics_dir)  # type: ignore[no-untyped-call]
+        self._tell_all({"gone": seat.worker})
+        return code
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                message = msgspec.json.decode(line)
+                if "operation" in message:
+                    self._log.add(message["operation"])
+                self._tell_all(message)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for seat in self._seats:
+            _write(seat, message)
+
+    def _end(self, sig: int) -> None:
+        """The first time: each worker drains. After the grace, or the second time: no more patience."""
+        patience = 0.0 if self._ending else self._settings.grace_s + _OVERTIME_S
+        if not self._ending:
+            self._signal(signal.SIGTERM)
+        self._ending = True
+        asyncio.get_running_loop().call_later(patience, self._signal, signal.SIGKILL)
+
+    def _signal(self, sig: int) -> None:
+        for seat in self._seats:
+            if seat.process is not None and seat.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    seat.process.send_signal(sig)
+
+
+def _write(seat: Seat, message: dict[str, Any]) -> None:
+    """A worker that does not read for long is not told any more; it is stuck or ending."""
+    if seat.writer is not None and seat.writer.transport.get_write_buffer_size() < 2 * MAX_LINE_BYTES:
+        seat.writer.write(msgspec.json.encode(message) + b"\n")
+
+
+def worker_command(argv: Sequence[str]) -> list[str]:
+    """This same command again, for a worker."""
+    return [sys.executable, "-m", "vllm_ascend_pd.cli", *argv]
