@@ -46,7 +46,9 @@ class Engine:
             raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}) returned {rc}")
         port = self._raw.get_rpc_port()
         self.address = f"{host}:{port}"
-        if not shorten_accept(port, ACCEPT_S):
+        if shorten_accept(port, ACCEPT_S):
+            self.answers(self.address)  # ends the accept that began with the old timeout
+        else:
             log.debug("the engine's listener on port %d was not found: closing will take up to a second", port)
 
     @property

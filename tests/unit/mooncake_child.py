@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A receiving process for the Mooncake tests, and how the tests hold it.
+
+    python mooncake_child.py SIZE [PORT]
+
+listens (on PORT, if it can be had), registers SIZE bytes of zeros, prints its session and address, and obeys one
+command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE PIECES PIECE` (start to write ones there, in
+pieces that cannot be merged) and `settle` (wait for that write).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vllm_ascend_pd.config import WireConfig
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.create import create
+
+LOOPBACK = "127.0.0.1"
+WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
+ROOT = Path(__file__).parents[2]
+PORT_WAIT_S = 120.0
+
+
+class Receiver:
+    """The child process, from the test's side. A context manager: nothing survives the test."""
+
+    def __init__(self, size: int, port: int | None = None) -> None:
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "MC_LOG_LEVEL": "ERROR"}
+        if port is not None:  # Mooncake chooses at random: leave it little choice
+            environ |= {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)}
+        command = [sys.executable, __file__, str(size), str(port or 0)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT
+        )
+        self.session, base = self._line().split()
+        self.base = int(base)
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    @property
+    def port(self) -> int:
+        return int(self.session.partition("/")[0].rpartition(":")[2])
+
+    def ask(self, word: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def sum(self) -> int:
+        return int(self.ask("sum"))
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the receiving process ended"
+        return line
+
+
+def settle(transport: Transport, handle: int, limit_s: float = 40.0) -> WriteState:
+    """Poll as the pusher does until the write has ended."""
+    deadline = time.monotonic() + limit_s
+    while (state := transport.poll(handle)) is WriteState.PENDING:
+        assert time.monotonic() < deadline, "the write did not end"
+        time.sleep(0.0005)
+    return state
+
+
+def _listen_on(port: int, size: int) -> tuple[Transport, np.ndarray]:
+    """The kernel keeps a port back for a minute after its last connection, and Mooncake does not ask for it sooner."""
+    memory = np.zeros(size, dtype=np.uint8)
+    deadline = time.monotonic() + (PORT_WAIT_S if port else 0.0)
+    while True:
+        transport = create(WIRE, LOOPBACK)
+        transport.register([(memory.ctypes.data, size)])
+        with contextlib.suppress(PdError):
+            if port in (0, int(transport.session.partition("/")[0].rpartition(":")[2])):
+                return transport, memory
+        transport.close()
+        if time.monotonic() > deadline:
+            raise SystemExit(f"port {port} was not to be had")
+
+
+def _push(transport: Transport, memory: np.ndarray, session: str, *numbers: str) -> int:
+    """Returns while the write is under way: first contact happens in `poll`."""
+    base, pieces, piece = map(int, numbers)
+    memory[:] = 1
+    n = np.arange(pieces) * 2 * piece
+    handle = transport.submit(session, memory.ctypes.data + n, base + n, np.full(pieces, piece))
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline and transport.poll(handle) is WriteState.PENDING:
+        pass
+    return handle
+
+
+def main() -> None:
+    size, port = int(sys.argv[1]), int(sys.argv[2])
+    transport, memory = _listen_on(port, size)
+    print(transport.session, memory.ctypes.data, flush=True)
+    handle = 0
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "sum":
+            answer: object = int(memory.sum(dtype=np.int64))
+        elif command == "clear":
+            memory[:] = 0
+            answer = "ok"
+        elif command == "revoke":
+            answer = transport.revoke()
+        elif command == "push":
+            handle = _push(transport, memory, *arguments)
+            answer = "ok"
+        else:
+            answer = settle(transport, handle).value
+        print(answer, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

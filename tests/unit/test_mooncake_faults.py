@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Mooncake over TCP when the other side dies, stops, restarts, stays silent or takes its permission back."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
+    pytest.skip("Mooncake is not installed", allow_module_level=True)
+
+from mooncake_child import LOOPBACK, WIRE, Receiver, settle
+
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.mooncake import MooncakeTransport
+
+SIZE = 64 << 20
+PIECE = 64 << 10
+PIECES = SIZE // PIECE // 2
+
+
+@pytest.fixture(scope="module")
+def memory() -> np.ndarray:
+    return np.ones(SIZE, dtype=np.uint8)
+
+
+@pytest.fixture
+def transport(memory: np.ndarray) -> Iterator[MooncakeTransport]:
+    opened = create(WIRE, LOOPBACK)
+    assert isinstance(opened, MooncakeTransport)
+    opened.register([(memory.ctypes.data, SIZE)])
+    yield opened
+    opened.close()
+
+
+def one(transport: MooncakeTransport, receiver: Receiver, memory: np.ndarray) -> WriteState:
+    return settle(transport, transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
+
+
+def many(transport: MooncakeTransport, receiver: Receiver, memory: np.ndarray) -> int:
+    """A write of half the memory in pieces that cannot be merged: it takes a while."""
+    n = np.arange(PIECES) * 2 * PIECE
+    return transport.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
+
+
+def test_a_receiver_killed_in_the_middle_fails_the_write_soon(transport, memory) -> None:
+    with Receiver(SIZE) as receiver, Receiver(SIZE) as other:
+        assert one(transport, receiver, memory) is one(transport, other, memory) is WriteState.LANDED
+        handle = many(transport, receiver, memory)
+        transport.poll(handle)
+        receiver.kill()
+        assert settle(transport, handle, limit_s=4.0) is WriteState.FAILED
+        assert one(transport, other, memory) is WriteState.LANDED
+        assert one(transport, receiver, memory) is WriteState.FAILED
+
+
+def test_a_failed_write_is_over_when_it_says_so(transport, memory) -> None:
+    """A stopped receiver: after FAILED only what its kernel holds already arrives, and nothing after that."""
+    with Receiver(SIZE) as receiver, Receiver(1024) as other:
+        assert one(transport, receiver, memory) is one(transport, other, memory) is WriteState.LANDED
+        receiver.ask("clear")
+        handle = many(transport, receiver, memory)
+        receiver.stop()
+        begun, worst = time.monotonic(), 0.0
+        while transport.poll(handle) is WriteState.PENDING:
+            assert time.monotonic() - begun < 15
+            at = time.monotonic()
+            assert one(transport, other, memory) is WriteState.LANDED
+            worst = max(worst, time.monotonic() - at)
+        print(f"failed after {time.monotonic() - begun:.1f} s; the slowest write to another peer {worst * 1e3:.0f} ms")
+        assert worst < 1.0
+        source = memory.copy()
+        try:
+            memory[:] = 100  # the source is reused: the new contents must never be seen
+            receiver.wake()
+            time.sleep(0.3)
+            landed = receiver.sum()
+            time.sleep(0.7)
+            assert receiver.sum() == landed, "bytes went on landing after FAILED"
+            assert landed < PIECES * PIECE, "the whole write landed: the receiver was not stopped in time"
+        finally:
+            memory[:] = source
+        assert one(transport, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
+
+
+def test_after_a_revocation_nothing_of_the_old_session_lands(transport, memory) -> None:
+    with Receiver(SIZE) as receiver:
+        assert one(transport, receiver, memory) is WriteState.LANDED
+        old = receiver.session
+        handle = many(transport, receiver, memory)
+        transport.poll(handle)
+        receiver.session = receiver.ask("revoke")
+        assert receiver.session != old
+        receiver.ask("clear")  # the blocks have another owner now
+        ended = settle(transport, handle)
+        again = settle(transport, transport.submit(old, [memory.ctypes.data], [receiver.base], [PIECE]))
+        assert receiver.sum() == 0, "a write of the old session landed after revoke returned"
+        assert {ended, again} == {WriteState.FAILED}
+        assert one(transport, receiver, memory) is WriteState.LANDED
+        assert receiver.sum() == 1
+
+
+def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory) -> None:
+    """The fence's own case: the *sender* sleeps in the middle of a write, wakes up later, and must hit nothing."""
+    receiving = create(WIRE, LOOPBACK)
+    target = np.zeros(SIZE, dtype=np.uint8)
+    receiving.register([(target.ctypes.data, SIZE)])
+    with Receiver(SIZE) as sender:
+        sender.ask(f"push {receiving.session} {target.ctypes.data} {PIECES} {PIECE}")
+        deadline = time.monotonic() + 10
+        while not target[0]:
+            assert time.monotonic() < deadline
+        sender.stop()
+        landed = int(target.sum(dtype=np.int64))
+        receiving.revoke()
+        target[:] = 0
+        sender.wake()
+        assert sender.ask("settle") == "failed"
+        assert landed < PIECES * PIECE, "the write was complete before it was stopped: nothing was shown"
+        assert not target.any()
+    receiving.close()
+
+
+def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(transport, memory) -> None:
+    with Receiver(1024) as receiver:
+        assert one(transport, receiver, memory) is WriteState.LANDED
+        before = transport._writer
+        receiver.session = receiver.session.partition("/")[0] + "/another"
+        assert one(transport, receiver, memory) is WriteState.LANDED
+        assert transport._writer is not before and before is not None
+        deadline = time.monotonic() + 2
+        while not before.closed:
+            assert one(transport, receiver, memory) is WriteState.LANDED
+            assert time.monotonic() < deadline, "the replaced engine was not closed"
+
+
+@pytest.mark.slow
+def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(transport, memory) -> None:
+    with Receiver(1024) as receiver:
+        assert one(transport, receiver, memory) is WriteState.LANDED
+        port = receiver.port
+    with Receiver(1024, port) as successor:
+        assert successor.port == port
+        assert one(transport, successor, memory) is WriteState.LANDED
+        assert successor.sum() == 1
+
+
+def test_a_silent_peer_delays_nobody(transport, memory) -> None:
+    """It accepts connections and never answers: Mooncake alone stands still for 60 s."""
+    with Receiver(1024) as receiver, socket.socket() as silent:
+        silent.bind((LOOPBACK, 0))
+        silent.listen()
+        assert one(transport, receiver, memory) is WriteState.LANDED
+        name = f"{LOOPBACK}:{silent.getsockname()[1]}/silent"
+        begun = time.monotonic()
+        handle = transport.submit(name, [memory.ctypes.data], [4096], [10])
+        worst = time.monotonic() - begun
+        while transport.poll(handle) is WriteState.PENDING:
+            assert time.monotonic() - begun < 10
+            at = time.monotonic()
+            assert one(transport, receiver, memory) is WriteState.LANDED
+            worst = max(worst, time.monotonic() - at)
+        print(f"the silent peer failed after {time.monotonic() - begun:.1f} s, worst delay {worst * 1e3:.0f} ms")
+        assert worst < 1.0
+
+
+def test_a_peer_that_falls_silent_between_answer_and_opening_is_hung_up_on(transport, memory, monkeypatch) -> None:
+    """The window that asking first leaves open."""
+    with socket.socket() as silent:
+        silent.bind((LOOPBACK, 0))
+        silent.listen()
+        monkeypatch.setattr(transport._introducer, "_probe", lambda address: True)
+        name = f"{LOOPBACK}:{silent.getsockname()[1]}/silent"
+        begun = time.monotonic()
+        assert settle(transport, transport.submit(name, [memory.ctypes.data], [4096], [10])) is WriteState.FAILED
+        assert time.monotonic() - begun < 10
