@@ -145,8 +145,9 @@ class Flights:
         """Nothing more of it is issued."""
         if flight.failed_at is None:
             flight.failed_at = now
-        if flight.waiting:
-            flight.waiting.clear()
-            queue = self._queues.get(flight.peer)
-            if queue is not None and flight in queue:
-                queue.remove(flight)
+        queue = self._queues.get(flight.peer)
+        if flight.waiting and queue is not None:
+            queue.remove(flight)
+            if not queue:
+                del self._queues[flight.peer]
+        flight.waiting.clear()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First contact away from the writer thread, and hanging up on who stays silent."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from vllm_ascend_pd.transport.introducer import MAX_AT_ONCE, Answer, Introducer
+from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
+
+LOOPBACK = "127.0.0.1"
+
+
+def listening() -> socket.socket:
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    listener.listen()
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    return f"{LOOPBACK}:{listener.getsockname()[1]}"
+
+
+def reads_forever(address: str) -> bool:
+    """A probe as Mooncake makes it: connect, then read without a limit that matters."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as sock:
+        return sock.recv(1) == b"y"
+
+
+def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Answer:
+    deadline = time.monotonic() + limit_s
+    while (said := introducer.ask(address)) is Answer.ASKING:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return said
+
+
+@pytest.mark.parametrize("reply, expected", [(b"y", Answer.YES), (b"n", Answer.NO)])
+def test_the_answer_is_the_peers(reply, expected) -> None:
+    with listening() as listener:
+        introducer = Introducer(reads_forever, 5.0, time.monotonic)
+        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(reply)
+            assert answer(introducer, address_of(listener)) is expected
+        assert introducer.close()
+
+
+def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
+    with listening() as listener:
+        introducer = Introducer(reads_forever, 0.2, time.monotonic)
+        assert answer(introducer, address_of(listener)) is Answer.NO
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("pd-introduce")]
+
+
+def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
+    asked: list[str] = []
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, time.monotonic)
+    assert answer(introducer, "a:1") is Answer.YES
+    assert answer(introducer, "a:1") is Answer.YES
+    assert asked == ["a:1", "a:1"]
+
+
+def test_introductions_are_bounded_and_finished_ones_make_room() -> None:
+    gate = threading.Event()
+    introducer = Introducer(lambda _: gate.wait(10), 60.0, time.monotonic)
+    first = [introducer.ask(f"127.0.0.1:{n}") for n in range(1, MAX_AT_ONCE + 1)]
+    assert set(first) == {Answer.ASKING}
+    assert introducer.ask("127.0.0.1:9999") is Answer.NO
+    gate.set()
+    deadline = time.monotonic() + 5
+    while introducer.ask("127.0.0.1:9999") is Answer.NO:
+        assert time.monotonic() < deadline
+    assert introducer.close()
+
+
+def test_hanging_up_cuts_only_connections_to_that_address() -> None:
+    with listening() as one, listening() as other:
+        cut = socket.create_connection(one.getsockname())
+        kept = socket.create_connection(other.getsockname())
+        near, far = one.accept()[0], other.accept()[0]
+        assert hang_up(LOOPBACK, one.getsockname()[1]) == 1
+        assert cut.recv(1) == b""
+        far.sendall(b"x")
+        assert kept.recv(1) == b"x"
+        for sock in (cut, kept, near, far):
+            sock.close()
+
+
+def test_hanging_up_leaves_no_descriptor_behind() -> None:
+    from pathlib import Path
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        hang_up(LOOPBACK, 1)
+        shorten_accept(1, 0.1)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_the_accept_timeout_of_a_listener_is_shortened() -> None:
+    with listening() as listener:
+        assert shorten_accept(listener.getsockname()[1], 0.25)
+        seconds, micros = struct.unpack("ll", listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+        assert seconds == 0 and 240_000 <= micros <= 260_000  # the kernel rounds
+        assert not shorten_accept(1, 0.25)

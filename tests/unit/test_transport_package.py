@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing and preparing a transfer engine: lazily, with the environment that our promises need, or a clear refusal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_ascend_pd.config import WireConfig
+from vllm_ascend_pd.errors import ConfigError, PdError
+from vllm_ascend_pd.transport import package
+from vllm_ascend_pd.transport.create import create
+
+
+def test_tcp_is_forced_and_the_timeout_is_ours() -> None:
+    environ = {"MC_TRANSFER_TIMEOUT": "99"}
+    package.prepare_environment(environ, "tcp", 7.5)
+    assert environ["MC_FORCE_TCP"] == "1"
+    assert environ["MC_TRANSFER_TIMEOUT"] == "8"
+    assert environ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] == "65535"
+
+
+def test_what_the_operator_set_is_kept_where_no_promise_depends_on_it() -> None:
+    environ = {"MC_LOG_LEVEL": "INFO", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "77"}
+    package.prepare_environment(environ, "tcp", 30)
+    assert (environ["MC_LOG_LEVEL"], environ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"]) == ("INFO", "77")
+
+
+@pytest.mark.parametrize(
+    "protocol, name, value",
+    [("tcp", "MC_TCP_PROTO", "1"), ("ascend", "MC_FORCE_TCP", "1"), ("rdma", "MC_FORCE_TCP", "yes")],
+)
+def test_settings_that_break_a_promise_stop_the_start(protocol, name, value) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        package.prepare_environment({name: value}, protocol, 30)
+    assert caught.value.code == "PD-CONF-003"
+
+
+def test_versions_compare_by_their_numbers() -> None:
+    ordered = ["0.3.9", "0.3.11.post1", "0.3.13", "0.3.13.post1", "0.3.13.post2+local9", "0.4.0"]
+    assert sorted(ordered, key=package.version_key) == ordered
+
+
+def test_an_engine_that_is_too_old_for_tcp_is_named(monkeypatch) -> None:
+    pytest.importorskip("mooncake")
+    monkeypatch.setattr(package, "installed_version", lambda: ("mooncake-transfer-engine-npu", "0.3.11.post1"))
+    with pytest.raises(PdError, match=r"0\.3\.11\.post1 is too old for tcp") as caught:
+        package.load("tcp")
+    assert caught.value.code == "PD-WIRE-001"
+    package.load("ascend")
+
+
+def test_a_missing_engine_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(PdError, match=r"mooncake\.engine") as caught:
+        create(WireConfig(mooncake_protocol="tcp"), "127.0.0.1")
+    assert caught.value.code == "PD-WIRE-001"
+
+
+def test_nothing_is_imported_before_it_is_chosen() -> None:
+    program = (
+        "import sys, vllm_ascend_pd.transport.create as c, vllm_ascend_pd.transport.mooncake\n"
+        "from vllm_ascend_pd.config import WireConfig\n"
+        "c.create(WireConfig(transport='memory'), 'x').close()\n"
+        "print([m for m in ('mooncake', 'torch', 'torch_npu') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
