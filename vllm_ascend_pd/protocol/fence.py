@@ -3,7 +3,8 @@
 
 Time alone frees nothing: a writer that was stopped in the middle of a write finishes it when it wakes. A silent
 contributor is quiet when its process is known to be gone, its hold has expired, and everything that it may have
-written up to its end has had the time to land; or when access was revoked.
+written up to its end has had the time to land; or when access was revoked. One that says that it is quiet is
+believed, unless we were stopped ourselves a moment ago: what it sent before may still wait in our own buffers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Writer:
     lapse_at: float = 0.0
     hold_at: float = 0.0
     checksums: tuple[tuple[str, int], ...] = ()
+    answered: bool = False  # has said FAILED(quiescent)
     cancel: Backoff | None = None  # set while CANCEL is being repeated
 
     @property
@@ -52,7 +54,12 @@ class Fence:
     quiet_s: float
     clock: RunningClock = field(default_factory=RunningClock)
     revoking: bool = False
+    rested_at: float = 0.0  # on the running clock: when what waited for us while we were stopped has been read
     _gone: OrderedDict[str, float] = field(default_factory=OrderedDict)
+
+    def observe(self, now: float) -> None:
+        if self.clock.observe(now):
+            self.rested_at = self.clock.seconds + self.timers.margin_s
 
     def lease(self, writer: Writer, begin: Begin) -> None:
         """A READY leaves now: the writer may write from here on."""
@@ -78,11 +85,17 @@ class Fence:
         return writer.state is WriterState.LEASED and self.clock.seconds >= writer.lapse_at
 
     def proven_at(self, writer: Writer) -> float | None:
-        """On the running clock: when the silence of this writer proves that it is quiet; None if it cannot."""
+        """On the running clock: when what is known of this writer proves that it is quiet; None if it does not."""
+        if writer.answered:
+            return self.rested_at
         gone_at = self._gone.get(writer.p_incarnation)
         if gone_at is None:
             return None
         return max(writer.hold_at, gone_at + settled_s(writer.quiet_s))
+
+    def proven(self, writer: Writer) -> bool:
+        proven_at = self.proven_at(writer)
+        return proven_at is not None and self.clock.seconds >= proven_at
 
     def must_revoke(self, writer: Writer) -> bool:
         return self.clock.seconds >= writer.hold_at and self.proven_at(writer) is None

@@ -79,6 +79,7 @@ class Pair:
     addresses: LayerAddresses | None = None
     layout: str = ""
     coverage: Coverage = field(default_factory=Coverage)
+    owing: bool = False  # units may have been ignored, or their source overwritten: DONE would be a lie
     quiet_at: float = 0.0  # on the running clock: when the last lost write has settled
     said: Done | Failed | None = None  # repeated until acknowledged or `speak_until`
     acknowledged: bool = False

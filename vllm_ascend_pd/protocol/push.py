@@ -123,18 +123,26 @@ class Sender:
         return self._taken()
 
     def restart(self, now: float, push: str) -> list[Action]:
-        """The request was preempted: what was covered is to be written again. Nothing may be out."""
+        """The request was preempted: what was covered is to be written again. Nothing may be out.
+
+        A sealed push fails instead: other ranks may have said DONE, and a step that is computed again divides the work
+        between the ranks anew, so the shares would not fit together.
+        """
         self._clock.observe(now)
         record = self._record(push)
-        if record is not None and record.failure is None and not record.closed:
-            if any(pair.coverage.out for pair in record.pairs.values()):
-                raise LocalProtocolError(f"push {push} is restarted while writes are out")
+        if record is None or record.closed:
+            return self._taken()
+        if record.failure is not None or record.sealed:
+            self._lose_source(record)
+            self._fail(now, record, "PD-XFER-002", "preempted after its last step")
+        elif any(pair.coverage.out for pair in record.pairs.values()):
+            raise LocalProtocolError(f"push {push} is restarted while writes are out")
+        else:
             record.epoch += 1
-            record.sealed = False
             record.progress = now
             for pair in record.pairs.values():
                 self._fire(PairEvent.RESTART, now, pair)
-            self._schedule(record)
+        self._schedule(record)
         return self._taken()
 
     def claim(self, now: float, allow: Callable[[Hashable], bool] | None = None) -> list[Claim]:
@@ -190,9 +198,11 @@ class Sender:
         return self._taken()
 
     def abort(self, now: float, push: str, code: str, detail: str) -> list[Action]:
+        """Give the push up. From here on its blocks may be overwritten, though it closes only when nothing is out."""
         self._clock.observe(now)
         record = self._record(push)
         if record is not None:
+            self._lose_source(record)
             self._fail(now, record, code, detail)
             self._schedule(record)
         return self._taken()
@@ -432,8 +442,14 @@ class Sender:
         for pair in push.pairs.values():
             self._fire(PairEvent.FAIL, now, pair)
 
+    def _lose_source(self, push: Push) -> None:
+        """The blocks may go at any time now: whatever is still out does not count as delivered."""
+        for pair in push.pairs.values():
+            pair.owing = True
+
     def _drain(self, now: float, pair: Pair, cue: _Cue) -> None:
         pair.state = PairState.DRAIN
+        pair.owing = pair.owing or not pair.push.sealed  # what is offered from here on is ignored
         self._claimable.pop(pair.key, None)
         self._note("drain", pair, why=self._cause(pair), out=len(pair.coverage.out))
         self._settle(now, pair, cue)
@@ -472,7 +488,7 @@ class Sender:
     def _close(self, now: float, pair: Pair) -> None:
         pair.state = PairState.CLOSED
         self._claimable.pop(pair.key, None)
-        done = pair.push.sealed and pair.coverage.complete and pair.authority is not None
+        done = pair.push.sealed and pair.coverage.complete and pair.authority is not None and not pair.owing
         self._say(now, pair, done=done, quiescent=True)
         self._note("closed", pair, done=done, bytes=pair.coverage.nbytes)
         pair.coverage = Coverage(nbytes=pair.coverage.nbytes)

@@ -258,7 +258,7 @@ class Receiver:
         return _Transfer(transfer, ReservationState.UNBOUND if above else ReservationState.OVER)
 
     def _observe(self, now: float) -> None:
-        self._fence_of.clock.observe(now)
+        self._fence_of.observe(now)
 
     def _taken(self, *records: _Transfer) -> list[Action]:
         for record in records:
@@ -424,8 +424,7 @@ class Receiver:
             writer = self._author(record, cue)
             if writer is None or writer.state is WriterState.DONE:
                 return
-            if failed.quiescent:
-                writer.state = WriterState.QUIET
+            writer.answered = writer.answered or failed.quiescent
         code, detail = _cause(cue)
         self._fence(now, record, _Cue(code=code, detail=detail))
 
@@ -436,9 +435,11 @@ class Receiver:
         record.deadline = None
         self._note("fencing", record, code=cue.code, detail=cue.detail)
         for writer in record.leased():
-            writer.cancel = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
-            self._send_cancel(record, writer)
+            if not writer.answered:
+                writer.cancel = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
+                self._send_cancel(record, writer)
         self._unpark(now, record)
+        self._quiet_by_proof(now, record, cue)
         self._close_if_fenced(record)
 
     def _close_if_fenced(self, record: _Transfer) -> None:
@@ -449,14 +450,17 @@ class Receiver:
         answer = cue.message
         self._acknowledge(cue)
         writer = self._author(record, cue)
-        if writer is not None and (isinstance(answer, Done) or (isinstance(answer, Failed) and answer.quiescent)):
-            self._quiet(record, writer, "answer")
+        if writer is not None and isinstance(answer, Done):
+            self._quiet(record, writer, "done")  # every write was acknowledged: nothing is on its way
+        elif writer is not None and isinstance(answer, Failed) and answer.quiescent:
+            writer.answered = True
+            writer.cancel = None
+            self._quiet_by_proof(now, record, cue)
 
     def _quiet_by_proof(self, now: float, record: _Transfer, cue: _Cue) -> None:
         for writer in record.leased():
-            proven_at = self._fence_of.proven_at(writer)
-            if proven_at is not None and self._fence_of.clock.seconds >= proven_at:
-                self._quiet(record, writer, "gone")
+            if self._fence_of.proven(writer):
+                self._quiet(record, writer, "answer" if writer.answered else "gone")
 
     def _cut(self, now: float, record: _Transfer, cue: _Cue) -> None:
         """Access was revoked: every contributor that could write before is quiet now."""

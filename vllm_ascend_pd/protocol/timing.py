@@ -50,11 +50,12 @@ class RunningClock:
         self.seconds = 0.0
         self._last: float | None = None
 
-    def observe(self, now: float) -> None:
-        if self._last is not None and now > self._last:
-            self.seconds += min(now - self._last, OBSERVED_GAP_S)
-        if self._last is None or now > self._last:
-            self._last = now
+    def observe(self, now: float) -> bool:
+        """Look at the clock. True if it shows that the process was stopped since the last look."""
+        gap = 0.0 if self._last is None else max(0.0, now - self._last)
+        self._last = now if self._last is None else max(now, self._last)
+        self.seconds += min(gap, OBSERVED_GAP_S)
+        return gap > OBSERVED_GAP_S
 
     def wake(self, due: float) -> float:
         """When to look next, if something is due when `seconds` reaches `due`."""

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One seed's cluster: engines, broker, network and wire; what goes wrong when; and what must hold at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulation.broker import Broker
+from simulation.decode import DecodeEngine, DecodeRank, Request
+from simulation.memory import Content
+from simulation.mutations import Mutation
+from simulation.network import Network
+from simulation.prefill_engine import PrefillEngine, Prompt
+from simulation.settings import Settings
+from simulation.wire import Wire
+from simulation.world import Process, Violation, World
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.timing import hold_s
+
+if TYPE_CHECKING:
+    from simulation.prefill import PrefillRank
+
+SLACK_S = 10.0  # for what is not the protocol's: steps, delivery, one revocation
+
+
+class Cluster:
+    def __init__(self, seed: int, settings: Settings, mutation: Mutation, *, tracing: bool = False) -> None:
+        self.settings = settings
+        self.mutation = mutation
+        self.world = World(seed, tracing=tracing)
+        faults, timers = settings.faults, settings.timers
+        self.network = Network(self.world, faults)
+        self.wire = Wire(
+            self.world, settings.transfer_timeout_s, settings.quiet_s, timers.margin_s, faults.write_error, faults.write_slow
+        )
+        self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
+        self.transfers = 0
+        self.requests: list[Request] = []
+        self._serials: dict[TransferId, int] = {}
+        self.broker = Broker(self)
+        self.prefill = [PrefillEngine(self, i, shape) for i, shape in enumerate(settings.prefill)]
+        self.decode = [DecodeEngine(self, i, shape) for i, shape in enumerate(settings.decode)]
+
+    # -- addresses
+
+    def decode_rank(self, endpoint: Endpoint) -> DecodeRank:
+        return self.decode[int(endpoint.host[1:])].ranks[endpoint.port - 1]
+
+    def to_decode(self, sender: PrefillRank, endpoint: Endpoint, message: Message) -> None:
+        engine = self.decode[int(endpoint.host[1:])]
+        self.world.log(sender.process.name, f"-> {endpoint.host}.{endpoint.port - 1}", _told(self.world, message))
+        if not engine.alive and self.world.rng.random() < 0.5:
+            sender.process.post(0.001, sender.unreachable, endpoint)
+        peer = (sender.engine.index, sender.index)
+
+        def receiver() -> Process | None:
+            return self.decode_rank(endpoint).process if engine.alive else None
+
+        def deliver(arrived: Message) -> None:
+            self.decode_rank(endpoint).deliver(peer, arrived)
+
+        self.network.send(sender.process, receiver, deliver, message)
+
+    def to_prefill(self, sender: Process, peer: object, message: Message) -> None:
+        index, worker = peer if isinstance(peer, tuple) else (0, 0)
+        engine = self.prefill[index]
+        self.world.log(sender.name, f"-> P{index}/{worker}", _told(self.world, message))
+        endpoint = Endpoint(sender.name.split(".")[0], 1 + message.d_rank)
+
+        def receiver() -> Process | None:
+            return engine.ranks[worker].process if engine.alive else None
+
+        def deliver(arrived: Message) -> None:
+            engine.ranks[worker].deliver(endpoint, arrived)
+
+        self.network.send(sender, receiver, deliver, message)
+
+    # -- names of transfers
+
+    def new_transfer(self, transfer: TransferId) -> int:
+        """A number for every transfer of the whole cluster: small, so that an array can hold it."""
+        self.transfers += 1
+        self._serials[transfer] = self.transfers
+        return self.transfers
+
+    def serial_of(self, transfer: TransferId) -> int:
+        return self._serials[transfer]
+
+    # -- load and faults
+
+    def load(self) -> float:
+        """Schedule all arrivals; returns the time of the last."""
+        rng, s, at = self.world.rng, self.settings, 0.0
+        for number in range(s.requests):
+            if number % s.burst == 0:
+                at += rng.expovariate(1 / s.gap_s)
+            self.world.at(at + rng.uniform(0, 0.01), self._arrive, number)
+        return at
+
+    def _arrive(self, number: int) -> None:
+        rng, s = self.world.rng, self.settings
+        engine = rng.choice(self.decode)
+        self._mischief()
+        if not engine.alive:
+            self.world.stats["requests refused"] += 1
+            return
+        request = Request(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number, s))
+        self.requests.append(request)
+        engine.arrive(request)
+        if self.world.chance(s.faults.leave):
+            self.world.fault("client left")
+            engine.scheduler.post(rng.choice((0.001, 0.02, 0.2, 5.0, 30.0)), engine.leave, request)
+
+    def _mischief(self) -> None:
+        """Perhaps something happens soon: while this request is under way, or while what went wrong is being fenced."""
+        f, rng = self.settings.faults, self.world.rng
+        kinds = (
+            (f.stop_prefill, self._stop_prefill),
+            (f.stop_decode, self._stop_decode),
+            (f.kill_prefill, self._kill_prefill),
+            (f.kill_decode, self._kill_decode),
+            (f.kill_metaserver, self._kill_metaserver),
+            (f.flap, self._flap),
+            (f.partition, self._partition),
+        )
+        for rate, fault in kinds:
+            if self.world.chance(rate):
+                self.world.after(rng.choice((rng.uniform(0, 0.1), rng.uniform(0, 2), rng.uniform(0, self.hold_s))), fault)
+
+    def _span(self) -> float:
+        """A time that matters: short, about a lease, about a hold, or far beyond."""
+        rng, t = self.world.rng, self.settings.timers
+        return rng.choice(
+            (
+                rng.uniform(0.01, 1.0),
+                t.lease_s + rng.uniform(-1, 1),
+                t.lease_s + t.margin_s + rng.uniform(-1, 1),
+                self.hold_s + rng.uniform(-2, 2),
+                self.hold_s * rng.uniform(1, 4),
+            )
+        )
+
+    def stall(self, process: Process) -> None:
+        """Stop a writer just here."""
+        if process.partitioned_until < self.world.now:
+            self.world.fault("writer stopped before its submission")
+            process.pause(self._span())
+
+    def _stop_prefill(self) -> None:
+        rank = self.world.rng.choice(self.world.rng.choice(self.prefill).ranks)
+        process = self.world.rng.choice((rank.process, rank.process, rank.engine.scheduler))
+        if process.partitioned_until < self.world.now and process.alive:
+            self.world.fault("prefill stopped")
+            process.pause(self._span())
+
+    def _stop_decode(self) -> None:
+        engine = self.world.rng.choice(self.decode)
+        process = self.world.rng.choice((engine.scheduler, *(rank.process for rank in engine.ranks)))
+        if process.alive and self.world.now - process.disturbed > self.hold_s / 2:
+            self.world.fault("decode stopped")
+            process.pause(self._span())
+
+    def _kill_prefill(self) -> None:
+        engine = self.world.rng.choice(self.prefill)
+        if not engine.alive:
+            return
+        self.world.fault("prefill killed")
+        engine.kill()
+        for rank in engine.ranks:
+            self.network.died(rank.process, [r for d in self.decode for r in d.ranks])
+        self.world.after(self.world.rng.choice((0.01, 1.0, 30.0)), engine.boot)
+
+    def _kill_decode(self) -> None:
+        engine = self.world.rng.choice(self.decode)
+        if not engine.alive:
+            return
+        self.world.fault("decode killed")
+        engine.kill()
+        self.world.after(self.world.rng.choice((0.01, 1.0, 30.0)), engine.boot)
+
+    def _kill_metaserver(self) -> None:
+        self.world.fault("metaserver killed")
+        self.broker.kill()
+
+    def _flap(self) -> None:
+        rank = self.world.rng.choice(self.world.rng.choice(self.prefill).ranks)
+        if rank.process.alive:
+            self.world.fault("connection flapped")
+            self.network.flap(rank.process, [r for d in self.decode for r in d.ranks], self.world.rng.choice((0.01, 1.0)))
+
+    def _partition(self) -> None:
+        """The side channel of one P worker is cut, and its peers' kernels hear of it; the data path works on. Not
+        together with a stop: a writer that is stopped, cut off, and taken for dead is beyond what a lease can bound."""
+        rank = self.world.rng.choice(self.world.rng.choice(self.prefill).ranks)
+        process = rank.process
+        if process.alive and not process.paused and self.world.now - process.disturbed > 2 * self.hold_s:
+            self.world.fault("side channel cut")
+            duration = self._span()
+            process.partitioned_until = self.world.now + duration
+            process.disturbed = process.partitioned_until
+            self.network.flap(process, [r for d in self.decode for r in d.ranks], duration)
+
+    # -- promises
+
+    def check_duration(self, engine: DecodeEngine, request: Request) -> None:
+        """Promise 4 on D: X + H, and T more if a writer died late; time during which D itself was stopped excepted."""
+        t = self.settings.timers
+        stopped = engine.stopped_s() - request.stopped_before
+        bound = t.recv_deadline_s + self.hold_s + self.settings.quiet_s + SLACK_S
+        took = self.world.now - request.started
+        self.world.stats["longest ms"] = max(self.world.stats["longest ms"], int(1000 * (took - stopped)))
+        if took - stopped > bound:
+            raise Violation(f"promise 4: {request.name} took {took:.1f} s ({stopped:.1f} stopped), allowed are {bound:.1f}")
+
+    def check_hold(self, prompt: Prompt) -> None:
+        self.world.stats["prompts held"] += 1
+
+    def check_revocation(self, rank: DecodeRank) -> None:
+        """Promise 4: access is revoked only if some writer really cannot answer."""
+        if self.settings.faults.drop > 0.01 or self.settings.faults.late > 0:
+            return  # then a run of lost answers is an excuse
+        since = self.world.now - 2 * (self.hold_s + self.settings.quiet_s + self.settings.transfer_timeout_s)
+        excused = rank.process.disturbed > since
+        for engine in self.prefill:
+            for worker in engine.ranks:
+                excused = excused or worker.process.disturbed > since or worker.trouble > since
+                excused = excused or worker.process.paused
+            excused = excused or engine.scheduler.disturbed > since
+        if not excused:
+            raise Violation(f"promise 4: {rank.process.name} revokes although every writer could have answered")
+
+    def check_end(self) -> None:
+        """Promise 5, and that everything has ended, once nothing is left to happen."""
+        for engine in self.decode:
+            left = {
+                "waiting requests": len(engine.waiting),
+                "loads": len(engine.loading) + engine.book.open_count(),
+                "blocks": self.settings.decode[engine.index].blocks - len(engine.free),
+                "records": sum(rank.receiver.record_count() for rank in engine.ranks),
+                "parked": sum(rank.receiver.parked_count() for rank in engine.ranks),
+                "timers": sum(rank.receiver.next_wake() is not None for rank in engine.ranks),
+                "reserved blocks": sum(int((rank.owner != 0).sum()) for rank in engine.ranks),
+            }
+            _nothing(f"D{engine.index}", left)
+        for prefill in self.prefill:
+            left = {
+                "prompts": len(prefill.waiting) + len(prefill.running) + len(prefill.holding),
+                "pushes": prefill.book.open_count(),
+                "blocks": self.settings.prefill[prefill.index].blocks - len(prefill.free),
+                "records": sum(rank.sender.record_count() for rank in prefill.ranks),
+                "works": sum(len(rank.works) for rank in prefill.ranks),
+                "flights": sum(f.target.process.alive for rank in prefill.ranks for f in rank.flights),
+                "timers": sum(rank.sender.next_wake() is not None for rank in prefill.ranks),
+            }
+            _nothing(f"P{prefill.index}", left)
+        _nothing("M", {"calls": len(self.broker.calls)})
+        for request in self.requests:
+            if request.state in ("waiting", "loading", "decoding"):
+                raise Violation(f"promise 4: {request.name} never ended: {request.state}")
+
+
+def _nothing(who: str, left: dict[str, int]) -> None:
+    found = {what: count for what, count in left.items() if count}
+    if found:
+        raise Violation(f"promise 5: {who} has left {found}")
+
+
+def _told(world: World, message: Message) -> str:
+    if not world.tracing:
+        return ""
+    facts = {"transfer": message.transfer.n, "push": message.push, "by": str(message.contributor), "seq": message.seq}
+    for field in ("code", "detail", "cause", "quiescent", "kind"):
+        if hasattr(message, field):
+            facts[field] = getattr(message, field)
+    return type(message).__name__.upper() + " " + " ".join(f"{k}={v}" for k, v in facts.items())

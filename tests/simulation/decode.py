@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode engines: a scheduler with a small block pool and its ranks, each with the production Receiver."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from simulation.memory import NOISE, Content, Memory, shade
+from simulation.settings import MODEL, Shape
+from simulation.world import Alarm, Process, Violation
+from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook
+from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
+from vllm_ascend_pd.protocol.reservation import Receiver
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request at one D engine."""
+
+    name: str
+    seed: int
+    tokens: int
+    content: Content
+    blocks: list[int] = field(default_factory=list)
+    transfer: TransferId | None = None
+    serial: int = 0
+    first: int = 0
+    started: float = 0.0
+    stopped_before: float = 0.0  # seconds that its engine's processes had been stopped when it started
+    reports: dict[int, bool] = field(default_factory=dict)
+    left: bool = False
+    state: str = "waiting"
+
+
+class DecodeRank:
+    """One worker: Receiver, memory, session."""
+
+    def __init__(self, engine: DecodeEngine, rank: int) -> None:
+        cluster, settings = engine.cluster, engine.cluster.settings
+        self.engine = engine
+        self.rank = rank
+        self.process = Process(cluster.world, f"D{engine.index}.{rank}")
+        self.memory = Memory(settings, engine.shape, engine.geometry, rank, None)
+        self.session = cluster.world.name("session")
+        self.owner = np.zeros(engine.shape.blocks, dtype=np.int64)  # which transfer may write here now, by serial
+        self.requests: dict[TransferId, Request] = {}
+        self.connected: set[str] = set()
+        self.reported: set[TransferId] = set()
+        self.receiver: Receiver = cluster.mutation.receiver(
+            incarnation=engine.incarnation,
+            rank=rank,
+            model=MODEL,
+            geometry=engine.geometry,
+            addresses=self.memory.addresses(self.session),
+            timers=settings.timers,
+            quiet_s=settings.quiet_s,
+            verify=settings.verify,
+        )
+        self._alarm = Alarm(self.process, self.receiver.next_wake, self._tick)
+
+    # -- what the engine and the world tell it
+
+    def apply(self, step: DecodeStep, requests: dict[TransferId, Request]) -> None:
+        """A step's metadata is bound (see runtime/receiving.py)."""
+        now = self.process.clock()
+        self.requests.update(requests)
+        for bind in step.binds:
+            self.act(self.receiver.bind(now, bind.transfer, bind.first, bind.end, bind.deadline_s))
+        for cancel in step.cancels:
+            self.act(self.receiver.cancel(now, cancel.transfer, cancel.code, cancel.detail))
+        for transfer in step.settles:
+            self.act(self.receiver.settle(now, transfer))
+        for transfer in step.overs:
+            self.requests.pop(transfer, None)
+            self.reported.discard(transfer)
+            self.act(self.receiver.over(now, transfer))
+        if step.binds:
+            self.process.post(self.engine.cluster.world.rng.expovariate(1 / 0.004), self._gate, step.binds)
+
+    def _gate(self, binds: tuple[Bind, ...]) -> None:
+        """The device has finished what ran before: the blocks' earlier life, and their zeroing, end here."""
+        for bind in binds:
+            request = self.requests.get(bind.transfer)
+            if request is None or bind.transfer in self.reported:
+                continue
+            self.memory.by_block[:, bind.blocks] = NOISE
+            self.owner[bind.blocks] = request.serial
+            self.act(self.receiver.gate_open(self.process.clock(), bind.transfer))
+
+    def deliver(self, peer: object, message: Message) -> None:
+        self.connected.add(message.p_incarnation)
+        self.act(self.receiver.message(self.process.clock(), peer, message))
+
+    def connection_ended(self, p_incarnation: str) -> None:
+        if p_incarnation in self.connected:
+            self.act(self.receiver.peer_gone(self.process.clock(), p_incarnation))
+
+    def connection_back(self, p_incarnation: str) -> None:
+        self.act(self.receiver.peer_back(self.process.clock(), p_incarnation))
+
+    def _tick(self) -> None:
+        self.act(self.receiver.tick(self.process.clock()))
+
+    # -- what the machine asks
+
+    def act(self, actions: list[Action]) -> None:
+        world = self.engine.cluster.world
+        todo = deque(actions)
+        while todo:
+            action = todo.popleft()
+            if isinstance(action, Send):
+                self.engine.cluster.to_prefill(self.process, action.peer, action.message)
+            elif isinstance(action, Report):
+                self._report(action)
+            elif isinstance(action, Verify):
+                todo.extend(self._verify(action))
+            elif isinstance(action, Revoke):
+                self.engine.cluster.check_revocation(self)
+                world.stats["revocations"] += 1
+                world.log(self.process.name, "REVOKES")
+                self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
+            elif isinstance(action, Note) and world.tracing:
+                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
+        self._alarm.set()
+
+    def _report(self, report: Report) -> None:
+        request = self.requests.get(report.transfer)
+        if request is None or report.transfer in self.reported:
+            raise Violation(f"{self.process.name} reported {report.transfer} twice, or never had it")
+        self.reported.add(report.transfer)
+        self.owner[self.owner == request.serial] = 0
+        scheduler = self.engine.scheduler
+        scheduler.post(self.engine.cluster.world.rng.uniform(0.0002, 0.02), self.engine.reported, request, self.rank, report.ok)
+
+    def _verify(self, action: Verify) -> list[Action]:
+        """Stands for the checksums: compares with what is known to be right."""
+        request = self.requests[action.transfer]
+        wrong = self.engine.first_difference(self, request)
+        return self.receiver.verified(self.process.clock(), action.transfer, wrong)
+
+    def _revoked(self) -> None:
+        self.session = self.engine.cluster.world.name("session")
+        self.act(self.receiver.revoked(self.process.clock(), self.memory.addresses(self.session)))
+
+
+class DecodeEngine:
+    """One slot for a D engine; its incarnations come and go."""
+
+    def __init__(self, cluster: Cluster, index: int, shape: Shape) -> None:
+        self.cluster = cluster
+        self.index = index
+        self.shape = shape
+        self.geometry = cluster.settings.geometry(shape)
+        self.alive = False
+        self.boot()
+
+    def boot(self) -> None:
+        """A new incarnation, with nothing remembered."""
+        self.alive = True
+        self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
+        self.incarnation = self.cluster.world.name(f"D{self.index}@")
+        self.book = LoadBook(self.incarnation)
+        self.free = list(range(self.shape.blocks))
+        self.waiting: deque[Request] = deque()
+        self.loading: dict[str, Request] = {}
+        self.decoding: dict[str, Request] = {}
+        self.outcomes: deque[tuple[TransferId, str]] = deque()
+        self._by_transfer: dict[TransferId, Request] = {}
+        self._stepping = False
+        self.ranks = [DecodeRank(self, rank) for rank in range(self.shape.tp)]
+        self._bound_at = [0.0] * self.shape.tp
+
+    def kill(self) -> None:
+        """The executor takes all its processes with it."""
+        world = self.cluster.world
+        self.alive = False
+        for process in (self.scheduler, *(rank.process for rank in self.ranks)):
+            process.kill()
+        for request in (*self.waiting, *self.loading.values(), *self.decoding.values()):
+            request.state = "died with its engine"
+            world.stats["requests died with their engine"] += 1
+        for transfer in self._by_transfer:
+            self.cluster.broker.hung_up(transfer)
+
+    def stopped_s(self) -> float:
+        return sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
+
+    # -- the scheduler
+
+    def arrive(self, request: Request) -> None:
+        self.waiting.append(request)
+        self._poke()
+
+    def outcome(self, transfer: TransferId, kind: str) -> None:
+        """The metaserver client's callback."""
+        self.outcomes.append((transfer, kind))
+        self._poke()
+
+    def leave(self, request: Request) -> None:
+        """The client is gone."""
+        request.left = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self._end(request, "left")
+        elif request.name in self.loading:
+            transfer = self.book.request_finished(request.name)
+            if transfer is not None:
+                self.cluster.broker.hung_up(transfer)
+            self._poke()
+
+    def _poke(self) -> None:
+        if not self._stepping:
+            self._stepping = True
+            self.scheduler.post(self.cluster.world.rng.uniform(0.0005, 0.02), self._step)
+
+    def _step(self) -> None:
+        self._stepping = False
+        while self.outcomes:
+            transfer, kind = self.outcomes.popleft()
+            if kind == "prefilled":
+                self.book.prefilled(transfer)
+            else:
+                self.book.failed(transfer, "PD-META-006", kind)
+        while self.waiting and self._start(self.waiting[0]):
+            self.waiting.popleft()
+        step = self.book.take_step(None)
+        if step.empty:
+            return
+        world = self.cluster.world
+        requests = {bind.transfer: self._by_transfer[bind.transfer] for bind in step.binds}
+        for rank in self.ranks:
+            # Ranks bind a step at different times, but every rank binds the steps in order.
+            at = max(self._bound_at[rank.rank] + 1e-6, world.now + world.rng.uniform(0.0001, 0.01))
+            self._bound_at[rank.rank] = at
+            rank.process.post(at - world.now, rank.apply, step, requests)
+
+    def _start(self, request: Request) -> bool:
+        """Allocate and reserve, as update_state_after_alloc does."""
+        world, size = self.cluster.world, self.shape.block_size
+        need = -(-request.tokens // size)
+        if need > len(self.free):
+            return False
+        request.blocks = [self.free.pop(world.rng.randrange(len(self.free))) for _ in range(need)]
+        hit = world.rng.choice((0, 0, 0, 1, need)) * size
+        computed = min(hit, (request.tokens - 1) // size * size)
+        count = self.book.wanted(request.name, request.tokens, computed)
+        request.started = world.now
+        request.stopped_before = self.stopped_s()
+        if count <= 0:
+            self._decode(request)
+            return True
+        deadline = self.cluster.settings.timers.recv_deadline_s
+        bind = self.book.reserve(request.name, count, request.blocks, size, deadline, world.name("uuid"))
+        request.transfer, request.first, request.state = bind.transfer, bind.first, "loading"
+        self.loading[request.name] = request
+        self._by_transfer[bind.transfer] = request
+        request.serial = self.cluster.new_transfer(bind.transfer)
+        self.cluster.broker.reserve(self, request, self._reservation(request, bind, deadline))
+        return True
+
+    def _reservation(self, request: Request, bind: Bind, deadline: float) -> Reservation:
+        return Reservation(
+            version=PROTOCOL_VERSION,
+            transfer=bind.transfer,
+            d_engine=f"D{self.index}",
+            model=MODEL,
+            first=bind.first,
+            end=bind.end,
+            blocks=bind.blocks.astype("<i4").tobytes(),
+            geometry=self.geometry,
+            endpoints=tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(self.shape.tp)),
+            deadline_s=deadline,
+            prompt_length=request.tokens,
+            prompt_hash=str(request.seed),
+        )
+
+    def reported(self, request: Request, rank: int, ok: bool) -> None:
+        """One worker's finished_recving; vLLM acts when all have reported."""
+        if rank in request.reports:
+            raise Violation(f"D{self.index}: rank {rank} reported {request.name} twice")
+        request.reports[rank] = ok
+        if len(request.reports) < self.shape.tp:
+            return
+        transfer = self.book.received(request.name)
+        if transfer is None or transfer != request.transfer:
+            raise Violation(f"D{self.index}: {request.name} is reported under {transfer}, loads {request.transfer}")
+        self.cluster.broker.hung_up(transfer)
+        del self.loading[request.name]
+        del self._by_transfer[transfer]
+        self.cluster.check_duration(self, request)
+        if all(request.reports.values()):
+            self._check_content(request)
+            self.cluster.world.stats["transfers ok"] += 1
+        else:
+            self.cluster.world.stats["transfers failed"] += 1
+        self._poke()
+        if request.left:
+            self._end(request, "left")
+        else:
+            self._decode(request)  # after a failure: kv_load_failure_policy = recompute
+
+    def _decode(self, request: Request) -> None:
+        self.decoding[request.name] = request
+        request.state = "decoding"
+        self.scheduler.post(self.cluster.world.rng.expovariate(1 / 0.2), self._decoded, request)
+
+    def _decoded(self, request: Request) -> None:
+        del self.decoding[request.name]
+        self.book.request_finished(request.name)
+        self._end(request, "ended")
+
+    def _end(self, request: Request, state: str) -> None:
+        request.state = state
+        self.free.extend(request.blocks)
+        request.blocks = []
+        self._poke()
+
+    # -- promise 3
+
+    def _check_content(self, request: Request) -> None:
+        for rank in self.ranks:
+            wrong = self.first_difference(rank, request)
+            if wrong is not None:
+                raise Violation(f"promise 3: {request.name} ended well on {rank.process.name} with wrong KV in {wrong}")
+
+    def first_difference(self, rank: DecodeRank, request: Request) -> str | None:
+        """The first layer whose bytes are not what prefill computed."""
+        memory = rank.memory
+        first, last = memory.cell_range(request.first, request.tokens)
+        places = memory.offsets(np.asarray(request.blocks), first, last)
+        right = request.content.cells(self.geometry, first, last, memory.heads, request.tokens)
+        for index, layer in enumerate(memory.layers):
+            for region in range(memory.regions):
+                found = memory.layer_view(index, region)[places]
+                if not np.array_equal(found, right + np.uint8(shade(layer, region))):
+                    return self.cluster.settings.names()[layer]
+        return None

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill engines: a scheduler that cuts prompts into chunks, preempts, holds blocks, and dies."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from simulation.memory import Content
+from simulation.prefill import Fill, PrefillRank, Step
+from simulation.settings import MODEL, Shape
+from simulation.world import Process, Violation
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.messages import Reservation
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One request at one P engine."""
+
+    name: str
+    push: str
+    reservation: Reservation
+    content: Content
+    tokens: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    known: int = 0  # blocks that the workers were told of
+    fresh: bool = True  # nothing of it was scheduled since it was (re)started
+    admitted: bool = False
+    error: PdError | None = None
+    aborted: bool = False
+    ended: float | None = None
+    closed: set[int] = field(default_factory=set)
+
+
+class PrefillEngine:
+    """One slot for a P engine; its incarnations come and go."""
+
+    def __init__(self, cluster: Cluster, index: int, shape: Shape) -> None:
+        self.cluster = cluster
+        self.index = index
+        self.shape = shape
+        self.geometry = cluster.settings.geometry(shape)
+        self.alive = False
+        self.boot()
+
+    def own_geometry(self, stage: int) -> CacheGeometry:
+        g = self.geometry
+        return CacheGeometry(g.block_size, g.kv_heads, g.tp_size, g.dtype, g.packing, g.regions, (g.stages[stage],))
+
+    def boot(self) -> None:
+        self.alive = True
+        self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
+        self.book = PushBook(model=MODEL)
+        self.free = list(range(self.shape.blocks))
+        self.waiting: deque[Prompt] = deque()
+        self.running: list[Prompt] = []
+        self.holding: dict[str, Prompt] = {}
+        self._by_transfer: dict[TransferId, Prompt] = {}
+        self._stepping = False
+        self._poked = False
+        self._preempted = False
+        self._scheduled: list[tuple[Prompt, int]] = []
+        self._left: set[int] = set()
+        self.ranks = [PrefillRank(self, s, r) for s in range(self.shape.pp) for r in range(self.shape.tp)]
+
+    def kill(self) -> None:
+        self.alive = False
+        self.scheduler.kill()
+        for rank in self.ranks:
+            rank.process.kill()
+            self.cluster.wire.source_died(rank)
+        self.cluster.broker.prefill_died(self)
+
+    # -- requests
+
+    def accept(self, reservation: Reservation, content: Content) -> None:
+        """A request came in over HTTP, with its reservation."""
+        world = self.cluster.world
+        prompt = Prompt(world.name("prompt"), world.name("push"), reservation, content, reservation.prompt_length)
+        self.waiting.append(prompt)
+        self._by_transfer[reservation.transfer] = prompt
+        self._poke()
+
+    def abort(self, transfer: TransferId) -> None:
+        """The client of the HTTP request has gone."""
+        prompt = self._by_transfer.get(transfer)
+        if prompt is not None:
+            prompt.aborted = True
+            self._poke()
+
+    def load(self) -> int:
+        return sum(prompt.tokens for prompt in (*self.waiting, *self.running))
+
+    # -- stepping
+
+    def _poke(self) -> None:
+        if not self._poked and not self._stepping:
+            self._poked = True
+            self.scheduler.post(self.cluster.world.rng.uniform(0.0002, 0.005), self._step)
+
+    def _step(self) -> None:
+        self._poked = False
+        if self._stepping:
+            return
+        for prompt in [p for p in (*self.running, *self.waiting) if p.aborted]:
+            self._finish(prompt, "aborted")
+        if self.running and self.cluster.world.chance(self.cluster.settings.faults.preempt):
+            self.cluster.world.fault("prefill preempted")
+            self._preempt(self.running[-1])
+        fills = self._schedule()
+        preempted, self._preempted = self._preempted, False
+        meta = self.book.take_step(self.geometry)
+        if meta.empty and not fills:
+            if preempted:
+                self._poke()
+            return
+        self._stepping = True
+        self._left = set(range(len(self.ranks)))
+        world = self.cluster.world
+        step = Step(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)))
+        world.log(self.scheduler.name, "STEP", meta.rotation, f"fills={len(fills)} preempted={meta.preempted}")
+        for rank in self.ranks:
+            delay = rank.stage * step.layer_s + world.rng.uniform(0.0001, 0.002)
+            rank.process.post(delay, rank.run_step, step)
+
+    def _schedule(self) -> list[Fill]:
+        """Chunks for what runs, then for what waits, as long as tokens and blocks last."""
+        budget, fills = self.cluster.settings.chunk, []
+        self._scheduled = []
+        for prompt in list(self.running):
+            count = min(budget, prompt.tokens - prompt.computed)
+            if count <= 0 or prompt not in self.running:
+                continue
+            while not self._allocate(prompt, prompt.computed + count):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is prompt:
+                    break
+            if prompt in self.running:
+                fills.append(self._chunk(prompt, count))
+                budget -= count
+        while budget > 0 and self.waiting and not self._preempted:
+            prompt = self.waiting[0]
+            size = self.shape.block_size
+            hit = self.cluster.world.rng.choice((0, 0, 1, 2)) * size
+            prompt.computed = min(hit, (prompt.tokens - 1) // size * size)
+            count = min(budget, prompt.tokens - prompt.computed)
+            if not self._allocate(prompt, prompt.computed + count):
+                break
+            self.waiting.popleft()
+            self.running.append(prompt)
+            fills.append(self._chunk(prompt, count))
+            budget -= count
+        return fills
+
+    def _allocate(self, prompt: Prompt, tokens: int) -> bool:
+        need = -(-tokens // self.shape.block_size) - len(prompt.blocks)
+        if need > len(self.free):
+            return False
+        rng = self.cluster.world.rng
+        prompt.blocks.extend(self.free.pop(rng.randrange(len(self.free))) for _ in range(max(0, need)))
+        return True
+
+    def _chunk(self, prompt: Prompt, count: int) -> Fill:
+        if not prompt.admitted:
+            prompt.admitted = True
+            r = prompt.reservation
+            prompt.error = self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push)
+        new = prompt.blocks if prompt.fresh else prompt.blocks[prompt.known :]
+        self.book.scheduled(prompt.name, prompt.computed, count, new, replaces=prompt.fresh)
+        # A prefix hit: what is cached was computed before this step.
+        first = 0 if prompt.fresh else prompt.computed
+        prompt.known, prompt.fresh = len(prompt.blocks), False
+        self._scheduled.append((prompt, count))
+        blocks = np.asarray(prompt.blocks, dtype=np.int64)
+        return Fill(prompt.push, prompt.content, blocks, first, prompt.computed + count)
+
+    def _preempt(self, prompt: Prompt) -> None:
+        self._preempted = True
+        self.running.remove(prompt)
+        self.waiting.appendleft(prompt)
+        self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
+        self.free.extend(prompt.blocks)
+        prompt.blocks, prompt.known, prompt.computed, prompt.fresh = [], 0, 0, True
+        self.book.preempted(prompt.name)
+
+    def rank_done(self, rank: int) -> None:
+        """A rank has computed the step; the next one starts when all have."""
+        self._left.discard(rank)
+        if self._left:
+            return
+        self._stepping = False
+        for prompt, count in self._scheduled:
+            prompt.computed += count
+            if prompt.computed >= prompt.tokens:
+                if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
+                    # Asynchronous scheduling: it lost its blocks while its last step was computed.
+                    self.cluster.world.fault("prefill preempted in its last step")
+                    self._preempt(prompt)
+                else:
+                    self._finish(prompt, "ended")
+        self._scheduled = []
+        self._poke()
+
+    def _finish(self, prompt: Prompt, why: str) -> None:
+        if prompt in self.running:
+            self.running.remove(prompt)
+        else:
+            self.waiting.remove(prompt)
+        if self._by_transfer.get(prompt.reservation.transfer) is prompt:
+            del self._by_transfer[prompt.reservation.transfer]
+        prompt.ended = self.cluster.world.now
+        held = self.book.finished(prompt.name, holds_blocks=bool(prompt.blocks), why=why)
+        if held and not self.cluster.mutation.hasty_release:
+            self.holding[prompt.push] = prompt
+            self._release_if_closed(prompt)
+        else:
+            self._release(prompt)
+        if why == "ended":
+            kind = "prefilled" if prompt.error is None else prompt.error.code
+            self.cluster.broker.prefill_ended(self, prompt.reservation.transfer, kind)
+
+    def closed(self, push: str, rank: int) -> None:
+        """A worker reports that this push has closed on its side."""
+        prompt = self.holding.get(push) or next((p for p in (*self.running, *self.waiting) if p.push == push), None)
+        if prompt is not None:
+            if rank in prompt.closed:
+                raise Violation(f"P{self.index}: rank {rank} reported push {push} twice")
+            prompt.closed.add(rank)
+            self._release_if_closed(prompt)
+
+    def _release_if_closed(self, prompt: Prompt) -> None:
+        if prompt.push in self.holding and len(prompt.closed) == len(self.ranks):
+            del self.holding[prompt.push]
+            if not self.book.released(prompt.name):
+                raise Violation(f"P{self.index}: nobody waits for the report of {prompt.name}")
+            self.cluster.check_hold(prompt)
+            self._release(prompt)
+
+    def _release(self, prompt: Prompt) -> None:
+        self.free.extend(prompt.blocks)
+        prompt.blocks = []
+        self._poke()

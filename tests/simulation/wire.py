@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes between memories: they land late, partly, after an error, after their writer's death, or into a dead session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from simulation.memory import BASE
+from simulation.world import Violation, World
+
+if TYPE_CHECKING:
+    from simulation.decode import DecodeRank
+    from simulation.prefill import PrefillRank
+    from vllm_ascend_pd.protocol.push import Claim
+    from vllm_ascend_pd.runtime.batches import Triples
+
+UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read what waited for it
+
+
+class Flight:
+    """One batch on its way. It reads its source when it lands."""
+
+    __slots__ = ("claims", "landed", "pieces", "returned", "session", "source", "target")
+
+    def __init__(self, source: PrefillRank, target: DecodeRank, session: str, claims: list[Claim]) -> None:
+        self.source = source
+        self.target = target
+        self.session = session
+        self.claims = claims
+        self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
+        self.landed = False
+        self.returned = False
+
+
+class Wire:
+    """The data path of the whole cluster."""
+
+    def __init__(self, world: World, timeout_s: float, quiet_s: float, margin_s: float, error: float, slow: float) -> None:
+        self._world = world
+        self._timeout_s = timeout_s
+        # Nothing of a write lands later than this after its submission, as long as both sides run.
+        self._physical_s = quiet_s - margin_s
+        self._error = error
+        self._slow = slow
+
+    def fly(self, flight: Flight) -> None:
+        """Submit. The source learns the outcome by `returned(flight, ok)`."""
+        world, rng = self._world, self._world.rng
+        flight.source.flights[flight] = None
+        duration = rng.expovariate(1 / 0.003)
+        if world.chance(self._slow):
+            world.fault("write slow")
+            duration = rng.uniform(0, self._timeout_s * 1.2)
+        if flight.session != flight.target.session or not flight.target.process.alive:
+            flight.landed = True  # there is nothing it could land in
+            flight.source.process.post(rng.uniform(0.0001, 0.5), self._back, flight, False)
+        elif world.chance(self._error):
+            self._fail(flight, min(duration, self._timeout_s))
+        elif duration >= self._timeout_s:
+            self._fail(flight, self._timeout_s)
+        else:
+            flight.source.process.post(duration, self._arrive, flight, world.now)
+
+    def _arrive(self, flight: Flight, submitted: float) -> None:
+        """In the source's process: the last byte leaves."""
+        target = flight.target.process
+        if target.paused:
+            # The bytes wait in the target's buffers; the source gives up when its timeout is over.
+            self._world.fault("write to a stopped decode")
+            left = max(0.0, submitted + self._timeout_s - self._world.now)
+            flight.source.process.post(left, self._back, flight, False)
+            target.post(0.0, self._read_late, flight)
+            return
+        self.land(flight)
+        ok = flight.session == flight.target.session and target.alive
+        flight.source.process.post(self._world.rng.uniform(0.00005, 0.002), self._back, flight, ok)
+
+    def _fail(self, flight: Flight, after: float) -> None:
+        """-1 comes back after `after`, and the bytes land then, or partly, or never."""
+        world, rng = self._world, self._world.rng
+        flight.source.process.post(after, self._back, flight, False)
+        kind = rng.choice(("lands later", "lands partly", "never lands"))
+        world.fault(f"write failed, {kind}")
+        if kind == "never lands":
+            flight.landed = True
+            return
+        last = min(after + self._physical_s, self._timeout_s + self._physical_s)
+        when = rng.choice((rng.uniform(after, last), after + 0.001, last))
+        flight.source.process.post(when, self._late, flight, kind == "lands partly")
+
+    def _late(self, flight: Flight, partly: bool) -> None:
+        flight.target.process.post(0.0, self.land, flight, partly)
+
+    def _read_late(self, flight: Flight) -> None:
+        flight.target.process.post(self._world.rng.uniform(0, UNHURRIED_S), self.land, flight)
+
+    def source_died(self, source: PrefillRank) -> None:
+        """What was on its way when the writer died still arrives, or does not."""
+        rng = self._world.rng
+        for flight in source.flights:
+            if not flight.landed and rng.random() < 0.5:
+                self._world.fault("write lands after its writer's death")
+                after = rng.choice((0.001, rng.uniform(0, self._physical_s), self._physical_s))
+                flight.target.process.post(after, self.land, flight, rng.random() < 0.3)
+        source.flights.clear()
+
+    def land(self, flight: Flight, partly: bool = False) -> None:
+        """The bytes appear in the target's memory, unless its session has ended."""
+        target = flight.target
+        flight.source.flights.pop(flight, None)
+        if flight.landed or flight.session != target.session:
+            return
+        flight.landed = True
+        self._world.log(target.process.name, "LANDED", f"from {flight.source.process.name} partly={partly}")
+        for _, serial, spans in flight.pieces:
+            src, dst, size = spans.src - BASE, spans.dst - BASE, spans.size
+            if partly:
+                some = max(1, len(src) // 2)
+                src, dst, size = src[:some], dst[:some], size[:some]
+            self._check(flight, serial, dst, size)
+            read, write = flight.source.memory.bytes, target.memory.bytes
+            for a, b, n in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
+                write[b : b + n] = read[a : a + n]
+        self._world.stats["writes landed"] += 1
+
+    def _check(self, flight: Flight, serial: int, dst: np.ndarray, size: np.ndarray) -> None:
+        """Promise 1: a write lands only in blocks that are reserved for its transfer on this rank at this moment."""
+        memory, owner = flight.target.memory, flight.target.owner
+        stride = memory.geometry.regions[0].block_stride
+        first, last = dst % memory.plane // stride, (dst + size - 1) % memory.plane // stride
+        for b in range(int((last - first).max()) + 1):
+            wrong = owner[np.minimum(first + b, last)] != serial
+            if wrong.any():
+                block = int(np.minimum(first + b, last)[int(wrong.argmax())])
+                raise Violation(
+                    f"promise 1: a write of transfer {serial} by {flight.source.process.name} landed in block {block} of "
+                    f"{flight.target.process.name}, which is reserved for {int(owner[block]) or 'nobody'}"
+                )
+
+    def _back(self, flight: Flight, ok: bool) -> None:
+        """In the source's process: the transport knows the outcome."""
+        if not flight.returned:
+            flight.returned = True
+            if flight.landed:
+                flight.source.flights.pop(flight, None)
+            flight.source.returned(flight, ok)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated clock, the one source of randomness, and processes that can be killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+class World:
+    """Events in the order of their time. Everything random comes from `rng`, so a seed replays exactly."""
+
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.stats: Counter[str] = Counter()
+        self.tracing = tracing
+        self.trace: list[str] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = 0
+        self._names = 0
+
+    def at(self, when: float, fn: Callable[..., None], *args: Any) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (when, self._serial, fn, args))
+
+    def after(self, delay: float, fn: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + delay, fn, *args)
+
+    def run(self, until: float) -> None:
+        """Handle events up to `until`, or until there are none."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until:
+            self.now, _, fn, args = pop(heap)
+            self.stats["events"] += 1
+            fn(*args)
+
+    @property
+    def idle(self) -> bool:
+        return not self._heap
+
+    def name(self, prefix: str) -> str:
+        """A fresh name. Like a uuid, but readable in a trace."""
+        self._names += 1
+        return f"{prefix}{self._names}"
+
+    def fault(self, kind: str) -> None:
+        self.faults[kind] += 1
+
+    def chance(self, p: float) -> bool:
+        return p > 0 and self.rng.random() < p
+
+    def log(self, who: str, what: str, *facts: object) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.now:12.6f}  {who:<10} {what} {' '.join(map(str, facts))}".rstrip())
+
+
+class Process:
+    """One incarnation of a process, with its own clock. What it was sent while stopped waits for it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.incarnation = world.name(f"{name}#")
+        self.alive = True
+        self.paused = False
+        self.partitioned_until = -1.0  # its side channel is cut off
+        self.disturbed = -1e9  # when it was last stopped, killed or cut off: an excuse for not answering
+        self.stopped_s = 0.0  # how long it has been stopped altogether
+        self._paused_at = 0.0
+        self._rate = 1.0 + world.rng.uniform(-0.001, 0.001)
+        self._offset = world.rng.uniform(0, 1e6)
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def clock(self) -> float:
+        """This process's monotonic clock."""
+        return self._offset + self.world.now * self._rate
+
+    def when(self, local: float) -> float:
+        """The true time at which its clock shows `local`."""
+        return (local - self._offset) / self._rate
+
+    def post(self, delay: float, fn: Callable[..., None], *args: Any) -> None:
+        """Do it in this process after `delay`, or when it runs again; never if it is dead by then."""
+        self.world.at(self.world.now + delay, self.run, fn, *args)
+
+    def run(self, fn: Callable[..., None], *args: Any) -> None:
+        if not self.alive:
+            return
+        if self.paused:
+            self._backlog.append((fn, args))
+        else:
+            fn(*args)
+
+    def pause(self, duration: float) -> None:
+        if self.alive and not self.paused:
+            self.paused = True
+            self.disturbed = self._paused_at = self.world.now
+            self.world.log(self.name, "STOPPED", f"for {duration:.3f} s")
+            self.world.after(duration, self.resume)
+
+    def resume(self) -> None:
+        if not self.alive or not self.paused:
+            return
+        self.paused = False
+        self.disturbed = self.world.now
+        self.stopped_s += self.world.now - self._paused_at
+        self.world.log(self.name, "CONTINUED")
+        backlog, self._backlog = self._backlog, []
+        for index, (fn, args) in enumerate(backlog):
+            if self.paused or not self.alive:
+                self._backlog = backlog[index:] + self._backlog
+                return
+            fn(*args)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.disturbed = self.world.now
+            self.world.log(self.name, "KILLED")
+
+
+class Alarm:
+    """Calls `ring` in a process when its machine wants to be ticked."""
+
+    def __init__(self, process: Process, wake: Callable[[], float | None], ring: Callable[[], None]) -> None:
+        self._process = process
+        self._wake = wake
+        self._ring = ring
+        self._armed = float("inf")
+
+    def set(self) -> None:
+        wake = self._wake()
+        if wake is None:
+            return
+        world = self._process.world
+        when = max(self._process.when(wake) + 1e-9, world.now)
+        if when < self._armed:
+            self._armed = when
+            world.at(when, self._process.run, self._rang, when)
+
+    def _rang(self, when: float) -> None:
+        if when == self._armed:
+            self._armed = float("inf")
+            self._ring()
