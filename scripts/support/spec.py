@@ -66,7 +66,7 @@ class EngineSpec:
     policy: str = "recompute"
     extra: Mapping[str, Any] = field(default_factory=dict)  # kv_connector_extra_config
     connector: str = CONNECTOR
-    connector_module: str = ""  # for a connector that no plug-in registers
+    transfer: Mapping[str, Any] = field(default_factory=dict)  # more of --kv-transfer-config
     plugins: tuple[Path, ...] = ()  # folders with an entry point of their own, put in front of PYTHONPATH
     devices: str = ""  # NPU: ASCEND_RT_VISIBLE_DEVICES
     arguments: tuple[str, ...] = ()
@@ -106,12 +106,9 @@ class EngineSpec:
 
     def transfer_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}
-        if self.connector_module:
-            config["kv_connector_module_path"] = self.connector_module
         if self.role == "kv_consumer":
             config["kv_load_failure_policy"] = self.policy
-        config["kv_connector_extra_config"] = dict(self.extra)
-        return config
+        return {**config, **self.transfer, "kv_connector_extra_config": dict(self.extra)}
 
     def environ(self) -> dict[str, str]:
         devices = {"ASCEND_RT_VISIBLE_DEVICES": self.devices} if self.devices else {}

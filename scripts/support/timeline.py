@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 SAME_CLOCK_S = 0.05
+RESERVED, REPORTED = "D scheduler reserved", "D scheduler reported"
+_ENDINGS = ("done", "closed", "push_closed", "reported")  # every rank has one; the last counts
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class Event:
     stage: str
     source: str  # the file's name: role and pid
     facts: Mapping[str, Any]
+
+    @property
+    def side(self) -> str:
+        """P worker, D scheduler, metaserver …"""
+        role = self.source.rpartition("-")[0]
+        return role.replace("prefill-", "P ").replace("decode-", "D ")
 
     def names(self, transfer: str) -> bool:
         return self.facts.get("transfer") == transfer or transfer in (self.facts.get("transfers") or ())
@@ -49,10 +57,11 @@ class Way:
     """What one transfer did."""
 
     transfer: str
-    moments: dict[str, float] = field(default_factory=dict)  # first time of each stage without layers
+    moments: dict[str, float] = field(default_factory=dict)  # "D worker ready" → first time (of endings: last time)
     computed: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (source, step, layer) → hook
     writes: list[Write] = field(default_factory=list)
     failed_writes: int = 0
+    failure: str = ""  # code and detail with which a D worker closed it
 
     @property
     def nbytes(self) -> int:
@@ -116,9 +125,11 @@ class Trace:
             elif event.stage == "layer_pushed":
                 self._pushed(way, event, submitted)
             elif event.stage != "step":
-                way.moments.setdefault(event.stage, event.t)
-                if event.stage in ("contributor_done", "done_sent", "closed", "reported"):
-                    way.moments[event.stage] = event.t  # the last of them counts
+                if event.stage == "closed" and event.facts.get("ok") is False:
+                    way.failure = f"{event.facts.get('code', '')} {event.facts.get('detail', '')}".strip()
+                name = f"{event.side} {event.stage}"
+                if name not in way.moments or event.stage in _ENDINGS:
+                    way.moments[name] = event.t
         return way
 
     @staticmethod
@@ -158,7 +169,7 @@ def picture(way: Way, width: int = 64) -> list[str]:
     the way, `#` when they had landed; above it the other stages in order."""
     if not way.computed or not way.writes:
         return [f"transfer {way.transfer}: no layer was pushed"]
-    zero = min(way.moments.get("reserved", way.writes[0].submitted), *way.computed.values())
+    zero = min(way.moments.get(RESERVED, way.writes[0].submitted), *way.computed.values())
     end = max(*way.computed.values(), *(w.landed for w in way.writes))
     first = min(way.computed.values())
     first -= (end - first) / width

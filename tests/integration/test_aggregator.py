@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four prefill workers, two decode workers, one latent head: what vLLM's own aggregator makes of their reports.
+
+Only the model is missing: schedulers, aggregator, block pools, connectors, side channel and metaserver call are real.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_metaserver import fake_metaserver
+from miniature import BLOCK, LAYERS, MiniatureEngine, run_until
+
+from scripts.support.process import free_port
+from vllm_ascend_pd.transport import create as factory
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.memory import MemoryTransport, Write
+
+pytestmark = [pytest.mark.timeout(180)]
+
+VERIFY = os.environ.get("PD_TEST_VERIFY", "full")
+TOKENS = 5 * BLOCK + 3
+SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 0.0, "lease_s": 3.0, "margin_s": 0.5}
+
+
+class Site:
+    """P with TP 4 and D with TP 2 behind a metaserver that only hands reservations over."""
+
+    def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]]) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.reservations = reservations
+        self.prefill = MiniatureEngine("kv_producer", 4, {"verify": VERIFY, **SHORT_TIMES})
+        self.decode = MiniatureEngine(
+            "kv_consumer", 2, {"verify": VERIFY, "metaserver_urls": [self.url], **SHORT_TIMES}
+        )
+        self.prefill.fill(seed=1)
+
+    @property
+    def engines(self) -> tuple[MiniatureEngine, MiniatureEngine]:
+        return self.prefill, self.decode
+
+    def send(self, name: str) -> tuple[str, str]:
+        """One request through D and P; returns their ids on each side."""
+        tokens = [3 + (7 * i + zlib.crc32(name.encode())) % 500 for i in range(TOKENS)]
+        self.decode.add(
+            f"{name}-d", tokens, {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}, max_tokens=2
+        )
+        self.decode.step()
+        body = self.reservations.get(timeout=10.0)
+        self.prefill.add(f"{name}-p", tokens, {"do_remote_decode": True, "reservation": body["reservation"]})
+        return f"{name}-p", f"{name}-d"
+
+
+@pytest.fixture
+def make_site() -> Iterator[Callable[[], Site]]:
+    reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def script(body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        reservations.put(body)
+        return 200, [{"event": "accepted", "prefill": "here"}, {"event": "prefilled"}]
+
+    port, sites = free_port(), []
+
+    def make() -> Site:
+        sites.append(Site(port, reservations))
+        return sites[-1]
+
+    with fake_metaserver(port, script):
+        yield make
+        for site in sites:
+            for engine in site.engines:
+                engine.close()
+
+
+def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Callable[[], Site]) -> None:
+    site = make_site()
+    free = [engine.free_blocks() for engine in site.engines]
+    ids = [site.send(f"r{i}") for i in range(3)]
+    prefill, decode = site.engines
+    seen: dict[str, list[int]] = {}
+
+    def all_received() -> bool:
+        for p_id, _ in ids:
+            if p_id in prefill.scheduler.requests and prefill.blocks_of(p_id):
+                seen[p_id] = prefill.blocks_of(p_id)
+        return len(decode.finished.received) >= len(ids)
+
+    run_until(site.engines, all_received)
+    for p_id, d_id in ids:
+        theirs = decode.blocks_of(d_id)
+        for name in LAYERS:
+            source = prefill.tensors[0][name][seen[p_id]]
+            for rank in range(2):
+                landed = decode.tensors[rank][name][theirs[: len(seen[p_id])]]
+                assert torch.equal(landed[:-1], source[:-1]), f"{d_id}: rank {rank}, {name}"
+                assert torch.equal(landed[-1, 0, : TOKENS % BLOCK], source[-1, 0, : TOKENS % BLOCK])
+    run_until(site.engines, lambda: [engine.free_blocks() for engine in site.engines] == free)
+    for _ in range(5):
+        for engine in site.engines:
+            engine.step()
+    assert sorted(prefill.finished.sent) == sorted(p for p, _ in ids)
+    assert sorted(decode.finished.received) == sorted(d for _, d in ids)
+    assert not decode.finished.failed
+
+
+def test_a_failure_on_one_of_four_workers_fails_the_request_on_all(
+    make_site: Callable[[], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[MemoryTransport] = []
+
+    class OneBadWorker(MemoryTransport):
+        """The third transfer engine of this process, P's rank 2, cannot write."""
+
+        def land(self, write: Write) -> WriteState:
+            return WriteState.FAILED if self is made[2] else super().land(write)
+
+    def create(*_: Any, **__: Any) -> MemoryTransport:
+        made.append(OneBadWorker())
+        return made[-1]
+
+    monkeypatch.setattr(factory, "create", create)
+    site = make_site()
+    prefill, decode = site.engines
+    free = [engine.free_blocks() for engine in site.engines]
+    p_id, d_id = site.send("bad")
+    run_until(site.engines, lambda: bool(decode.finished.received), deadline_s=60.0)
+    assert decode.finished.received == [d_id]
+    assert decode.finished.failed == [d_id], "one rank's failure is the request's failure"
+    run_until(site.engines, lambda: [engine.free_blocks() for engine in site.engines] == free, deadline_s=60.0)
+    assert prefill.finished.sent == [p_id]
+    assert decode.finished.received == [d_id]
