@@ -52,16 +52,15 @@ class Connection(asyncio.Protocol):
         self._send_buffer_bytes = send_buffer_bytes
         self._splitter = Splitter(GREETING_BYTES)
         self._transport: asyncio.Transport | None = None
-        self._eof = False
-        self._closing = False
+        self._ending: Ending | None = None  # by whom the end began
         self.opened = 0.0
-        self.closing_since = 0.0
+        self.ending_since = 0.0
         self.partial_since = 0.0  # when the frame that is not complete yet began; 0: none
         self.address = ""
 
     @property
-    def closing(self) -> bool:
-        return self._closing
+    def ending(self) -> bool:
+        return self._ending is not None
 
     def allow(self, frame_bytes: int) -> None:
         """The peer has proven itself: larger frames are welcome."""
@@ -69,7 +68,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, frame: bytes) -> bool:
         """False, and nothing sent, when closing or when the peer has not read enough of what went before."""
-        if self._closing or self._transport is None or self._transport.is_closing():
+        if self._ending is not None or self._transport is None or self._transport.is_closing():
             return False
         if self._transport.get_write_buffer_size() + len(frame) > self._send_buffer_bytes:
             return False
@@ -78,16 +77,15 @@ class Connection(asyncio.Protocol):
 
     def close(self, farewell: bytes = b"") -> None:
         """Our decision, so no evidence. The farewell is sent if the peer still reads; `abort` ends a close that drags."""
-        if self._closing or self._transport is None:
+        if self._ending is not None or self._transport is None:
             return
         if farewell:
             self.send(farewell)
-        self._closing = True
-        self.closing_since = self._clock()
+        self._begin_end(Ending.OURS)
         self._transport.close()
 
     def abort(self) -> None:
-        self._closing = True
+        self._begin_end(Ending.OURS)
         if self._transport is not None:
             self._transport.abort()
 
@@ -102,13 +100,13 @@ class Connection(asyncio.Protocol):
         self._owner.connected(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        if self._ending is not None:
             return
         try:
             for kind, payload in self._splitter.feed(data):
                 self.partial_since = 0.0
                 self._owner.frame(self, kind, payload)
-                if self._closing:
+                if self.ending:
                     return
         except RemoteProtocolError as error:
             self._owner.offended(self, error)
@@ -119,19 +117,21 @@ class Connection(asyncio.Protocol):
             self.partial_since = self._clock()
 
     def eof_received(self) -> bool:
-        self._eof = True
+        self._begin_end(Ending.PEER)
         return False  # close our half too
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._closing:
-            ending = Ending.OURS
-        elif self._eof or isinstance(exc, ConnectionResetError | BrokenPipeError):
-            ending = Ending.PEER
-        else:
-            ending = Ending.LOST
-        self._closing = True
+        # ECONNRESET, and EPIPE after it, are the peer's kernel speaking; a timeout is nobody speaking.
+        said_so = isinstance(exc, ConnectionResetError | BrokenPipeError)
+        self._begin_end(Ending.PEER if said_so else Ending.LOST)
         self._transport = None
-        self._owner.ended(self, ending, str(exc) if exc else "closed")
+        self._owner.ended(self, self._ending or Ending.LOST, str(exc) if exc else "closed")
+
+    def _begin_end(self, ending: Ending) -> None:
+        """Whoever ends it first counts: a reset that answers our own closing is no evidence."""
+        if self._ending is None:
+            self._ending = ending
+            self.ending_since = self._clock()
 
 
 def tune(sock: socket.socket) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Name, Text, Token
 
 CLEAR = 0x01
@@ -93,7 +93,7 @@ def clear_frame(message: Clear) -> bytes:
 def guarded_frame(guard: Guard, message: Guarded) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_MESSAGE_BYTES}")
+        raise LocalProtocolError(f"{type(message).__name__} of {len(payload)} bytes exceeds {MAX_MESSAGE_BYTES}")
     return _frame(GUARDED, guard.protect(payload))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
+import socket
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +70,7 @@ class Link:
         self._backoff = Backoff(context.limits.backoff_first_s, context.limits.backoff_max_s, context.jitter)
         self._not_before = 0.0
         self._asked = self._loop.time()
+        self._up_since = 0.0
         self._dial: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._connection: Connection | None = None
@@ -108,13 +111,12 @@ class Link:
         elif connection.partial_since and now - connection.partial_since > limits.frame_s:
             self._refusal = f"a frame took more than {limits.frame_s:g} s"
             connection.abort()
-        elif connection.closing and now - connection.closing_since > limits.linger_s:
+        elif connection.ending and now - connection.ending_since > limits.linger_s:
             connection.abort()
 
     def forgettable(self, now: float) -> bool:
-        return (
-            self._state is LinkState.DOWN and not self._queue and now - self._asked > self._context.limits.idle_link_s
-        )
+        at_rest = self._state is LinkState.DOWN and not self._queue and self._retry is None
+        return at_rest and now - self._asked > self._context.limits.idle_link_s
 
     async def close(self, quiet: bool) -> None:
         self._closed = True
@@ -166,7 +168,7 @@ class Link:
             if self._connection is None:  # else it came in the same moment, and the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
         except OSError as error:
-            self._failed(error.strerror or str(error))
+            self._failed(_reason(error))
 
     def _failed(self, detail: str) -> None:
         """An attempt came to nothing."""
@@ -226,6 +228,8 @@ class Link:
         self._connection = None
         self._lost.set()
         self._context.counts[f"ended_{ending.value}"] += 1
+        if was_up and self._loop.time() - self._up_since > self._context.limits.backoff_max_s:
+            self._backoff.succeeded()  # a connection that breaks at once again is no success
         if was_up and not self._refusal:
             self._state = LinkState.DOWN  # perhaps only the connection broke: the next attempt tells
             self._not_before = self._loop.time() + self._backoff.failed()
@@ -260,7 +264,7 @@ class Link:
             raise RemoteProtocolError("PD-CTRL-002", why=f"an unexpected {type(message).__name__}")
         connection.allow(FRAME_BYTES)
         self._state = LinkState.UP
-        self._backoff.succeeded()
+        self._up_since = self._loop.time()
         waiting, self._queue = self._queue, deque()
         for _, queued in waiting:
             self._write(queued)
@@ -276,3 +280,10 @@ class Link:
         self._context.counts["messages_out"] += 1
         self._context.counts["bytes_out"] += len(frame)
         return True
+
+
+def _reason(error: OSError) -> str:
+    """What the system says about it; asyncio puts the address in that place."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)

@@ -228,8 +228,8 @@ class Listener:
         """Ends what takes too long: a greeting, a frame, a farewell that is not read."""
         now, limits = self._loop.time(), self._limits
         for connection, caller in list(self._callers.items()):
-            if connection.closing:
-                if now - connection.closing_since > limits.linger_s:
+            if connection.ending:
+                if now - connection.ending_since > limits.linger_s:
                     connection.abort()
             elif not caller.proven:
                 if now - connection.opened > limits.greeting_s:
