@@ -96,6 +96,23 @@ def test_a_step_that_fits_is_not_cut() -> None:
     assert sub_steps(RegroupPlanner(p, 0), [Job(d, 0, 8, 8, table, table)], 1, 1) == []
 
 
+def test_instances_count_separately_for_their_slots_and_together_for_the_buffers() -> None:
+    p, d = caches("token", 4, 4, 1, cells=(4, 4), block=8)
+    table = np.arange(8, dtype=np.int32)
+    jobs = [Job(d, 0, 0, 64, table, table, instance) for instance in (0, 1, 0)]
+    planner = RegroupPlanner(p, 0)
+    row = 4 * 4 * 2  # bytes of one token with all its heads
+    # 192 tokens in four shares of 48: the second rank has 16 tokens of instance 0 and 32 of instance 1.
+    room = planner.room(jobs)
+    assert room.slot == 48 * row
+    assert room.send == room.receive == 4 * 48 * row // 4
+    assert planner.room(jobs[:2]).slot == 32 * row
+    assert planner.room([jobs[0], jobs[1], jobs[1]], rotation=0).slot == 48 * row
+    narrow = [Job(d, 0, 0, 24, table, table, instance) for instance in (0, 1)] * 4
+    assert planner.room(narrow).slot == 24 * row
+    assert len(sub_steps(planner, narrow, 24 * row, 1 << 20)) == 1
+
+
 def test_a_slot_that_cannot_hold_a_block_is_told() -> None:
     p, d = caches("token", 4, 4, 1, cells=(4, 4), block=8)
     table = np.arange(8, dtype=np.int32)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.geometry.ownership import granule
+from vllm_ascend_pd.geometry.ownership import Line, granule
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner, push_range
+from vllm_ascend_pd.geometry.shard import Shares
 
 SETTINGS = settings(max_examples=1100, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -97,7 +98,9 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, list[list[int]]]:
         return geometry(kind, heads=heads, tp=tp, block=size, cells=cells, pad=draw(st.sampled_from([0, 0, 3])))
 
     p = side()
-    ds = [side() for _ in range(draw(st.integers(1, 3)))]
+    ds = [side()]
+    for _ in range(draw(st.integers(0, 2))):
+        ds.append(ds[0] if draw(st.booleans()) else side())
     prompts = []
     for _ in range(draw(st.integers(1, 4))):
         instance = draw(st.integers(0, len(ds) - 1))
@@ -148,6 +151,16 @@ def test_layouts_and_block_sizes_may_differ(p_kind: str, d_kind: str, p_block: i
     p = geometry(p_kind, heads=4, tp=2, block=p_block, cells=(4, 4), pad=8)
     d = geometry(d_kind, heads=4, tp=4, block=d_block, cells=(4, 4))
     run(Cluster(p, [d], [(0, 3, 50), (0, 0, 16)], seed=7), [[17, 5], [17, 5]])
+
+
+def test_a_cut_moves_to_the_nearest_granule_of_its_piece() -> None:
+    line = Line(np.array([0, 20]), np.array([16, 38]), 16, 4)
+    assert line.tokens == 34
+    cuts = {}
+    for weights in ((10, 24), (13, 21), (14, 20), (17, 17), (19, 15), (33, 1)):
+        cuts[weights[0]] = int(line.cuts(Shares((0, 1), weights))[1])
+    # Places of the line 10, 13, 14 lie at tokens of the same number; 17, 19, 33 at tokens 21, 23, 37.
+    assert cuts == {10: 12, 13: 12, 14: 16, 17: 16, 19: 20, 33: 32}
 
 
 def test_neighbouring_blocks_become_one_span() -> None:

@@ -167,7 +167,7 @@ def test_every_ratio_of_ranks(kind: str, heads: int, p_tp: int, d_tp: int) -> No
 
 
 def test_nothing_is_exchanged_where_ranks_hold_all_that_they_own() -> None:
-    for heads, p_tp, d_tp in ((8, 4, 8), (1, 16, 4), (4, 4, 4)):
+    for heads, p_tp, d_tp in ((8, 4, 8), (1, 16, 4), (4, 4, 4), (4, 1, 2)):
         p, d = (geometry("token", heads=heads, tp=tp, block=8) for tp in (p_tp, d_tp))
         table = np.arange(8, dtype=np.int32)
         plan = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)])

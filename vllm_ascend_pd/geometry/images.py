@@ -224,6 +224,6 @@ def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_he
         else:
             like = Region(region.name, 0, cell if outer else size * cell, d_heads * cell if outer else cell, cell)
             src = np.repeat(begin[index], count) + done * (d_heads * cell)
-        pattern = Pattern.between((like, size, 0), (region, size, 0), d_heads)
+        pattern = Pattern.between((like, 0), (region, 0), d_heads, size)
         found.append(merged(*pattern.spread(src, units, compact=not (outer or region.opaque))))
     return found

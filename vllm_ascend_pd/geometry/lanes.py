@@ -32,10 +32,11 @@ def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
 
 
 def _source(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
-    """Who hands `head` to `owner`: itself, or the replica at the corresponding place."""
-    mine = p.head_range(owner)
-    if head in mine:
-        return owner
+    """Who hands `head` to `owner`: the replica at the owner's own place among replicas, so that all replicas send alike.
+
+    For a head that the owner holds that is the owner itself.
+    """
+    own = max(p.head_range(owner).start, d.head_range(d_rank).start)
+    peers = head_shares(p, d, d_rank, own).ranks
     offering = head_shares(p, d, d_rank, head).ranks
-    peers = head_shares(p, d, d_rank, max(mine.start, d.head_range(d_rank).start)).ranks
     return offering[peers.index(owner) * len(offering) // len(peers)]

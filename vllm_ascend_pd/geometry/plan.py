@@ -145,12 +145,9 @@ class StepPlanner:
         heads = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
         # A rank that shares a head holds no other, and a head held once is not shared: one cut serves all heads.
         shares = head_shares(self._p, d, d_rank, heads.start)
+        at = heads.start - ours.start, heads.start - theirs.start
         patterns = tuple(
-            Pattern.between(
-                (a, self._p.block_size, heads.start - ours.start),
-                (b, d.block_size, heads.start - theirs.start),
-                len(heads),
-            )
+            Pattern.between((a, at[0]), (b, at[1]), len(heads), self._p.block_size)
             for a, b in zip(self._p.regions, d.regions, strict=True)
         )
         return _Target(d_rank, heads, shares, patterns)

@@ -100,9 +100,9 @@ class Pattern(msgspec.Struct, frozen=True):
     whole: int  # tokens of a chunk whose heads lie together on both sides, 0: never
 
     @classmethod
-    def between(cls, src: tuple[Region, int, int], dst: tuple[Region, int, int], heads: int) -> Pattern:
-        """`src` and `dst`: region, block size, local index of the first head; `heads` neighbouring heads are copied."""
-        (a, a_block, a_head), (b, b_block, b_head) = src, dst
+    def between(cls, src: tuple[Region, int], dst: tuple[Region, int], heads: int, block_size: int) -> Pattern:
+        """`heads` neighbouring heads are copied; with each region the local index of the first. Blocks of the source."""
+        (a, a_head), (b, b_head) = src, dst
         cell = a.cell_bytes
         sides = (
             Side(a.block_stride, a.head_stride, a.token_stride, a_head * a.head_stride),
@@ -113,8 +113,8 @@ class Pattern(msgspec.Struct, frozen=True):
         if a.opaque:
             return cls(*sides, cell, outer, width, by_token=False, plane=True, whole=0)
         by_token = a.token_stride != width or b.token_stride != width
-        together = not by_token and a_block == b_block and a.head_stride == b.head_stride == a_block * cell
-        return cls(*sides, cell, outer, width, by_token, plane=False, whole=a_block if together and outer > 1 else 0)
+        together = not by_token and a.head_stride == b.head_stride == block_size * cell
+        return cls(*sides, cell, outer, width, by_token, plane=False, whole=block_size if together and outer > 1 else 0)
 
     def spans(self, chunks: Grid) -> tuple[Spans, Ints]:
         """The spans of all chunks, and where each job's spans end."""
