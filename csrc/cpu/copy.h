@@ -4,9 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
-#include "../rows.h"
+#include "../runs.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -55,40 +54,6 @@ inline void copy_long(char* dst, const char* src, int64_t bytes) {
   stream_lines(dst + head, src + head, lines);
   if (bytes > head + lines) std::memcpy(dst + head + lines, src + head + lines, bytes - head - lines);
 }
-
-// A box with its contiguous axes merged: outer x inner runs of `width` bytes, the destination's wider stride outside.
-struct Runs {
-  int64_t width, outer, inner;
-  int64_t src, src_outer, src_inner;
-  int64_t dst, dst_outer, dst_inner;
-
-  explicit Runs(const Box& box)
-      : width(box.cell),
-        outer(box.heads),
-        inner(box.tokens),
-        src(box.src),
-        src_outer(box.src_head),
-        src_inner(box.src_token),
-        dst(box.dst),
-        dst_outer(box.dst_head),
-        dst_inner(box.dst_token) {
-    if (inner > 1 && (outer == 1 || dst_outer < dst_inner)) swap_axes();
-    for (int pass = 0; pass < 2; ++pass) {
-      if (inner == 1 || (src_inner == width && dst_inner == width)) {
-        width *= inner;
-        inner = 1;
-        swap_axes();
-      }
-    }
-  }
-
- private:
-  void swap_axes() {
-    std::swap(outer, inner);
-    std::swap(src_outer, src_inner);
-    std::swap(dst_outer, dst_inner);
-  }
-};
 
 // Copies the runs of one short, fixed width: the compiler unrolls what memcpy would branch over.
 template <int64_t Width>

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native tests share the references of the unit tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+UNIT = Path(__file__).resolve().parents[1] / "unit"
+if str(UNIT) not in sys.path:
+    sys.path.insert(0, str(UNIT))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Case files for the native runners (case.h): rows, tensors, and the bytes that must come out, worked out in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from geometry_reference import Cache, Cluster, geometry
+
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.plan import Job, push_range
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
+
+GATHER, ASSEMBLE, SCATTER = 0, 1, 2
+UNTOUCHED = 0xA5
+
+
+class Case(NamedTuple):
+    name: str
+    kind: int
+    views: list[tuple[int, ...]]  # blocks, heads, tokens, cell, strides of block, head, token
+    rows: np.ndarray
+    before: list[np.ndarray]
+    expected: list[np.ndarray]
+
+    def write(self, folder: Path) -> Path:
+        path = folder / f"{self.name}.case"
+        sizes = [len(tensor) for tensor in self.before]
+        words = [0x45534143, self.kind, len(self.rows), len(self.views), len(sizes)]
+        words += [word for view in self.views for word in view] + sizes
+        with path.open("wb") as out:
+            np.array(words, dtype=np.int64).tofile(out)
+            self.rows.astype(np.int64).tofile(out)
+            for tensor in (*self.before, *self.expected):
+                tensor.tofile(out)
+        return path
+
+
+def _box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int) -> np.ndarray:
+    starts = offset + np.arange(heads)[:, None] * head + np.arange(tokens)[None, :] * token
+    return starts[:, :, None] + np.arange(cell)
+
+
+def cache_case(name: str, cache: Cache, rows: np.ndarray, size: int, kind: int = GATHER) -> Case:
+    """gather from `cache`, or scatter random bytes into it."""
+    facts = cache.geometry
+    tokens = [1 if region.opaque else facts.block_size for region in facts.regions]
+    views = [
+        (cache.blocks, len(cache.heads), count, r.cell_bytes, r.block_stride, r.head_stride, r.token_stride)
+        for r, count in zip(facts.regions, tokens, strict=True)
+    ]
+    before = [memory.copy() for memory in cache.memory]
+    if kind == GATHER:
+        before.append(np.full(size, UNTOUCHED, dtype=np.uint8))
+    else:
+        before.append(np.random.default_rng(7).integers(0, 256, size, dtype=np.uint8))
+    expected = [tensor.copy() for tensor in before]
+    for region, block, head, token, heads, count, offset, head_stride, token_stride in rows.tolist():
+        r = facts.regions[region]
+        start = block * r.block_stride + head * r.head_stride + token * r.token_stride
+        cells = _box(start, heads, r.head_stride, count, r.token_stride, r.cell_bytes)
+        places = _box(offset, heads, head_stride, count, token_stride, r.cell_bytes)
+        if kind == GATHER:
+            expected[-1][places] = before[region][cells]
+        else:
+            expected[region][cells] = before[-1][places]
+    return Case(name, kind, views, rows, before, expected)
+
+
+def assemble_case(name: str, received: np.ndarray, rows: np.ndarray, size: int) -> Case:
+    before = [received, np.full(size, UNTOUCHED, dtype=np.uint8)]
+    expected = [tensor.copy() for tensor in before]
+    for cell, heads, tokens, source, head_a, token_a, target, head_b, token_b in rows.tolist():
+        expected[1][_box(target, heads, head_b, tokens, token_b, cell)] = received[
+            _box(source, heads, head_a, tokens, token_a, cell)
+        ]
+    return Case(name, ASSEMBLE, [], rows, before, expected)
+
+
+def plans_of(cluster: Cluster, rotation: int = 0) -> list[RegroupPlan]:
+    """Everything the prompts have, in one step."""
+    jobs = []
+    for request in cluster.requests:
+        d = cluster.ds[request.instance]
+        cluster.compute(request, request.end)
+        lo, hi = push_range(request.first, request.end, 0, request.end, d.block_size)
+        jobs.append(Job(d, request.first, lo, hi, request.p_blocks, request.d_blocks, request.instance))
+    return [RegroupPlanner(cluster.p, rank).plan(jobs, rotation) for rank in range(cluster.p.tp_size)]
+
+
+def regroup_cases(name: str, cluster: Cluster, ranks: Sequence[int]) -> Iterator[Case]:
+    """What `ranks` do in one step of the real regroup plan."""
+    noise = np.random.default_rng(3)
+    plans = plans_of(cluster)
+    for rank in ranks:
+        plan, cache = plans[rank], cluster.ranks[rank]
+        if len(plan.send):
+            size = sum(plan.send_splits)
+            yield cache_case(f"{name}-rank{rank}-send", cache, plan.send, size)
+            yield cache_case(f"{name}-rank{rank}-scatter", cache, plan.send, size, SCATTER)
+        received = noise.integers(0, 256, sum(plan.receive_splits), dtype=np.uint8)
+        for index, slot in enumerate(plan.slots[:2]):
+            if len(slot.own):
+                yield cache_case(f"{name}-rank{rank}-own{index}", cache, slot.own, slot.nbytes)
+            if len(slot.received):
+                yield assemble_case(f"{name}-rank{rank}-slot{index}", received, slot.received, slot.nbytes)
+
+
+RATIOS = [(8, 2, 1), (8, 4, 1), (8, 4, 2), (8, 8, 2), (6, 3, 2), (6, 6, 4), (2, 8, 1), (8, 4, 8), (1, 4, 2)]
+CELLS = {"apart": (256, 256), "packed": (512,), "mla": (1024, 128), "odd": (72, 40)}
+
+
+def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], tokens: int = 700) -> Cluster:
+    """Two D's of different TP, prefixes already there, partial last blocks."""
+
+    def side(tp: int, pad: int) -> CacheGeometry:
+        return geometry(kind, heads=heads, tp=tp, block=32, cells=cells, pad=pad)
+
+    prompts = [(0, 0, tokens), (1, 32, 109), (0, 64, 65 + tokens // 3), (1, 0, 1)]
+    return Cluster(side(p_tp, 0), [side(d_tp, 32), side(p_tp, 0)], prompts, seed=4)
