@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -24,7 +25,7 @@ from vllm_ascend_pd.decode.decisions import DecodeStep
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.trace import TraceFile
-from vllm_ascend_pd.prefill.decisions import PrefillStep
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ class Handshake(KVConnectorHandshakeMetadata):
     """One worker → its scheduler, once."""
 
     facts: WorkerFacts
+
+
+@dataclass
+class WorkerNews(KVConnectorWorkerMetadata):
+    """Workers → scheduler, after a step: exchanges that some rank wants to be made again."""
+
+    missed: frozenset[Exchanged]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return WorkerNews(self.missed | other.missed) if isinstance(other, WorkerNews) else self
 
 
 @dataclass
@@ -93,9 +104,16 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         tp = parallel.rank % parallel.tensor_parallel_size
         if prefill:
             from vllm_ascend_pd.prefill.worker import PrefillWorker
+            from vllm_ascend_pd.regroup.parts import Place
 
             stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
-            self._roles.prefill_worker = PrefillWorker(self._engine, shape, current(), Contributor(stage, tp))
+            place = Place(
+                rank=parallel.rank,
+                tp_size=parallel.tensor_parallel_size,
+                pp_size=parallel.pipeline_parallel_size,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            )
+            self._roles.prefill_worker = PrefillWorker(self._engine, shape, current(), Contributor(stage, tp), place)
         else:
             from vllm_ascend_pd.decode.worker import DecodeWorker
 
@@ -179,6 +197,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._roles.legacy_invalid_blocks.update(report.blocks)
         return set(), {report.request_id for report in reports}, {report.request_id for report in failed}
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        missed = self._roles.prefill_worker.missed_exchanges() if self._roles.prefill_worker is not None else []
+        return WorkerNews(frozenset(missed)) if missed else None
+
     def shutdown(self) -> None:
         for role in (
             self._roles.prefill_worker,
@@ -226,8 +248,14 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             return StepMetadata(decode=self._roles.decode_scheduler.build_step())
         return StepMetadata()
 
+    def has_pending_push_work(self) -> bool:
+        return self._roles.prefill_scheduler is not None and self._roles.prefill_scheduler.must_step()
+
     def update_connector_output(self, connector_output: Any) -> None:
         if self._roles.prefill_scheduler is not None:
+            news = getattr(connector_output, "kv_connector_worker_meta", None)
+            if isinstance(news, WorkerNews):
+                self._roles.prefill_scheduler.missed(news.missed)
             compat.filter_ids(connector_output.finished_sending, self._roles.prefill_scheduler.released)
         if self._roles.decode_scheduler is not None:
             compat.filter_ids(connector_output.finished_recving, self._roles.decode_scheduler.received)

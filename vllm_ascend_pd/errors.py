@@ -109,6 +109,10 @@ CATALOGUE: dict[str, Entry] = {
     "PD-XFER-003": Entry("A write to {peer} failed.", "Check the peer and the network; its blocks are quarantined until they are quiet."),
     "PD-XFER-004": Entry("The peer {peer} is gone.", "Restart it; nothing else must be restarted."),
     "PD-XFER-005": Entry("The peer refused the transfer: {why}.", "See the peer's log."),
+    "PD-XFER-006": Entry(
+        "The exchange between the prefill ranks failed: {why}.",
+        "See the prefill engine's log; a rank that died stops the whole engine.",
+    ),
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def install_nap() -> bool:
                     patience.nap(self.input_queue, waiting)
         return bool(executed)
 
-    EngineCoreProc._process_engine_step = step_then_nap  # type: ignore[method-assign]
+    EngineCoreProc._process_engine_step = step_then_nap
     _installed.add("nap")
     return True
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -17,10 +18,15 @@ class Event(Protocol):
 
 class Device(Protocol):
     name: str
+    collectives: str  # torch.distributed backend
+    exchanges_inline: bool  # collectives are launched from the layer's hook, in the order of the model's own
     token_major: bool  # which axis comes first where the numbers cannot tell (as many heads as tokens in a block)
 
     def record(self) -> Event:
         """An event behind everything enqueued on the current compute stream so far."""
+
+    def side_stream(self, after: Event) -> AbstractContextManager[None]:
+        """Work launched inside runs on a stream of its own, after `after`."""
 
     def attach_thread(self) -> None:
         """Called first in every thread that touches device memory or the transfer engine."""

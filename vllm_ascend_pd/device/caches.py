@@ -37,11 +37,13 @@ class Caches:
     num_blocks: int
     bases: tuple[tuple[int, ...], ...]  # by layer, by region
     storages: tuple[tuple[int, int], ...]  # (address, length) to register
+    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region
 
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Raises PD-GEO-003 for a layout that is not understood, or that differs between layers."""
     layers: dict[str, tuple[tuple[Region, ...], tuple[int, ...], int, str]] = {}
+    parts_of: dict[str, tuple[torch.Tensor, ...]] = {}
     storages: dict[int, int] = {}
     for name, value in tensors.items():
         parts = [part for tensor in _tensors(value) for part in _unstack(tensor, shape)]
@@ -58,6 +60,7 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
             storages[storage.data_ptr()] = storage.nbytes()
         if len(blocks) != 1:
             raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")
+        parts_of[name] = tuple(parts)
         layers[name] = (tuple(regions), tuple(bases), blocks.pop(), "/".join(sorted(set(packings))))
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
@@ -75,7 +78,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         regions=regions_0,
         stages=(tuple(layers),),
     )
-    return Caches(geometry, blocks_0, tuple(bases for _, bases, _, _ in layers.values()), tuple(storages.items()))
+    by_layer = tuple(bases for _, bases, _, _ in layers.values())
+    return Caches(geometry, blocks_0, by_layer, tuple(storages.items()), tuple(parts_of.values()))
 
 
 def _tensors(value: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

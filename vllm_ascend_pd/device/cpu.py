@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from vllm_ascend_pd.device.base import Event
 
 
 class _Done:
@@ -15,11 +18,16 @@ class _Done:
 
 class CpuDevice:
     name = "cpu"
+    collectives = "gloo"
+    exchanges_inline = False
     token_major = False
     _done = _Done()
 
     def record(self) -> _Done:
         return self._done
+
+    def side_stream(self, after: Event) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def attach_thread(self) -> None:
         return None

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch_npu
+
+from vllm_ascend_pd.device.base import Event
 
 ACL_FORMAT_ND = 2
 
@@ -17,16 +22,32 @@ class _StreamEvent:
     def done(self) -> bool:
         return bool(self._event.query())
 
+    def hold(self, stream: torch_npu.npu.Stream) -> None:
+        """What `stream` gets from now on waits for this event."""
+        stream.wait_event(self._event)
+
 
 class NpuDevice:
     name = "npu"
+    collectives = "hccl"
+    exchanges_inline = True
     token_major = True
 
     def __init__(self) -> None:
         self._index = torch_npu.npu.current_device()
+        self._side: torch_npu.npu.Stream | None = None
 
     def record(self) -> _StreamEvent:
         return _StreamEvent()
+
+    @contextmanager
+    def side_stream(self, after: Event) -> Iterator[None]:
+        if self._side is None:
+            self._side = torch_npu.npu.Stream()
+        if isinstance(after, _StreamEvent):
+            after.hold(self._side)
+        with torch_npu.npu.stream(self._side):
+            yield
 
     def attach_thread(self) -> None:
         # The transfer engine takes the device from the ACL context of the calling thread.

@@ -7,7 +7,7 @@ token range, never the whole list again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +49,9 @@ class PushAbort:
     detail: str
 
 
+Exchanged = tuple[int, int, int]  # step, layer, sub-step of an exchange that some rank missed
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
     """One step's metadata for P's workers. `rotation` is the step's sequence number."""
@@ -59,10 +62,12 @@ class PrefillStep:
     slices: tuple[PushSlice, ...] = ()
     aborts: tuple[PushAbort, ...] = ()
     preempted: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()  # nothing of these pushes is exchanged any more
+    catch_ups: tuple[Exchanged, ...] = ()
 
     @property
     def empty(self) -> bool:
-        return not (self.starts or self.slices or self.aborts or self.preempted)
+        return not (self.starts or self.slices or self.aborts or self.preempted or self.ended or self.catch_ups)
 
 
 @dataclass(slots=True)
@@ -83,6 +88,8 @@ class _Pending:
     slices: list[PushSlice] = field(default_factory=list)
     aborts: list[PushAbort] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    catch_ups: set[Exchanged] = field(default_factory=set)
 
 
 class PushBook:
@@ -168,11 +175,24 @@ class PushBook:
             self._pending.aborts.append(PushAbort(tracked.push, "PD-XFER-002", why))
         if holds_blocks:
             self._holding[request_id] = tracked.push
+        else:
+            self._pending.ended.append(tracked.push)
         return holds_blocks
 
     def released(self, request_id: str) -> bool:
         """A report of the workers arrived: true if vLLM waits for it."""
-        return self._holding.pop(request_id, None) is not None
+        push = self._holding.pop(request_id, None)
+        if push is not None:
+            self._pending.ended.append(push)
+        return push is not None
+
+    def missed(self, exchanges: Iterable[Exchanged]) -> None:
+        """Workers could not stage these and have room now: every rank makes them again in the next step."""
+        self._pending.catch_ups.update(exchanges)
+
+    def must_step(self) -> bool:
+        """The workers wait for a step's metadata."""
+        return bool(self._pending.catch_ups)
 
     def open_count(self) -> int:
         return len(self._tracked) + len(self._holding)
@@ -188,6 +208,8 @@ class PushBook:
             slices=tuple(pending.slices),
             aborts=tuple(pending.aborts),
             preempted=tuple(pending.preempted),
+            ended=tuple(pending.ended),
+            catch_ups=tuple(sorted(pending.catch_ups)),
         )
 
 

@@ -7,14 +7,14 @@ import base64
 import binascii
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 
@@ -80,6 +80,12 @@ class PrefillScheduler:
 
     def released(self, request_id: str) -> bool:
         return self._book.released(request_id)
+
+    def missed(self, exchanges: Iterable[Exchanged]) -> None:
+        self._book.missed(exchanges)
+
+    def must_step(self) -> bool:
+        return self._book.must_step()
 
     def close(self) -> None:
         return None

@@ -10,8 +10,9 @@ import torch
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
-from vllm_ascend_pd.prefill.decisions import PrefillStep
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.regroup.parts import Place, allocate
 from vllm_ascend_pd.runtime.pushing import PushRuntime, PushSite
 
 NO_STEP = PrefillStep(rotation=0)
@@ -20,8 +21,11 @@ NO_STEP = PrefillStep(rotation=0)
 class PrefillWorker:
     """Created with the worker; the runtime starts when the KV caches are registered."""
 
-    def __init__(self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor) -> None:
+    def __init__(
+        self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, place: Place
+    ) -> None:
         self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
+        self._place = place
         self._runtime: PushRuntime | None = None
         self._facts: WorkerFacts | None = None
 
@@ -29,7 +33,13 @@ class PrefillWorker:
         caches = describe(tensors, self._shape, self._device)
         site = PushSite(self._engine.incarnation, self._contributor, self._engine.model)
         self._runtime = PushRuntime(
-            self._engine.config, site, caches, self._device, self._engine.create_transport(), self._engine.secrets
+            self._engine.config,
+            site,
+            caches,
+            self._device,
+            self._engine.create_transport(),
+            self._engine.secrets,
+            allocate(self._engine.config, self._place, caches, self._device),
         )
         self._facts = WorkerFacts(None, caches.geometry)
 
@@ -52,6 +62,9 @@ class PrefillWorker:
     def end_step(self) -> None:
         if self._runtime is not None:
             self._runtime.end_step()
+
+    def missed_exchanges(self) -> list[Exchanged]:
+        return [] if self._runtime is None else self._runtime.missed_exchanges()
 
     def finished(self, ended: Iterable[str]) -> set[str]:
         return set() if self._runtime is None else self._runtime.take_finished(ended)

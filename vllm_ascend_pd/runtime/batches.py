@@ -6,7 +6,7 @@ One batch holds everything that goes to one D rank for one layer; neighbouring l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
 from vllm_ascend_pd.protocol.push import Claim
 from vllm_ascend_pd.runtime.work import PushWork, Unit
@@ -81,17 +82,21 @@ def grouped(claims: list[Claim], works: Mapping[str, PushWork], fuse: int) -> li
 
 
 def spans_of(work: PushWork, claim: Claim, own: Bases, theirs: LayerAddresses) -> Triples:
-    """The absolute spans of a claim. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
+    """The absolute spans of a claim that is pushed directly."""
     unit = unit_of(claim)
     plan = work.plans.get(unit.step)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
-    spans = plan.by_rank[claim.d_rank]
+    return aimed(plan.by_rank[claim.d_rank], own[unit.layer], work, unit, theirs)
+
+
+def aimed(
+    spans: Sequence[Spans], sources: Sequence[int], work: PushWork, unit: Unit, theirs: LayerAddresses
+) -> Triples:
+    """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
     regions = work.reservation.geometry.regions
     parts: list[Triples] = []
-    for part, region, src, dst in zip(
-        spans, regions, own[unit.layer], theirs.bases[work.layer_index[unit.layer]], strict=True
-    ):
+    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[work.layer_index[unit.layer]], strict=True):
         outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.num_blocks)
         if outside.any():
             bad = int(np.argmax(outside))

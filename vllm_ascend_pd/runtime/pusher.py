@@ -18,6 +18,7 @@ from typing import Protocol
 
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.runtime.batches import Batch
+from vllm_ascend_pd.runtime.regrouping import Staged
 from vllm_ascend_pd.transport.base import Transport, WriteState
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Work(Protocol):
     """What the pusher asks of its runtime. Each call decides under the runtime's lock and acts after it."""
 
     def computed(self, item: Computed) -> None: ...
+    def staged(self, item: Staged) -> None: ...
     def sealed(self, item: Sealed) -> None: ...
     def next_batches(self, busy: dict[Hashable, int]) -> list[Batch]: ...
     def submitted(self, batch: Batch) -> None: ...
@@ -60,14 +62,14 @@ class Pusher:
 
     def __init__(self, name: str, work: Work, transport: Transport, device: Device) -> None:
         self._work, self._transport, self._device = work, transport, device
-        self._inbox: queue.SimpleQueue[Computed | Sealed | None] = queue.SimpleQueue()
-        self._waiting: deque[Computed | Sealed] = deque()
+        self._inbox: queue.SimpleQueue[Computed | Staged | Sealed | None] = queue.SimpleQueue()
+        self._waiting: deque[Computed | Staged | Sealed] = deque()
         self._flying: list[Batch] = []
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, item: Computed | Sealed) -> None:
+    def put(self, item: Computed | Staged | Sealed) -> None:
         self._inbox.put(item)
 
     def nudge(self) -> None:
@@ -111,10 +113,12 @@ class Pusher:
             head = self._waiting[0]
             if isinstance(head, Sealed):
                 self._work.sealed(head)
-            elif head.event.done():
-                self._work.computed(head)
-            else:
+            elif not head.event.done():
                 return
+            elif isinstance(head, Staged):
+                self._work.staged(head)
+            else:
+                self._work.computed(head)
             self._waiting.popleft()
 
     def _submit(self) -> None:

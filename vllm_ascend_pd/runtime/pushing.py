@@ -21,19 +21,21 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.geometry.match import mismatches
-from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest, push_range
-from vllm_ascend_pd.geometry.shard import contributors, destinations, shared_stages
+from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.prefill.decisions import PrefillStep, PushStart
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
-from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
-from vllm_ascend_pd.runtime.batches import Batch, grouped, joined, spans_of
+from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
+from vllm_ascend_pd.protocol.push import Claim, Sender
+from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.runtime.batches import Batch, Triples, aimed, grouped, joined, spans_of, unit_of
 from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.runtime.orders import OrderBook
+from vllm_ascend_pd.runtime.pieces import Piece, Pieces
 from vllm_ascend_pd.runtime.pusher import IN_FLIGHT, Computed, Pusher, Sealed
+from vllm_ascend_pd.runtime.regrouping import Regrouper, Staged
 from vllm_ascend_pd.runtime.verify import Summer
 from vllm_ascend_pd.runtime.work import PushWork, Unit
 from vllm_ascend_pd.transport.base import Transport
@@ -41,7 +43,6 @@ from vllm_ascend_pd.transport.base import Transport
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
-DIRECT = "direct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class _Step:
 
     number: int
     unmarked: set[int]
+    direct: bool
     final: tuple[str, ...]
 
 
@@ -79,6 +81,7 @@ class PushRuntime:
         device: Device,
         transport: Transport,
         secrets: Secrets | None,
+        regroup: RegroupParts | None = None,
     ) -> None:
         self._config, self._site, self._caches, self._device, self._transport = config, site, caches, device, transport
         self._layers = {name: index for index, name in enumerate(caches.geometry.layers)}
@@ -86,19 +89,24 @@ class PushRuntime:
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
         self._works: dict[str, PushWork] = {}
+        self._members: dict[str, PushWork] = {}  # until the scheduler says that they ended: who takes part in exchanges
         self._push_of: dict[str, str] = {}  # request id → push
         self._held: set[str] = set()  # pushes being drained: nothing of them is submitted
+        self._unsealed: set[str] = set()  # pushes whose last layer was announced, but that missed an exchange
         self._closed: set[str] = set()  # pushes closed, not reported yet
         self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
         self._sender: Sender | None = None
         self._planner: StepPlanner | None = None
-        self._engine: CacheGeometry | None = None
+        self._orders: OrderBook | None = None
         self._summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
         self._step: _Step | None = None
         self._dead: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._armed = float("inf")
-        transport.register(caches.storages)
+        self._parts = regroup
+        self._regrouper: Regrouper | None = None
+        self._pieces = Pieces(regroup.staging, config.quiet_s) if regroup is not None else None
+        transport.register([*caches.storages, *([regroup.staging.region] if regroup is not None else [])])
         self._loop = LoopThread(f"pd-push-{site.contributor}")
         self._dialer = Dialer(
             incarnation=site.incarnation,
@@ -123,6 +131,12 @@ class PushRuntime:
             self._start(start)
         if step.slices:
             self._plan(step)
+        for push in step.ended:
+            self._members.pop(push, None)
+        if self._regrouper is not None:
+            self._regrouper.end(step.ended)
+            if step.catch_ups:
+                self._regrouper.catch_up([Unit(*exchange) for exchange in step.catch_ups], self._device.record())
 
     def layer_computed(self, name: str, tensor_address: int | None) -> None:
         """A layer's hook fired. Costs one event and one queue entry; layers are known by name, else by address."""
@@ -142,7 +156,15 @@ class PushRuntime:
             return
         for index in sorted(step.unmarked):
             self._mark(step, index)
-        self._pusher.put(Sealed(step.number, step.final))
+        sealed = Sealed(step.number, step.final)
+        if self._regrouper is not None:
+            self._regrouper.forward(sealed)  # behind the step's exchanges
+        else:
+            self._pusher.put(sealed)
+
+    def missed_exchanges(self) -> list[Exchanged]:
+        """Exchanges that this worker wants to be made again."""
+        return [(u.step, u.layer, u.part) for u in self._regrouper.wanted()] if self._regrouper is not None else []
 
     def preempt(self, pushes: Iterable[str]) -> None:
         """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
@@ -165,6 +187,8 @@ class PushRuntime:
         """Idempotent. Tells peers what is cut off, stops the threads, closes the transfer engine."""
         for push in list(self._works):
             self._abort(push, "PD-XFER-004", "the prefill engine shuts down")
+        if self._regrouper is not None:
+            self._regrouper.close(CLOSE_GRACE_S)
         self._pusher.stop(CLOSE_GRACE_S)
         self._transport.close()
         if self._loop.alive:
@@ -177,8 +201,20 @@ class PushRuntime:
     # -- starting and planning, on the engine's thread
 
     def _open_engine(self, engine: CacheGeometry) -> None:
-        self._engine = engine
+        rank, room = self._site.contributor.rank, self._parts.room if self._parts is not None else None
+        self._orders = OrderBook(engine, self._caches.geometry, rank, self._config.regroup, room)
         self._planner = StepPlanner(engine, self._site.contributor.rank)
+        if self._parts is not None:
+            self._regrouper = Regrouper(
+                engine,
+                self._site.contributor.rank,
+                len(self._layers),
+                self._parts.exchange,
+                self._parts.staging,
+                self._device,
+                self._pusher.put,
+                self._wants,
+            )
         self._sender = Sender(
             incarnation=self._site.incarnation,
             contributor=self._site.contributor,
@@ -189,22 +225,9 @@ class PushRuntime:
         )
 
     def _start(self, start: PushStart) -> None:
-        engine, reservation = self._engine, start.reservation
-        if engine is None:
-            raise LocalProtocolError("a push was scheduled before the engine's geometry was known")
-        differences = mismatches(engine, reservation.geometry)
-        ranks = () if differences else destinations(engine, reservation.geometry, self._site.contributor.rank)
-        work = PushWork.of(start, self._caches.geometry, ranks)
-        order = PushOrder(
-            push=start.push,
-            transfer=reservation.transfer,
-            deadline_s=reservation.deadline_s,
-            tokens=reservation.end - reservation.first,
-            layers=len(self._layers),
-            destinations=tuple(self._destination(engine, reservation, rank) for rank in ranks),
-        )
+        work, order, differences = self._need_orders().take(start)
         with self._deciding() as deciding:
-            self._works[start.push] = work
+            self._works[start.push] = self._members[start.push] = work
             self._push_of[start.request_id] = start.push
             deciding.actions += deciding.sender.open(time.monotonic(), order)
         if differences:
@@ -212,55 +235,61 @@ class PushRuntime:
         if self._dead is not None:
             self._abort(start.push, "PD-XFER-003", f"the pusher died: {self._dead}")
 
-    def _destination(self, engine: CacheGeometry, reservation: Reservation, rank: int) -> Destination:
-        d = reservation.geometry
-        return Destination(
-            d_rank=rank,
-            peer=reservation.endpoints[rank],
-            contributors=tuple(
-                Contributor(stage, p) for stage in shared_stages(engine, d) for p in contributors(engine, d, rank)
-            ),
-            plan_digest=plan_digest(engine, d, reservation.first, reservation.end, DIRECT),
-        )
-
     def _plan(self, step: PrefillStep) -> None:
         """Plan the step once for all its pushes; the plans wait for the layers."""
-        planned: list[PushWork] = []
-        jobs = []
+        direct: list[tuple[PushWork, Job]] = []
+        exchanged: list[tuple[PushWork, Job]] = []
+        instances: dict[tuple[Endpoint, ...], int] = {}
         for piece in step.slices:
-            if piece.restart:
-                self.preempt([piece.push])
+            work = self._members.get(piece.push)
+            if work is None or not work.fits:
+                continue
+            if piece.restart and piece.push in self._works:
+                self._drain(piece.push, time.monotonic() + self._config.timers.preempt_drain_s)
             with self._lock:
-                work = self._works.get(piece.push)
-                if work is None:
-                    continue  # failed already
                 work.extend(piece)
             r = work.reservation
             lo, hi = push_range(r.first, r.end, piece.before, piece.after, r.geometry.block_size)
-            trace.emit(
-                "step",
-                transfer=str(r.transfer),
-                step=step.rotation,
-                before=piece.before,
-                after=piece.after,
-                tokens=hi - lo,
-            )
-            if hi > lo and work.ranks:
-                planned.append(work)
-                jobs.append(work.job(lo, hi))
-        if jobs and self._planner is not None:
-            plans = self._planner.plan(jobs, step.rotation)
+            facts = {"before": piece.before, "after": piece.after, "tokens": hi - lo}
+            trace.emit("step", transfer=str(r.transfer), step=step.rotation, **facts)
+            if hi <= lo:
+                continue
+            job = work.job(lo, hi, instances.setdefault(r.endpoints, len(instances)))
+            if work.exchanges:
+                exchanged.append((work, job))  # whatever we know of the push: all ranks must plan alike
+            elif work.ranks and piece.push in self._works:
+                direct.append((work, job))
+        self._plan_direct(step.rotation, direct)
+        if exchanged and self._regrouper is not None:
+            self._regrouper.plan(step.rotation, [work for work, _ in exchanged], [job for _, job in exchanged])
             with self._lock:
-                for work, plan in zip(planned, plans, strict=True):
-                    work.plans[step.rotation] = plan
-        unmarked = set(range(len(self._layers))) if planned else set()
-        self._step = _Step(step.rotation, unmarked, tuple(piece.push for piece in step.slices if piece.final))
+                for work, _ in exchanged:
+                    work.exchanged.add(step.rotation)
+        unmarked = set(range(len(self._layers))) if direct or exchanged else set()
+        final = tuple(piece.push for piece in step.slices if piece.final)
+        self._step = _Step(step.rotation, unmarked, bool(direct), final)
+
+    def _plan_direct(self, rotation: int, jobs: list[tuple[PushWork, Job]]) -> None:
+        if jobs and self._planner is not None:
+            plans = self._planner.plan([job for _, job in jobs], rotation)
+            with self._lock:
+                for (work, _), plan in zip(jobs, plans, strict=True):
+                    work.plans[rotation] = plan
+
+    def _need_orders(self) -> OrderBook:
+        if self._orders is None:
+            raise LocalProtocolError("a push was scheduled before the engine's geometry was known")
+        return self._orders
 
     def _mark(self, step: _Step, index: int) -> None:
         step.unmarked.discard(index)
         if trace.enabled():
             trace.emit("layer_computed", step=step.number, layer=index, of=len(self._layers))
-        self._pusher.put(Computed(step.number, index, self._device.record()))
+        event = self._device.record()
+        if step.direct:
+            self._pusher.put(Computed(step.number, index, event))
+        if self._regrouper is not None:
+            self._regrouper.computed(step.number, index, event)
 
     def _drain(self, push: str, deadline: float) -> None:
         with self._deciding() as deciding:
@@ -270,9 +299,11 @@ class PushRuntime:
                 self._returned.wait(left)
             self._held.discard(push)
             work = self._works.get(push)
+            now = time.monotonic()
             if work is not None:
                 work.forget()
-            now = time.monotonic()
+            if self._pieces is not None and not sender.outstanding(push):
+                self._pieces.drop(now, push)
             if sender.outstanding(push):
                 detail = "writes did not return before preemption"
                 deciding.actions += sender.abort(now, push, "PD-XFER-001", detail)
@@ -297,11 +328,49 @@ class PushRuntime:
                     nbytes = plan.nbytes(rank) if plan is not None else 0
                     deciding.actions += deciding.sender.offer(now, work.push, rank, unit, nbytes)
 
+    def staged(self, item: Staged) -> None:
+        """Offer what an exchange has brought; bytes of pushes that ended or started over meanwhile are dropped."""
+        plan, unit, pieces = item.part.rows.plan, item.unit, self._pieces
+        if pieces is None:
+            return
+        with self._deciding() as deciding:
+            now = time.monotonic()
+            if item.error is not None:
+                for work in item.part.works:
+                    if work.push in self._works:
+                        deciding.actions += deciding.sender.abort(now, work.push, "PD-XFER-006", str(item.error))
+            for planned, slot in zip(plan.slots, item.slots, strict=True):
+                if slot is None:
+                    continue
+                sums = self._summer.staged(planned, item.part.jobs, slot) if self._summer is not None else {}
+                for member, writes in planned.writes.items():
+                    work = item.part.works[member]
+                    piece = Piece(slot, writes, sums.get(member))
+                    if piece.nbytes and work.push in self._works and unit.step in work.exchanged:
+                        pieces.add(work.push, planned.d_rank, unit, piece)
+                        deciding.actions += deciding.sender.offer(now, work.push, planned.d_rank, unit, piece.nbytes)
+                pieces.unused(slot)
+            self._seal_late(deciding, now)
+
     def sealed(self, item: Sealed) -> None:
         with self._deciding() as deciding:
-            for push in item.pushes:
-                if push in self._works:
-                    deciding.actions += deciding.sender.seal(time.monotonic(), push)
+            self._unsealed.update(push for push in item.pushes if push in self._works)
+            self._seal_late(deciding, time.monotonic())
+
+    def _seal_late(self, deciding: _Deciding, now: float) -> None:
+        """Seal what is complete; a push that missed an exchange waits until that was made again."""
+        for push in list(self._unsealed):
+            if push not in self._works:
+                self._unsealed.discard(push)
+            elif self._regrouper is None or not self._regrouper.owes(push):
+                self._unsealed.discard(push)
+                deciding.actions += deciding.sender.seal(now, push)
+
+    def _wants(self, push: str, step: int) -> bool:
+        """Asked by the regrouper, from its thread: whether bytes of this push are still of use here."""
+        with self._lock:
+            work = self._works.get(push)
+            return work is not None and step in work.exchanged
 
     def next_batches(self, busy: dict[Hashable, int]) -> list[Batch]:
         """Claim what may be written now, grouped by destination and layer; destinations with enough in flight wait."""
@@ -336,6 +405,8 @@ class PushRuntime:
             trace.emit("layer_pushed", ok=ok, took=now - batch.submitted_at, **batch.facts())
         with self._deciding() as deciding:
             for claim in batch.claims:
+                if self._pieces is not None:
+                    self._pieces.written(now, claim.push, claim.d_rank, unit_of(claim), ok)
                 deciding.actions += deciding.sender.wrote(now, claim, ok)
             self._returned.notify_all()
 
@@ -355,13 +426,12 @@ class PushRuntime:
             try:
                 if theirs is None:
                     raise PdError("PD-CTRL-002", why="READY brought no addresses")
-                parts.append(spans_of(work, claim, self._caches.bases, theirs))
+                parts.append(self._spans(work, claim, theirs))
             except PdError as error:
                 deciding.actions += sender.returned(now, claim)
                 deciding.actions += sender.abort(now, claim.push, error.code, error.sentence)
                 continue
-            if self._summer is not None:
-                self._summer.add(sender, claim, work)
+            self._add_checksum(sender, claim, work)
             session = theirs.session
             taken.append(claim)
         if not taken:
@@ -369,6 +439,25 @@ class PushRuntime:
         spans = joined(parts)
         transfers = sorted({str(self._works[claim.push].reservation.transfer) for claim in taken})
         return Batch(peer, session, taken, transfers, spans.src.tolist(), spans.dst.tolist(), spans.size.tolist())
+
+    def _spans(self, work: PushWork, claim: Claim, theirs: LayerAddresses) -> Triples:
+        unit = unit_of(claim)
+        if unit.part == 0 or self._pieces is None:
+            return spans_of(work, claim, self._caches.bases, theirs)
+        piece = self._pieces.get(claim.push, claim.d_rank, unit)
+        if piece is None:
+            raise PdError("PD-XFER-002", why="what was staged is gone")
+        return aimed(piece.writes, [piece.slot.address] * len(piece.writes), work, unit, theirs)
+
+    def _add_checksum(self, sender: Sender, claim: Claim, work: PushWork) -> None:
+        if self._summer is None:
+            return
+        unit = unit_of(claim)
+        piece = self._pieces.get(claim.push, claim.d_rank, unit) if self._pieces is not None and unit.part else None
+        if piece is None:
+            self._summer.add(sender, claim, work)
+        elif piece.checksum is not None:
+            sender.checksum(claim.push, claim.d_rank, self._caches.geometry.layers[unit.layer], piece.checksum)
 
     # -- the loop thread
 
@@ -423,6 +512,8 @@ class PushRuntime:
         if work is None:
             return
         self._closed.add(action.push)
+        if self._pieces is not None:
+            self._pieces.drop(time.monotonic(), action.push)
         transfer = str(work.reservation.transfer)
         trace.emit("push_closed", transfer=transfer, ok=action.ok, code=action.code, detail=action.detail)
         if not action.ok:

@@ -6,7 +6,7 @@ For tests and for hunting a bad link: it reads everything once more on both side
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.decode.decisions import Bind
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
-from vllm_ascend_pd.geometry.digest import cache_digest
+from vllm_ascend_pd.geometry.digest import cache_digest, slot_digest
+from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.regroup import Slot
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.push import Claim, Sender
+from vllm_ascend_pd.regroup.staging import StagingSlot
 from vllm_ascend_pd.runtime.batches import unit_of
 from vllm_ascend_pd.runtime.work import PushWork
 
@@ -37,6 +40,7 @@ class Summer:
 
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = _Memory(caches, device), caches.geometry, rank
+        self._device = device
 
     def add(self, sender: Sender, claim: Claim, work: PushWork) -> None:
         unit = unit_of(claim)
@@ -50,6 +54,11 @@ class Summer:
             work.blocks[: work.known],
         )
         sender.checksum(claim.push, claim.d_rank, self._geometry.layers[unit.layer], value)
+
+    def staged(self, slot: Slot, jobs: Sequence[Job], memory: StagingSlot) -> dict[int, int]:
+        """The sums of what an exchange has staged, by job index."""
+        data = np.frombuffer(self._device.view(memory.address, slot.nbytes), dtype=np.uint8)
+        return slot_digest(slot, jobs[next(iter(slot.writes))].d, jobs, data)
 
 
 class Verifier:

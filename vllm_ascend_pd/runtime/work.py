@@ -20,10 +20,11 @@ from vllm_ascend_pd.protocol.messages import Reservation
 
 
 class Unit(NamedTuple):
-    """One layer (own index) of one step."""
+    """One layer (own index) of one step. `part` is the sub-step of an exchange, 0 for what is pushed directly."""
 
     step: int
     layer: int
+    part: int = 0
 
 
 @dataclass(slots=True)
@@ -33,23 +34,29 @@ class PushWork:
     push: str
     request_id: str
     reservation: Reservation
+    fits: bool  # the two geometries match; equal on all ranks
+    exchanges: bool  # the ranks of P regroup before they write; equal on all ranks
     layer_index: tuple[int, ...]  # own layer → index in D's layer list
     ranks: tuple[int, ...]  # D ranks that this worker writes to
     d_blocks: NDArray[np.int32]
     blocks: NDArray[np.int32]
     known: int = 0
     plans: dict[int, JobPlan] = field(default_factory=dict)
+    exchanged: set[int] = field(default_factory=set)  # steps whose bytes come through exchanges
 
     @classmethod
-    def of(cls, start: PushStart, own: CacheGeometry, ranks: tuple[int, ...]) -> PushWork:
-        """`ranks` is empty where the geometries do not fit: then nothing is pushed."""
+    def of(
+        cls, start: PushStart, own: CacheGeometry, ranks: tuple[int, ...], *, fits: bool, exchanges: bool
+    ) -> PushWork:
         reservation = start.reservation
         d_layers = {name: index for index, name in enumerate(reservation.geometry.layers)}
         return cls(
             push=start.push,
             request_id=start.request_id,
             reservation=reservation,
-            layer_index=tuple(d_layers[name] for name in own.layers) if ranks else (),
+            fits=fits,
+            exchanges=exchanges,
+            layer_index=tuple(d_layers[name] for name in own.layers) if fits else (),
             ranks=ranks,
             d_blocks=np.frombuffer(reservation.blocks, dtype="<i4"),
             blocks=np.empty(reservation.prompt_length // own.block_size + 2, dtype=np.int32),
@@ -71,9 +78,17 @@ class PushWork:
         """The blocks are lost: what was planned with them must not be read."""
         self.known = 0
         self.plans.clear()
+        self.exchanged.clear()
 
-    def job(self, lo: int, hi: int) -> Job:
+    def job(self, lo: int, hi: int, instance: int = 0) -> Job:
+        """`instance` tells D engines of equal geometry apart within a step."""
         d = self.reservation
         return Job(
-            d=d.geometry, first=d.first, lo=lo, hi=hi, p_blocks=self.blocks[: self.known].copy(), d_blocks=self.d_blocks
+            d=d.geometry,
+            first=d.first,
+            lo=lo,
+            hi=hi,
+            p_blocks=self.blocks[: self.known],
+            d_blocks=self.d_blocks,
+            instance=instance,
         )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from a reservation before anything is computed: whom this worker writes to, and whether by exchange.
+
+Everything here depends on the two geometries and the configuration only, so every rank of P comes to the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_ascend_pd.config import RegroupConfig
+from vllm_ascend_pd.geometry.decide import decide
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import Mismatch, mismatches
+from vllm_ascend_pd.geometry.plan import plan_digest
+from vllm_ascend_pd.geometry.regroup import Room
+from vllm_ascend_pd.geometry.shard import contributors, destinations, shared_stages
+from vllm_ascend_pd.geometry.substeps import room_for_a_block
+from vllm_ascend_pd.prefill.decisions import PushStart
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.push import Destination, PushOrder
+from vllm_ascend_pd.runtime.work import PushWork
+
+log = logging.getLogger(__name__)
+
+DIRECT = "direct"
+
+
+class OrderBook:
+    """One worker's view of its engine's geometry. `room` is what slots and buffers hold, None without them."""
+
+    def __init__(
+        self, engine: CacheGeometry, own: CacheGeometry, rank: int, config: RegroupConfig, room: Room | None
+    ) -> None:
+        self.engine = engine
+        self._own, self._rank, self._config, self._room = own, rank, config, room
+        self._modes: dict[CacheGeometry, str] = {}
+
+    def take(self, start: PushStart) -> tuple[PushWork, PushOrder, tuple[Mismatch, ...]]:
+        """The work and the order of a push; where the geometries do not fit, an order without destinations, and why."""
+        reservation = start.reservation
+        found = mismatches(self.engine, reservation.geometry)
+        mode = DIRECT if found else self._mode(reservation.geometry)
+        ranks = () if found else destinations(self.engine, reservation.geometry, self._rank)
+        work = PushWork.of(start, self._own, ranks, fits=not found, exchanges=mode != DIRECT)
+        order = PushOrder(
+            push=start.push,
+            transfer=reservation.transfer,
+            deadline_s=reservation.deadline_s,
+            tokens=reservation.end - reservation.first,
+            layers=len(self._own.layers),
+            destinations=tuple(self._destination(reservation, rank, mode) for rank in ranks),
+        )
+        return work, order, found
+
+    def _destination(self, reservation: Reservation, rank: int, mode: str) -> Destination:
+        d = reservation.geometry
+        stages = shared_stages(self.engine, d)
+        return Destination(
+            d_rank=rank,
+            peer=reservation.endpoints[rank],
+            contributors=tuple(Contributor(stage, p) for stage in stages for p in contributors(self.engine, d, rank)),
+            plan_digest=plan_digest(self.engine, d, reservation.first, reservation.end, mode),
+        )
+
+    def _mode(self, d: CacheGeometry) -> str:
+        mode = self._modes.get(d)
+        if mode is None:
+            mode = self._modes[d] = self._decide(d)
+        return mode
+
+    def _decide(self, d: CacheGeometry) -> str:
+        if self._room is None:
+            return DIRECT
+        decision = decide(self.engine, d, self._config.regroup, self._config.regroup_min_span)
+        if not decision.regroup:
+            return DIRECT
+        need = room_for_a_block(self.engine, d)
+        if need.slot > self._room.slot or max(need.send, need.receive) > self._room.send:
+            log.warning("one block of this decode engine does not fit a staging slot: it is pushed directly")
+            return DIRECT
+        log.info("pushes to TP %d are regrouped: %s", d.tp_size, decision.why)
+        return decision.mode
