@@ -239,8 +239,10 @@ async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
     async with Ear() as ear, Raw(ear) as raw:
         raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
         await until(lambda: ear.listener.connected_to("p-x"))
-        raw.send(struct.pack(">IB", 100, GUARDED))
-        while not ear.listener.stats().get("timeout_frame"):
+        raw.send(struct.pack(">IB", 1000, GUARDED))
+        for _ in range(200):
+            if ear.listener.stats().get("timeout_frame"):
+                break
             raw.send(b"\x81")
             await asyncio.sleep(0.01)
         await raw.end()

@@ -160,14 +160,15 @@ def test_a_silent_peer_delays_nobody(transport, memory) -> None:
         name = f"{LOOPBACK}:{silent.getsockname()[1]}/silent"
         begun = time.monotonic()
         handle = transport.submit(name, [memory.ctypes.data], [4096], [10])
-        worst = time.monotonic() - begun
-        while transport.poll(handle) is WriteState.PENDING:
+        worst, state = time.monotonic() - begun, WriteState.PENDING
+        while state is WriteState.PENDING:
             assert time.monotonic() - begun < 10
             at = time.monotonic()
+            state = transport.poll(handle)
             assert one(transport, receiver, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"the silent peer failed after {time.monotonic() - begun:.1f} s, worst delay {worst * 1e3:.0f} ms")
-        assert worst < 1.0
+        assert worst < 0.5  # without asking first it is 0.9: the hang-up of the next test
 
 
 def test_a_peer_that_falls_silent_between_answer_and_opening_is_hung_up_on(transport, memory, monkeypatch) -> None:
