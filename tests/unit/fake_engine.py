@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import json
 import socket
@@ -49,7 +48,7 @@ class Served:
         return f"http://{self.address}"
 
     def start(self) -> None:
-        listening = socket.socket()
+        listening = socket.socket(proto=socket.IPPROTO_TCP)  # named, else asyncio leaves Nagle's algorithm on
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", self.port))
         listening.listen(1024)
@@ -89,8 +88,7 @@ class Served:
     def stop(self) -> None:
         if self._server is not None:
             self._server.should_exit = True
-            with contextlib.suppress(TimeoutError):
-                self._serving.result(10)
+            self._serving.result(10)
         self.loop.stop()
 
 
@@ -142,9 +140,9 @@ class FakeEngine:
         self.served = Served(self._app, name, port)
         self.metaservers(*metaservers)
 
-    def metaservers(self, *urls: str) -> None:
-        """The allow-list of D's client."""
-        config = MetaserverConfig(metaserver_urls=urls)
+    def metaservers(self, *urls: str, **more: Any) -> None:
+        """The allow-list of D's client, and more of its configuration."""
+        config = MetaserverConfig(metaserver_urls=tuple(url.rstrip("/") for url in urls), **more)
         self._client = MetaserverClient(config, self.served.loop, self._outcome)
 
     @property

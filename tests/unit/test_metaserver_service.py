@@ -4,94 +4,13 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+import threading
+from collections.abc import Iterator
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, Served, words
-
-from vllm_ascend_pd.metaserver.service.app import Worker
-from vllm_ascend_pd.metaserver.service.settings import Settings
-
-
-@dataclass
-class Cluster:
-    worker: Worker
-    served: Served
-    prefill: list[FakeEngine]
-    decode: list[FakeEngine]
-    http: httpx.Client
-
-    def complete(self, prompt: object = "a prompt", **more: Any) -> httpx.Response:
-        return self.http.post("/v1/completions", json={"model": "fake", "prompt": prompt, "max_tokens": 3, **more})
-
-    def legs(self) -> list[dict[str, Any]]:
-        return [seen.body for p in self.prefill for seen in p.generations()]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@contextmanager
-def cluster(prefill: int = 1, decode: int = 1, **settings: Any) -> Iterator[Cluster]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    engines = [FakeEngine(f"fake-{i}", metaservers=(url,)) for i in range(prefill + decode)]
-    ps, ds = engines[:prefill], engines[prefill:]
-    worker = Worker(
-        replace(
-            Settings(
-                port=port,
-                prefill=tuple(e.address for e in ps),
-                decode=tuple(e.address for e in ds),
-                probe_every_s=0.1,
-                heartbeat_s=0.2,
-                canary=False,
-            ),
-            **settings,
-        ),
-        url,
-    )
-    served = Served(worker.app(), "metaserver", port, lifespan="on")
-    http = httpx.Client(base_url=url, timeout=30, trust_env=False)
-    try:
-        until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)
-        yield Cluster(worker, served, ps, ds, http)
-    finally:
-        http.close()
-        served.stop()
-        for engine in engines:
-            engine.stop()
-
-
-def until(promise: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    """Wait for something that must come to be true."""
-    end = time.monotonic() + timeout_s
-    while not promise():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
-
-
-def texts(answer: httpx.Response) -> list[str]:
-    return [choice["text"] for choice in answer.json()["choices"]]
-
-
-def events(answer: httpx.Response) -> list[str]:
-    return [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
-
-
-def streamed(answer: httpx.Response) -> str:
-    *pieces, last = events(answer)
-    assert last == "[DONE]"
-    return "".join(json.loads(piece)["choices"][0]["text"] for piece in pieces)
+from fake_engine import words
+from metaserver_cluster import Cluster, cluster, events, streamed, texts, until
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +158,6 @@ def test_a_request_survives_the_death_of_its_d_before_the_first_byte() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
             engine.manner.before_first_s = 0.5
-        import threading
-
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(c.complete("stay")), name="client")
         asking.start()

@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import logging
 import socket
+import ssl
 import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.decisions import Backoff, CircuitPolicy, RetryPolicy
+from vllm_ascend_pd.metaserver.decisions import Backoff, CircuitPolicy, RetryPolicy, Role
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -109,6 +110,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 
     _check(args)
+    _check_tls(args)
     attempts = args.max_retries if args.max_retries is not None else args.attempts
     first = args.retry_delay if args.retry_delay is not None else Backoff().first_s
     return Settings(
@@ -118,8 +120,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         workers=args.workers,
         worker_port=args.worker_port,
         grace_s=args.grace,
-        prefill=(*args.prefill, *_pairs("prefiller", args.prefiller_hosts, args.prefiller_ports)),
-        decode=(*args.decode, *_pairs("decoder", args.decoder_hosts, args.decoder_ports)),
+        prefill=_named(Role.PREFILL, args.prefill, "prefiller", args.prefiller_hosts, args.prefiller_ports),
+        decode=_named(Role.DECODE, args.decode, "decoder", args.decoder_hosts, args.decoder_ports),
         instances_file=args.instances,
         without_prefill=args.without_prefill,
         affinity=args.affinity,
@@ -159,11 +161,35 @@ def _check(args: argparse.Namespace) -> None:
         _impossible("--tls-cert", args.tls_cert, "certificate and key belong together", "Give both or none.")
 
 
-def _pairs(role: str, hosts: list[str], ports: list[int]) -> list[str]:
+def _check_tls(args: argparse.Namespace) -> None:
+    """Read what the servers will read, while a sentence can still be said about it."""
+    try:
+        if args.tls_cert:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.tls_cert, args.tls_key)
+    except OSError as problem:
+        why = f"certificate and key cannot be used ({problem})"
+        _impossible("--tls-cert", args.tls_cert, why, "Give files in PEM form that belong together.")
+    try:
+        if args.engine_ca:
+            ssl.create_default_context(cafile=args.engine_ca)
+    except OSError as problem:
+        _impossible("--engine-ca", args.engine_ca, str(problem), "Give a file with certificates in PEM form.")
+
+
+def _named(role: Role, urls: list[str], word: str, hosts: list[str], ports: list[int]) -> tuple[str, ...]:
+    """The instances of a role, from our flags and the predecessor's."""
+    from vllm_ascend_pd.metaserver.service.fleet import parse_spec
+
     if len(hosts) != len(ports):
         why = f"there are {len(hosts)} hosts and {len(ports)} ports"
-        _impossible(f"--{role}-hosts", hosts, why, "Give as many ports as hosts.")
-    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+        _impossible(f"--{word}-hosts", hosts, why, "Give as many ports as hosts.")
+    pairs = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    for text in (*urls, *pairs):
+        try:
+            parse_spec(role, text)
+        except ValueError as problem:
+            _impossible(f"--{role.value}", text, str(problem), "Give host:port, or http(s)://host:port.")
+    return (*urls, *pairs)
 
 
 def _impossible(flag: str, value: object, why: str, remedy: str) -> None:

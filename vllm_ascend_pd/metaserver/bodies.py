@@ -8,6 +8,7 @@ A client's own `kv_transfer_params` never gets any further than here.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -82,7 +83,7 @@ def parse(route: str, body: bytes) -> Request:
 def parse_fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         return _FIELDS.decode(body)
-    except msgspec.DecodeError as problem:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise BodyError(f"The body is not a JSON object: {problem}") from problem
 
 
@@ -105,14 +106,30 @@ def for_prefill(request: Request, params: Mapping[str, Any], token_ids: Sequence
 
 
 def strip(body: bytes) -> bytes:
-    """Any other JSON body without the forbidden field, also inside a list of requests; unchanged if it has none."""
+    """Any other JSON body without the forbidden field, also inside a list of requests; unchanged if it has none.
+
+    Engines read bodies with the standard library, which takes more than strict JSON (NaN, UTF-16): what the strict
+    decoder refuses is read their way, so that nothing slips through in a form that only they understand.
+    """
     try:
-        value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+        value = _value(body)
+    except ValueError:
         return body  # not JSON (an audio file): the engine will not find the field either
-    items = value if isinstance(value, list) else [value]
-    found = [item.pop(FORBIDDEN, None) is not None for item in items if isinstance(item, dict)]
-    return msgspec.json.encode(value) if any(found) else body
+    except RecursionError as problem:
+        raise BodyError("The body is nested too deeply.") from problem
+    requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
+    if not any(FORBIDDEN in request for request in requests):
+        return body
+    for request in requests:
+        request.pop(FORBIDDEN, None)
+    return json.dumps(value).encode()
+
+
+def _value(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(body)
 
 
 def _measure(raw: bytes, chat: bool) -> tuple[Shape, int]:

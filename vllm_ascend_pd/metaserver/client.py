@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 MAX_LINE_BYTES = 64 << 10
+_PATIENCE_S = 10.0  # a metaserver that is away for longer has lost the ticket with its memory
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 _CONNECTIONS_PER_POOL = 128  # httpx looks at every connection of a pool for each request: small pools stay cheap
 _KEEPALIVE_S = 4.0  # shorter than a server's usual 5 s: a connection that the other side is closing is not taken
@@ -205,7 +206,7 @@ class MetaserverClient:
                 async with slots:
                     return await self._post(call)
             except _Failed as failed:
-                left = call.deadline_s - (self._loop.loop.time() - call.started)
+                left = min(call.deadline_s, _PATIENCE_S) - (self._loop.loop.time() - call.started)
                 delay = post_again(failed.failure, call.attempts, left, failed.retry_after_s, random.random(), _BACKOFF)
                 if delay is None:
                     raise
@@ -247,7 +248,8 @@ class MetaserverClient:
                     return await self._follow(call, answer)
                 return _plain(await _bounded(answer))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as problem:
-            raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.CONNECT) from problem
+            failure = Failure.BROKEN if _untrusted(problem) else Failure.CONNECT
+            raise _Failed(PdError("PD-META-002", why=_why(problem)), failure) from problem
         except httpx.TimeoutException as problem:
             raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.TIMEOUT) from problem
         except httpx.HTTPError as problem:
@@ -295,6 +297,16 @@ def _tls(config: MetaserverConfig) -> ssl.SSLContext | bool:
 
 def _failed(error: PdError) -> Outcome:
     return Outcome("failed", error.code, error.sentence)
+
+
+def _untrusted(problem: BaseException) -> bool:
+    """A certificate that is not trusted now will not be in a second either."""
+    cause: BaseException | None = problem
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _why(problem: Exception) -> str:

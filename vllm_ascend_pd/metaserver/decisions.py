@@ -96,16 +96,18 @@ class RetryPolicy:
 
 
 class CircuitState(Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
+    CLOSED = "closed"  # requests flow
+    UNREACHABLE = "unreachable"  # no connection, or a bad /health: only a good probe closes it
+    WEDGED = "wedged"  # requests broke although it answers: only a good request closes it
+    TRIAL = "trial"  # wedged before; one request is out to see
 
 
 class Evidence(Enum):
     """What was seen of an instance: by its own traffic or by a probe."""
 
     SERVED = "served"
-    BROKE = "broke"
+    BROKE = "broke"  # a request reached it and came to a bad end
+    UNREACHED = "unreached"  # no connection
     PROBE_OK = "probe ok"
     PROBE_FAILED = "probe failed"
 
@@ -113,65 +115,113 @@ class Evidence(Enum):
 @dataclass(frozen=True, slots=True)
 class CircuitPolicy:
     threshold: int = 3  # consecutive failures that open it
-    open_s: float = 1.0  # first time it stays open; doubles while trials fail
-    open_longest_s: float = 30.0
+    wedged_s: float = 1.0  # from opening to the first trial; doubles while trials fail
+    wedged_longest_s: float = 30.0
+
+
+class _Step(Enum):
+    CALM = "forget all failures"
+    REACHED = "forget that it was out of reach"
+    COUNT_BROKE = "one more bad end; enough of them: wedged"
+    COUNT_UNREACHED = "one more miss; enough of them: unreachable"
+    CLOSE = "closed"
+    WEDGE = "wedged, for longer than before"
+    LOSE = "unreachable"
+    STAY = "nothing"
+
+
+# A wedged engine can still serve /health: a good probe does not close what requests have opened.
+_CIRCUIT: dict[CircuitState, dict[Evidence, _Step]] = {
+    CircuitState.CLOSED: {
+        Evidence.SERVED: _Step.CALM,
+        Evidence.BROKE: _Step.COUNT_BROKE,
+        Evidence.UNREACHED: _Step.COUNT_UNREACHED,
+        Evidence.PROBE_OK: _Step.REACHED,
+        Evidence.PROBE_FAILED: _Step.COUNT_UNREACHED,
+    },
+    CircuitState.UNREACHABLE: {
+        Evidence.SERVED: _Step.CLOSE,
+        Evidence.BROKE: _Step.STAY,
+        Evidence.UNREACHED: _Step.STAY,
+        Evidence.PROBE_OK: _Step.CLOSE,
+        Evidence.PROBE_FAILED: _Step.STAY,
+    },
+    CircuitState.WEDGED: {
+        Evidence.SERVED: _Step.CLOSE,
+        Evidence.BROKE: _Step.STAY,
+        Evidence.UNREACHED: _Step.LOSE,
+        Evidence.PROBE_OK: _Step.STAY,
+        Evidence.PROBE_FAILED: _Step.LOSE,
+    },
+    CircuitState.TRIAL: {
+        Evidence.SERVED: _Step.CLOSE,
+        Evidence.BROKE: _Step.WEDGE,
+        Evidence.UNREACHED: _Step.LOSE,
+        Evidence.PROBE_OK: _Step.STAY,
+        Evidence.PROBE_FAILED: _Step.LOSE,
+    },
+}
 
 
 @dataclass(slots=True)
 class Circuit:
-    """Consecutive failures open it; after a while one trial is let through; its end closes or opens it again.
-
-    A good probe closes a circuit that probes or connects opened. One that answered badly to requests while its
-    health page said yes is closed by a good request only: a wedged engine can still serve /health.
-    """
+    """Keeps requests away from an instance that fails, and finds out when it works again."""
 
     policy: CircuitPolicy = CircuitPolicy()
     state: CircuitState = CircuitState.CLOSED
-    failures: int = 0
-    trips: int = 0
-    until: float = 0.0
-    wedged: bool = False  # opened by requests that were accepted and broke
-    trial_out: bool = False
-    trial_until: float = 0.0
+    broke: int = 0  # consecutive
+    unreached: int = 0  # consecutive
+    trips: int = 0  # times wedged since it last served
+    until: float = 0.0  # no trial before
+
+    @property
+    def failures(self) -> int:
+        return self.broke + self.unreached
+
+    @property
+    def open(self) -> bool:
+        return self.state in (CircuitState.UNREACHABLE, CircuitState.WEDGED)
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent. Does not take the trial: `sent` does."""
-        if self.state is CircuitState.CLOSED:
-            return True
-        if self.state is CircuitState.OPEN and now < self.until:
-            return False
-        return not self.trial_out or now >= self.trial_until
+        """Whether a request may be sent; `sent` must follow when it is."""
+        if self.state is CircuitState.WEDGED:
+            return now >= self.until
+        return self.state is CircuitState.CLOSED
 
-    def sent(self, now: float, trial_s: float = 60.0) -> None:
-        """A request goes out. In the half-open state it is the trial, and no other goes until it ends."""
-        if self.state is CircuitState.CLOSED:
-            return
-        self.state = CircuitState.HALF_OPEN
-        self.trial_out = True
-        self.trial_until = now + trial_s
+    def sent(self, now: float) -> None:
+        """A request goes out. To a wedged instance it is the trial, and no other goes until it has ended."""
+        if self.state is CircuitState.WEDGED and now >= self.until:
+            self.state = CircuitState.TRIAL
+
+    def returned(self, now: float) -> None:
+        """The request is over. A trial that ended without evidence (its client left) makes room for another."""
+        if self.state is CircuitState.TRIAL:
+            self.state, self.until = CircuitState.WEDGED, now
 
     def seen(self, now: float, evidence: Evidence, rand: float) -> None:
-        if evidence is Evidence.SERVED or (evidence is Evidence.PROBE_OK and self._probe_suffices(now)):
-            self.state, self.failures, self.trips = CircuitState.CLOSED, 0, 0
-            self.trial_out = self.wedged = False
-        elif evidence in (Evidence.BROKE, Evidence.PROBE_FAILED):
-            self._failed(now, evidence is Evidence.BROKE, rand)
+        step = _CIRCUIT[self.state][evidence]
+        if step is _Step.REACHED:
+            self.unreached = 0
+        elif step in (_Step.CALM, _Step.CLOSE):
+            self.state, self.broke, self.unreached = CircuitState.CLOSED, 0, 0
+            self.trips = 0 if evidence is Evidence.SERVED else self.trips
+        elif step is _Step.COUNT_BROKE:
+            self.broke += 1
+            if self.broke >= self.policy.threshold:
+                self._wedge(now, rand)
+        elif step is _Step.COUNT_UNREACHED:
+            self.unreached += 1
+            if self.unreached >= self.policy.threshold:
+                self.state = CircuitState.UNREACHABLE
+        elif step is _Step.WEDGE:
+            self._wedge(now, rand)
+        elif step is _Step.LOSE:
+            self.state = CircuitState.UNREACHABLE
 
-    def _probe_suffices(self, now: float) -> bool:
-        if self.wedged:
-            return False
-        return self.state is not CircuitState.CLOSED or self.failures == 0
-
-    def _failed(self, now: float, broke: bool, rand: float) -> None:
-        self.failures += 1
-        if self.state is CircuitState.HALF_OPEN or (
-            self.state is CircuitState.CLOSED and self.failures >= self.policy.threshold
-        ):
-            self.trips += 1
-            stay = min(self.policy.open_longest_s, self.policy.open_s * 2.0 ** min(self.trips - 1, 30))
-            self.state, self.trial_out = CircuitState.OPEN, False
-            self.until = now + stay * (1.0 + 0.2 * rand)
-            self.wedged = self.wedged or broke
+    def _wedge(self, now: float, rand: float) -> None:
+        self.trips += 1
+        stay = min(self.policy.wedged_longest_s, self.policy.wedged_s * 2.0 ** min(self.trips - 1, 30))
+        self.state, self.until = CircuitState.WEDGED, now + stay * (0.8 + 0.2 * rand)
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------
@@ -192,16 +242,14 @@ class Condition(Enum):
     DOWN = "down"  # circuit open
 
 
-def condition(circuit: Circuit, now: float, answered: bool, draining: bool) -> Condition:
+def condition(circuit: Circuit, answered: bool, draining: bool) -> Condition:
     if draining:
         return Condition.DRAINING
-    if circuit.state is CircuitState.OPEN and now < circuit.until:
-        return Condition.DOWN
+    if circuit.open:
+        return Condition.DOWN if answered or circuit.state is CircuitState.WEDGED else Condition.STARTING
     if not answered:
-        return Condition.STARTING if circuit.state is CircuitState.CLOSED else Condition.DOWN
-    if circuit.state is not CircuitState.CLOSED or circuit.failures:
-        return Condition.SUSPECT
-    return Condition.READY
+        return Condition.STARTING
+    return Condition.SUSPECT if circuit.failures or circuit.state is CircuitState.TRIAL else Condition.READY
 
 
 @dataclass(frozen=True, slots=True)

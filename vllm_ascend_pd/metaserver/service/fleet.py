@@ -19,6 +19,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     Candidate,
     Circuit,
     CircuitPolicy,
+    CircuitState,
     Condition,
     Evidence,
     Role,
@@ -86,8 +87,8 @@ class Instance:
     last_error: str = ""
     last_error_at: float = field(default=0.0)  # wall clock, for the operator
 
-    def condition(self, now: float) -> Condition:
-        return condition(self.circuit, now, self.answered, self.draining)
+    def condition(self) -> Condition:
+        return condition(self.circuit, self.answered, self.draining)
 
     def usable(self, now: float) -> bool:
         return not self.draining and self.circuit.admits(now)
@@ -95,9 +96,9 @@ class Instance:
     def last_resort(self) -> bool:
         """Its circuit is open for bad answers, but it answers: better than nobody, and a poisonous request that fails
         everywhere must not shut the door for all others."""
-        return not self.draining and self.circuit.wedged and self.healthy
+        return not self.draining and self.healthy and self.circuit.state in (CircuitState.WEDGED, CircuitState.TRIAL)
 
-    def facts(self, now: float) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What an operator sees."""
         return {
             "name": self.name,
@@ -107,7 +108,7 @@ class Instance:
             "scheme": self.origin.scheme,
             "weight": self.weight,
             "source": self.source,
-            "state": self.condition(now).value,
+            "state": self.condition().value,
             "tokens_in_flight": self.load,
             "requests": self.requests,
             "served": self.served,
@@ -200,6 +201,7 @@ class Fleet:
         try:
             yield
         finally:
+            instance.circuit.returned(time.monotonic())
             instance.requests -= 1
             instance.load = instance.load - cost if instance.requests else 0.0  # no drift from rounding
 
@@ -212,8 +214,9 @@ class Fleet:
             instance.answered = True
         else:
             instance.last_error, instance.last_error_at = why, time.time()
-        if evidence in (Evidence.PROBE_OK, Evidence.PROBE_FAILED):
-            instance.healthy = evidence is Evidence.PROBE_OK
-        else:
-            instance.served += evidence is Evidence.SERVED
-            instance.broke += evidence is Evidence.BROKE
+        if evidence is Evidence.PROBE_OK:
+            instance.healthy = True
+        elif evidence in (Evidence.PROBE_FAILED, Evidence.UNREACHED):
+            instance.healthy = False
+        instance.served += evidence is Evidence.SERVED
+        instance.broke += evidence in (Evidence.BROKE, Evidence.UNREACHED)

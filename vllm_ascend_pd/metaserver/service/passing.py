@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Evidence, Failure, Role
+from vllm_ascend_pd.metaserver.decisions import Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.service.exchange import Send
 from vllm_ascend_pd.metaserver.service.faults import Headers, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
@@ -23,7 +23,11 @@ async def pass_on(front: Front, scope: MutableMapping[str, Any], headers: Header
     """A read may be repeated on another D; anything else only if it surely was not executed."""
     method, query = scope["method"], scope.get("query_string", b"")
     path = scope["raw_path"] + (b"?" + query if query else b"")  # as it came: decoded it could hold a line end
-    body = bodies.strip(body)
+    try:
+        body = bodies.strip(body)
+    except bodies.BodyError as problem:
+        await tell(send, fault(400, str(problem)))
+        return
     tried: set[str] = set()
     number = 0
     while True:
@@ -38,7 +42,7 @@ async def pass_on(front: Front, scope: MutableMapping[str, Any], headers: Header
                     decode.origin, method, path, headers, body, front.settings.first_byte_timeout_s, method == "GET"
                 )
             except UpstreamError as problem:
-                evidence = Evidence.PROBE_FAILED if problem.failure in NOT_EXECUTED else Evidence.BROKE
+                evidence = Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE
                 front.fleet.seen(decode, evidence, problem.why)
                 delay = front.settings.retry.again(
                     problem.failure, number, method == "GET", front.budget, random.random()

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
-from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
+from vllm_ascend_pd.metaserver.decisions import Condition, Evidence
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -63,7 +62,6 @@ class Prober:
 
 def _show(instance: Instance) -> None:
     labels = (instance.role.value, instance.name)
-    now = time.monotonic()
     METRICS.tokens.labels(*labels).set(instance.load)
-    METRICS.up.labels(*labels).set(instance.condition(now) in (Condition.READY, Condition.SUSPECT))
-    METRICS.circuit.labels(*labels).set(instance.circuit.state is CircuitState.OPEN)
+    METRICS.up.labels(*labels).set(instance.condition() in (Condition.READY, Condition.SUSPECT))
+    METRICS.circuit.labels(*labels).set(instance.circuit.open)

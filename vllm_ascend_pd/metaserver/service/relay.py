@@ -12,7 +12,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Evidence, Failure
+from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, Headers, error_frame, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
@@ -108,7 +108,7 @@ def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: 
 
 
 def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
-    evidence = Evidence.PROBE_FAILED if failure in NOT_EXECUTED else Evidence.BROKE
+    evidence = Evidence.UNREACHED if failure is Failure.CONNECT else Evidence.BROKE
     front.fleet.seen(instance, evidence, why)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
     status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503}.get(failure, 502)

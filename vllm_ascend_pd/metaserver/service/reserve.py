@@ -197,7 +197,7 @@ class Reservations:
             async with reply:
                 text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
-            evidence = Evidence.PROBE_FAILED if problem.failure in NOT_EXECUTED else Evidence.BROKE
+            evidence = Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE
             front.fleet.seen(prefill, evidence, problem.why)
             METRICS.legs.labels("prefill", prefill.name, "broke").inc()
             raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem

@@ -79,8 +79,10 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
 def listen(host: str, port: int) -> socket.socket:
     """Raises ConfigError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio turns Nagle's algorithm off only where it is; accepted sockets inherit both.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listening.bind((host, port))
     except OSError as problem:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +18,6 @@ _SUMMED = ("tokens_in_flight", "requests", "served", "broke")
 
 def own(worker: int, front: Front, canary: Canary, file_problem: str, details: bool) -> dict[str, Any]:
     """This worker's report. `details`: with the requests under way and the last ones."""
-    now = time.monotonic()
     report: dict[str, Any] = {
         "worker": worker,
         "url": front.own_url,
@@ -30,7 +28,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
         "closing": front.closing,
         "running": front.turnstile.keeper.running,
         "waiting": front.turnstile.keeper.waiting,
-        "instances": [instance.facts(now) for instance in front.fleet],
+        "instances": [instance.facts() for instance in front.fleet],
     }
     if details:
         newest = sorted(front.journal.exchanges, key=lambda e: e.started)[-_IN_FLIGHT_SHOWN:]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a client's body: for D, for P, and what of it nobody gets to see."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, Shape
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+def parse(route: str = COMPLETIONS, **body: Any) -> bodies.Request:
+    return bodies.parse(route, json.dumps(body).encode())
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=6))
+def test_d_gets_the_clients_body_and_its_ticket(body: dict[str, Any]) -> None:
+    sent = json.loads(bodies.for_decode(bodies.parse(COMPLETIONS, json.dumps(body).encode()), {"ticket": "t"}))
+    assert sent == {**body, "kv_transfer_params": {"ticket": "t"}}
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=6), JSON)
+def test_a_clients_transfer_parameters_never_get_through(body: dict[str, Any], forged: object) -> None:
+    request = bodies.parse(CHAT, json.dumps({**body, "kv_transfer_params": forged}).encode())
+    body.pop("kv_transfer_params", None)
+    assert json.loads(bodies.for_decode(request, None)) == body
+    _, for_p = bodies.for_prefill(request, {"mine": 1}, None)
+    assert json.loads(for_p)["kv_transfer_params"] == {"mine": 1}
+
+
+@given(JSON, JSON)
+def test_other_routes_lose_the_forbidden_field_and_nothing_else(body: Any, forged: object) -> None:
+    assert json.loads(bodies.strip(json.dumps(body).encode())) == body or "kv_transfer_params" in json.dumps(body)
+    if isinstance(body, dict):
+        stripped = json.loads(bodies.strip(json.dumps({**body, "kv_transfer_params": forged}).encode()))
+        assert "kv_transfer_params" not in stripped
+
+
+def test_the_field_is_found_however_it_is_written() -> None:
+    for raw in (
+        b'{"kv_transfer\\u005fparams": {"x": 1}}',
+        b'{"kv_transfer_params": 1, "kv_transfer_params": {"x": 1}}',
+        b'[{"kv_transfer_params": {"x": 1}}]',
+        b'{"temperature": NaN, "kv_transfer_params": {"x": 1}}',
+        b'\xef\xbb\xbf{"kv_transfer_params": {"x": 1}}',
+        '{"kv_transfer_params": {"x": 1}}'.encode("utf-16"),
+        b'{"text": "\\ud800", "kv_transfer_params": {"x": 1}}',
+    ):
+        assert b"params" not in bodies.strip(raw)
+
+
+def test_a_body_nested_without_end_is_refused() -> None:
+    with pytest.raises(bodies.BodyError):
+        bodies.strip(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
+
+
+def test_what_is_no_json_is_passed_on_untouched() -> None:
+    assert bodies.strip(b"--boundary\r\nkv_transfer_params") == b"--boundary\r\nkv_transfer_params"
+    assert bodies.strip(b"") == b""
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"{", b'"x"', b"\xff", b'{"a": }', b"[" * 100_000])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(bodies.BodyError):
+        bodies.parse(COMPLETIONS, body)
+
+
+def test_p_is_asked_for_one_token_and_nothing_else() -> None:
+    asked = {"stream": True, "stream_options": {}, "n": 4, "min_tokens": 7, "logprobs": 3, "stop": ["x"], "best_of": 2}
+    request = parse(prompt="p", max_tokens=100, temperature=0.5, **asked)
+    route, body = bodies.for_prefill(request, {"k": 1}, None)
+    expected = {
+        "prompt": "p",
+        "temperature": 0.5,
+        "max_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "kv_transfer_params": {"k": 1},
+    }
+    assert (route, json.loads(body)) == (COMPLETIONS, expected)
+
+
+def test_chat_on_p_is_limited_by_its_own_field() -> None:
+    request = parse(CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=100, max_completion_tokens=50)
+    route, body = bodies.for_prefill(request, {}, None)
+    assert route == CHAT
+    assert json.loads(body)["max_completion_tokens"] == 1 and "max_tokens" not in json.loads(body)
+
+
+def test_token_ids_go_to_p_as_a_completion_with_what_changes_their_kv() -> None:
+    request = parse(CHAT, messages=[], model="lora-a", cache_salt="s", tools=[], tool_choice="required", temperature=1)
+    route, body = bodies.for_prefill(request, {}, [1, 2])
+    assert route == COMPLETIONS
+    assert {k: json.loads(body).get(k) for k in ("model", "cache_salt", "prompt")} == {
+        "model": "lora-a",
+        "cache_salt": "s",
+        "prompt": [1, 2],
+    }
+    assert not {"messages", "tools", "tool_choice", "temperature"} & set(json.loads(body))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shape", "tokens"),
+    [
+        ("x" * 400, Shape.ONE, 101),
+        ([1, 2, 3], Shape.ONE, 3),
+        (["x" * 400], Shape.ONE, 101),
+        ([[1, 2, 3]], Shape.ONE, 3),
+        (["a", "b"], Shape.BATCH, 2),
+        ([[1, 2], [3, 4, 5]], Shape.BATCH, 5),
+        ("[not a list", Shape.ONE, 4),
+    ],
+)
+def test_prompts_of_every_shape_are_understood(prompt: object, shape: Shape, tokens: int) -> None:
+    request = parse(prompt=prompt)
+    assert request.shape is shape
+    assert abs(request.prefill_tokens - tokens) <= 1
+    assert request.send_tokens is (shape is Shape.BATCH)
+
+
+@given(JSON, JSON, JSON, JSON)
+def test_wrong_values_are_the_engines_to_refuse(prompt: object, n: object, limit: object, stream: object) -> None:
+    request = parse(prompt=prompt, n=n, max_tokens=limit, stream=stream, echo=n, logprobs=limit)
+    assert request.prefill_tokens >= 0 and request.decode_tokens >= 0
+
+
+@pytest.mark.parametrize(
+    ("more", "remote"),
+    [
+        ({}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"prompt_logprobs": None}, True),
+        ({"echo": True}, True),
+        ({"echo": True, "logprobs": 0}, False),
+        ({"use_beam_search": True}, False),
+        ({"prompt_embeds": "AAAA"}, False),
+    ],
+)
+def test_who_needs_the_prompts_own_results_is_prefilled_by_d(more: dict[str, Any], remote: bool) -> None:
+    assert parse(prompt="x", **more).remote is remote
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens"), [(None, False), ("auto", False), ("none", False), ("required", True), ({"type": "x"}, True)]
+)
+def test_a_forced_tool_call_is_prefilled_by_token_ids(choice: object, tokens: bool) -> None:
+    assert parse(CHAT, messages=[1], tool_choice=choice).send_tokens is tokens
+
+
+def test_heads_are_alike_when_model_salt_and_beginning_are() -> None:
+    head = "h" * 4000
+    one, two = parse(prompt=head + "a", model="m"), parse(prompt=head + "b", model="m")
+    assert one.affinity == two.affinity
+    others = (
+        parse(prompt=head, model="n"),
+        parse(prompt=head, model="m", cache_salt="s"),
+        parse(prompt="x" + head, model="m"),
+    )
+    assert one.affinity not in {o.affinity for o in others}

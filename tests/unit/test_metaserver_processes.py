@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command as a user runs it: real processes, signals, several workers, TLS, wrong flags."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from fake_engine import FakeEngine, words
+from metaserver_cluster import free_port, streamed, texts, until
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver"]
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    http: httpx.Client
+    prefill: FakeEngine
+    decode: FakeEngine
+
+    def complete(self, prompt: str, **more: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, **more})
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+
+def ports(count: int) -> int:
+    """The first of `count` free ports in a row, outside the range from which others get theirs by chance."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first
+
+
+@contextmanager
+def running(
+    *flags: str, workers: int = 1, scheme: str = "http", verify: ssl.SSLContext | bool = False
+) -> Iterator[Running]:
+    port = ports(workers + 1)
+    urls = [f"{scheme}://127.0.0.1:{port + i}" for i in range(workers + 1)]
+    prefill, decode = FakeEngine("p"), FakeEngine("d", metaservers=tuple(urls))
+    engines = ["--prefill", prefill.served.url, "--decode", decode.served.url]
+    listening = ["--port", str(port), "--workers", str(workers), "--probe-every", "0.2", "--no-canary"]
+    process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=subprocess.PIPE)
+    http = httpx.Client(base_url=urls[0], timeout=20, trust_env=False, verify=verify)
+    try:
+        until(lambda: _ready(http), 30)
+        yield Running(process, http, prefill, decode)
+    finally:
+        http.close()
+        process.terminate()
+        _, said = process.communicate(timeout=20)
+        prefill.stop()
+        decode.stop()
+        assert b"Traceback" not in said, said.decode()
+
+
+def _ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/readiness").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_command_serves_and_ends_well_on_a_signal() -> None:
+    with running() as r:
+        assert texts(r.complete("x")) == ["".join(words("x", 3))]
+        r.process.terminate()
+        assert r.process.wait(10) == 0
+
+
+def test_a_signal_lets_requests_finish() -> None:
+    with running("--grace", "10") as r:
+        r.decode.manner.before_first_s = 1.0
+        got: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: got.append(r.complete("x", stream=True)), name="client")
+        asking.start()
+        until(r.decode.generations)
+        r.process.terminate()
+        asking.join(10)
+        assert streamed(got[0]) == "".join(words("x", 3))
+        assert r.process.wait(10) == 0
+
+
+def test_several_workers_serve_on_one_port_and_die_alone() -> None:
+    with running(workers=2) as r:
+        for i in range(20):
+            with httpx.Client(base_url=r.http.base_url, trust_env=False) as fresh:
+                assert fresh.post("/v1/completions", json={"prompt": f"p{i}", "max_tokens": 1}).status_code == 200
+        until(
+            lambda: (
+                len({s.body["kv_transfer_params"]["metaserver"] for s in r.decode.generations()}) == 2
+                or r.complete("more").status_code != 200
+            )
+        )
+        status = r.http.get("/status").json()
+        assert len(status["workers"]) == 2
+        until(lambda: _served(r) >= 20)
+
+        spare = f"127.0.0.1:{free_port()}"
+        assert r.http.post("/instances", json={"role": "decode", "url": spare}).status_code == 201
+        assert r.http.post(f"/instances/{spare}/drain", json={}).json()["state"] == "draining"
+        urls = [w["url"] for w in status["workers"]]
+        for url in urls:
+            until(lambda url=url: _state(url, spare) == "draining")
+
+        first = r.workers()[0]
+        first.kill()
+        until(lambda: len(r.workers()) == 2 and first.pid not in [w.pid for w in r.workers()])
+        for url in urls:  # the new one has been told
+            until(lambda url=url: _state(url, spare) == "draining", 20)
+        assert r.complete("after").status_code == 200
+        page = r.http.get("/metrics").text
+        assert 'requests_total{route="/v1/completions",status="200"}' in page
+        workers = r.workers()
+        r.process.terminate()
+        assert r.process.wait(10) == 0
+        assert not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE]
+
+
+def _served(r: Running) -> int:
+    return sum(i["served"] for i in r.http.get("/status").json()["instances"] if i["role"] == "decode")
+
+
+def _state(url: str, name: str) -> str:
+    try:
+        instances = httpx.get(url + "/instances", trust_env=False).json()["instances"]
+    except httpx.TransportError:
+        return "unreachable"
+    return next((i["state"] for i in instances if i["name"] == name), "unknown")
+
+
+def test_workers_end_when_their_supervisor_is_killed() -> None:
+    with running(workers=2) as r:
+        workers = r.workers()
+        r.process.kill()
+        until(lambda: not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE])
+
+
+def test_tls_works_both_ways(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    trust = ssl.create_default_context(cafile=cert)
+    with running("--tls-cert", str(cert), "--tls-key", str(key), scheme="https", verify=trust) as r:
+        r.decode.metaservers(str(r.http.base_url), tls_ca_file=str(cert))
+        assert texts(r.complete("x")) == ["".join(words("x", 3))]
+        assert r.decode.local_prefills == 0
+        r.decode.metaservers(str(r.http.base_url))  # without our CA D does not trust it
+        assert r.complete("y").status_code == 200
+        assert r.decode.local_prefills == 1 and r.decode.outcomes[-1].code == "PD-META-002"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--prefill", "ftp://x"], "ftp://x"),
+        (["--workers", "0"], "--workers"),
+        (["--workers", "2", "--port", "0"], "--port"),
+        (["--prefiller-hosts", "a", "b", "--prefiller-ports", "1"], "--prefiller-hosts"),
+        (["--tls-cert", "x"], "--tls-cert"),
+        (["--instances", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--admin-token-file", "/nowhere"], "/nowhere"),
+        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_flags_stop_the_start_with_a_sentence(flags: list[str], says: str) -> None:
+    done = subprocess.run([*COMMAND, "--port", "0", *flags], cwd=ROOT, check=False, capture_output=True, timeout=20)
+    assert done.returncode == 2
+    assert says in done.stderr.decode() and b"Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_named() -> None:
+    with running() as r:
+        port = r.http.base_url.port
+        done = subprocess.run([*COMMAND, "--port", str(port)], cwd=ROOT, check=False, capture_output=True, timeout=20)
+        assert done.returncode == 2 and b"PD-CONF-008" in done.stderr and str(port).encode() in done.stderr
+
+
+def test_the_predecessors_flags_are_understood() -> None:
+    from vllm_ascend_pd.cli.__main__ import parser
+    from vllm_ascend_pd.cli.metaserver import settings_of
+
+    words = "metaserver --prefiller-hosts h1 h2 --prefiller-ports 1 2 --decoder-hosts ::1 --decoder-ports 3 --max-retries 5 --retry-delay 0.001"
+    settings = settings_of(parser().parse_args(words.split()))
+    assert settings.prefill == ("h1:1", "h2:2") and settings.decode == ("[::1]:3",)
+    assert settings.retry.attempts == 5 and settings.retry.backoff.first_s == 0.001
+
+
+def test_an_engine_can_import_the_client_without_the_service() -> None:
+    code = (
+        "import sys, vllm_ascend_pd.metaserver.client; "
+        "bad = {'starlette', 'uvicorn', 'fastapi', 'aiohttp', 'prometheus_client', 'yaml'} & set(sys.modules); "
+        "bad |= {m for m in sys.modules if m.startswith('vllm_ascend_pd.metaserver.service')}; sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_memory_stays_flat_over_many_requests() -> None:
+    with running() as r:
+        memory = psutil.Process(r.process.pid).memory_info
+        with httpx.Client(base_url=r.http.base_url, trust_env=False) as http:
+
+            def ask(count: int) -> int:
+                for i in range(count):
+                    assert (
+                        http.post("/v1/completions", json={"prompt": f"{i}" * 1000, "max_tokens": 1}).status_code == 200
+                    )
+                return memory().rss
+
+            first = ask(300)
+            assert ask(600) < first + (8 << 20)
