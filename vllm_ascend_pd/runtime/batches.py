@@ -31,7 +31,7 @@ class Triples:
     size: NDArray[np.int64]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Claims of one destination, written together."""
 

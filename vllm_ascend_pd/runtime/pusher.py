@@ -133,11 +133,8 @@ class Pusher:
             self._work.submitted(batch)
 
     def _poll(self) -> None:
-        still = []
-        for batch in self._flying:
+        for batch in list(self._flying):
             state = self._transport.poll(batch.handle)
-            if state is WriteState.PENDING:
-                still.append(batch)
-            else:
+            if state is not WriteState.PENDING:
+                self._flying.remove(batch)  # before it is told: each batch is told once, whatever raises
                 self._work.finished(batch, state is WriteState.LANDED)
-        self._flying = still

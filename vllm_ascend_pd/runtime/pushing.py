@@ -247,7 +247,7 @@ class PushRuntime:
             if piece.restart and piece.push in self._works:
                 self._drain(piece.push, time.monotonic() + self._config.timers.preempt_drain_s)
             with self._lock:
-                work.extend(piece)
+                work.extend(step.rotation, piece)
             r = work.reservation
             lo, hi = push_range(r.first, r.end, piece.before, piece.after, r.geometry.block_size)
             facts = {"before": piece.before, "after": piece.after, "tokens": hi - lo}
@@ -298,6 +298,7 @@ class PushRuntime:
             while sender.outstanding(push) and (left := deadline - time.monotonic()) > 0:
                 self._returned.wait(left)
             self._held.discard(push)
+            self._unsealed.discard(push)
             work = self._works.get(push)
             now = time.monotonic()
             if work is not None:
@@ -339,7 +340,7 @@ class PushRuntime:
                 for work in item.part.works:
                     if work.push in self._works:
                         deciding.actions += deciding.sender.abort(now, work.push, "PD-XFER-006", str(item.error))
-            for planned, slot in zip(plan.slots, item.slots, strict=True):
+            for index, (planned, slot) in enumerate(zip(plan.slots, item.slots, strict=True)):
                 if slot is None:
                     continue
                 sums = self._summer.staged(planned, item.part.jobs, slot) if self._summer is not None else {}
@@ -350,11 +351,16 @@ class PushRuntime:
                         pieces.add(work.push, planned.d_rank, unit, piece)
                         deciding.actions += deciding.sender.offer(now, work.push, planned.d_rank, unit, piece.nbytes)
                 pieces.unused(slot)
+                if self._regrouper is not None:
+                    self._regrouper.arrived(unit, index)
             self._seal_late(deciding, now)
 
     def sealed(self, item: Sealed) -> None:
         with self._deciding() as deciding:
-            self._unsealed.update(push for push in item.pushes if push in self._works)
+            for push in item.pushes:
+                work = self._works.get(push)
+                if work is not None and work.final_step == item.step:  # else it was preempted and starts over
+                    self._unsealed.add(push)
             self._seal_late(deciding, time.monotonic())
 
     def _seal_late(self, deciding: _Deciding, now: float) -> None:

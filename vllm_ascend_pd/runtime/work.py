@@ -41,6 +41,7 @@ class PushWork:
     d_blocks: NDArray[np.int32]
     blocks: NDArray[np.int32]
     known: int = 0
+    final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
     plans: dict[int, JobPlan] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)  # steps whose bytes come through exchanges
 
@@ -62,7 +63,7 @@ class PushWork:
             blocks=np.empty(reservation.prompt_length // own.block_size + 2, dtype=np.int32),
         )
 
-    def extend(self, piece: PushSlice) -> None:
+    def extend(self, step: int, piece: PushSlice) -> None:
         """Take in a step's new blocks; a restart forgets what was known."""
         if piece.restart:
             self.forget()
@@ -73,10 +74,13 @@ class PushWork:
             self.blocks = grown
         self.blocks[self.known : end] = piece.new_blocks
         self.known = end
+        if piece.final:
+            self.final_step = step
 
     def forget(self) -> None:
         """The blocks are lost: what was planned with them must not be read."""
         self.known = 0
+        self.final_step = None
         self.plans.clear()
         self.exchanged.clear()
 

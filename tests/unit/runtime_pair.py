@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill and a decode engine without vLLM: the real books, workers and runtimes of both sides in one process.
+
+The side channel is real (127.0.0.1); the transfer engine is the in-process one unless a test brings another. Caches are
+torch tensors in the layouts that vLLM and vllm-ascend register. A request's KV is random and known token by token, P
+computes it step by step as a model would, and D's memory is compared with it to the last byte, what must not be touched
+included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from geometry_reference import range_of
+
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook
+from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheShape
+from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.engine import Engine, merge_geometries
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
+from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.regroup.parts import Place
+from vllm_ascend_pd.runtime.receiving import Loaded
+from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.memory import MemoryTransport
+
+LOOPBACK = "127.0.0.1"
+NAME = "a model of the tests"
+DEADLINE_S = 20.0
+UNTOUCHED = -559038737
+FAST = {
+    "transport": "memory",
+    "verify": "full",
+    "regroup": "never",  # exchanges need a process for each rank
+    "resend_first_s": 0.05,
+    "resend_max_s": 0.2,
+    "transfer_timeout_s": 5,
+}
+
+Tensors = Mapping[str, Any]
+MakeTransport = Callable[[], Transport]
+Hook = Callable[[PrefillWorker, str, Any], None]
+
+
+def config(*, quiet_s: float | None = None, **keys: Any) -> PushConfig:
+    """The configuration of a test. A quiet time below 5 s is what no real transfer engine has, so no key can set it."""
+    parsed = PushConfig.parse({**FAST, "quiet_extra_s": 0.0, **keys})
+    if quiet_s is None:
+        return parsed
+    return dataclasses.replace(parsed, wire=dataclasses.replace(parsed.wire, transfer_timeout_s=quiet_s))
+
+
+def until(reached: Callable[[], object], what: str = "", seconds: float = DEADLINE_S) -> None:
+    """Look until it is reached; fails when the deadline passes."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what or reached}"
+        time.sleep(0.002)
+
+
+@contextmanager
+def traced() -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
+    """The stage events of everything in this process."""
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    unsubscribe = trace.subscribe(lambda stage, facts: events.append((stage, dict(facts))))
+    try:
+        yield events
+    finally:
+        unsubscribe()
+
+
+class TokenMajorDevice(CpuDevice):
+    """Host memory that lies as vllm-ascend's caches do: token by token, nothing permuted."""
+
+    token_major = True
+
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+        return "plain", False
+
+
+class HeldDevice(TokenMajorDevice):
+    """What was recorded is done only when the test lets it."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.recorded = 0
+
+    def record(self) -> Any:
+        self.recorded += 1
+        gate = self.open
+
+        class Held:
+            def done(self) -> bool:
+                return gate.is_set()
+
+        return Held()
+
+
+@dataclass(frozen=True)
+class Model:
+    """`opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
+    vllm-ascend has them. `stacked`: K and V in one tensor."""
+
+    layout: str = "opaque"
+    heads: int = 2
+    layers: int = 3
+    dim: int = 16
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"model.layers.{i}.self_attn.attn" for i in range(self.layers))
+
+    @property
+    def regions(self) -> int:
+        return 2 if self.layout in ("token", "stacked") else 1
+
+    @property
+    def width(self) -> int:
+        return 2 * self.dim if self.layout == "opaque" else self.dim
+
+    def device(self) -> Device:
+        return TokenMajorDevice() if self.layout in ("token", "stacked") else CpuDevice()
+
+    def content(self, tokens: int, seed: int) -> np.ndarray:
+        """A prompt's KV: [layer, region, token, head, width]."""
+        dice = np.random.default_rng(seed)
+        size = (self.layers, self.regions, tokens, self.heads, self.width)
+        return dice.integers(1, 2**31 - 1, size, dtype=np.int32)
+
+
+class RankCache:
+    """One worker's KV cache: what it registers, and views of it as [block, head, token, width]."""
+
+    def __init__(self, model: Model, names: Sequence[str], heads: Sequence[int], blocks: int, block: int) -> None:
+        self.heads = list(heads)
+        n, layers = len(self.heads), len(names)
+        self.tensors: dict[str, Any] = {}
+        self.views: list[list[np.ndarray]] = []
+        if model.layout == "opaque":
+            storage = torch.empty(layers, blocks, n, block, model.width)
+            self.tensors = {name: storage[i] for i, name in enumerate(names)}
+            parts = [[storage[i]] for i in range(layers)]
+        elif model.layout == "latent":
+            parts = [[torch.empty(blocks, 1, block, model.width)] for _ in names]
+            self.tensors = {name: part[0] for name, part in zip(names, parts, strict=True)}
+        elif model.layout == "token":
+            pairs = [tuple(torch.empty(blocks, block, n, model.width) for _ in "kv") for _ in names]
+            self.tensors = dict(zip(names, pairs, strict=True))
+            parts = [[tensor.permute(0, 2, 1, 3) for tensor in pair] for pair in pairs]
+        else:
+            stacks = [torch.empty(2, blocks, block, n, model.width) for _ in names]
+            self.tensors = dict(zip(names, stacks, strict=True))
+            parts = [[stack[i].permute(0, 2, 1, 3) for i in range(2)] for stack in stacks]
+        self.views = [[tensor.view(torch.int32).numpy() for tensor in layer] for layer in parts]
+
+    def fill(self, value: int) -> None:
+        for layer in self.views:
+            for view in layer:
+                view[...] = value
+
+    def scribble(self, blocks: Sequence[int], value: int) -> None:
+        """Another request's KV comes into these blocks."""
+        for layer in self.views:
+            for view in layer:
+                view[list(blocks)] = value
+
+
+class Pool:
+    """Free blocks, handed out in an order of their own."""
+
+    def __init__(self, blocks: int, seed: int) -> None:
+        self._free = list(range(blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def take(self, count: int) -> list[int]:
+        taken, self._free = self._free[:count], self._free[count:]
+        assert len(taken) == count, "the pool is empty"
+        return taken
+
+    def give(self, blocks: Sequence[int]) -> None:
+        self._free = [*self._free, *blocks]
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+
+@dataclass(frozen=True)
+class PairEngine(Engine):
+    """An engine whose transfer engine the test chooses."""
+
+    make_transport: MakeTransport = MemoryTransport
+    made: list[Transport] = field(default_factory=list, compare=False)
+
+    def create_transport(self, *_: Any, **__: Any) -> Transport:
+        self.made.append(self.make_transport())
+        return self.made[-1]
+
+
+def engine_of(config: PushConfig, make_transport: MakeTransport, secrets: Secrets | None) -> PairEngine:
+    return PairEngine(config, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, secrets, make_transport)
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on both sides."""
+
+    name: str
+    tokens: int
+    first: int
+    content: np.ndarray
+    reservation: Reservation
+    d_blocks: list[int]
+    p_blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def p_name(self) -> str:
+        return f"{self.name}-on-p"
+
+
+class DecodeSite:
+    """One decode engine: its book and its workers."""
+
+    def __init__(
+        self,
+        model: Model,
+        tp: int,
+        *,
+        block: int = 4,
+        blocks: int = 64,
+        push: PushConfig | None = None,
+        make_transport: MakeTransport = MemoryTransport,
+        device: Device | None = None,
+        secrets: Secrets | None = None,
+        seed: int = 2,
+    ) -> None:
+        self.model, self.tp, self.block = model, tp, block
+        self.config, self.secrets = push or config(), secrets
+        device = device or model.device()
+        self.engine = engine_of(self.config, make_transport, secrets)
+        self.book = LoadBook(self.engine.incarnation)
+        self.pool = Pool(blocks, seed)
+        self.ranks = [RankCache(model, model.names, range_of(model.heads, tp, r), blocks, block) for r in range(tp)]
+        self.workers = []
+        for rank, cache in enumerate(self.ranks):
+            cache.fill(UNTOUCHED)
+            shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
+            worker = DecodeWorker(engine_of(self.config, make_transport, secrets), shape, device, rank)
+            worker.register_kv_caches(cache.tensors)
+            self.workers.append(worker)
+        facts = {(0, rank): worker.handshake() for rank, worker in enumerate(self.workers)}
+        self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
+        self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
+        self.requests: dict[str, Request] = {}
+        self.seen: list[Counter[str]] = [Counter() for _ in range(tp)]
+        self.outcomes: dict[str, list[Loaded]] = {}
+        self.done: dict[str, list[Loaded]] = {}
+
+    def reserve(
+        self, name: str, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None
+    ) -> Request:
+        """D's scheduler allocates blocks for [first, tokens); the workers hear of it in the next step."""
+        content = self.model.content(tokens, len(self.requests) if seed is None else seed)
+        before = first // self.block
+        blocks = [0] * before + self.pool.take(-(-tokens // self.block) - before)
+        assert self.book.wanted(name, tokens, first) == tokens - first
+        bind = self.book.reserve(name, tokens - first, blocks, self.block, deadline_s, uuid.uuid4().hex)
+        reservation = Reservation(
+            version=PROTOCOL_VERSION,
+            transfer=bind.transfer,
+            d_engine="a decode engine",
+            model=NAME,
+            first=bind.first,
+            end=bind.end,
+            blocks=bind.blocks.astype("<i4").tobytes(),
+            geometry=self.geometry,
+            endpoints=self.endpoints,
+            deadline_s=deadline_s,
+            prompt_length=tokens,
+            prompt_hash="the hash",
+        )
+        self.requests[name] = Request(name, tokens, first, content, reservation, blocks[before:])
+        return self.requests[name]
+
+    def step(self) -> DecodeStep:
+        """One engine step: the metadata goes to the workers, their reports come back."""
+        step = self.book.take_step(None)
+        for worker in self.workers:
+            worker.bind(step)
+        self.collect()
+        return step
+
+    def collect(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            for report in worker.reports():
+                self.seen[rank][report.request_id] += 1
+                assert self.seen[rank][report.request_id] == 1, f"{report} came twice from rank {rank}"
+                self.outcomes.setdefault(report.request_id, []).append(report)
+        for name, reports in list(self.outcomes.items()):
+            if len(reports) == self.tp:
+                del self.outcomes[name]
+                if self.book.received(name) is not None:
+                    self.done[name] = reports
+
+    def received(self, *requests: Request, seconds: float = DEADLINE_S) -> list[Loaded]:
+        """Step until every worker has reported these requests."""
+        names = [request.name for request in requests]
+
+        def all_done() -> bool:
+            self.step()
+            return all(name in self.done for name in names)
+
+        until(all_done, f"reports of {names}, so far {self.outcomes}", seconds)
+        return [report for name in names for report in self.done[name]]
+
+    def release(self, request: Request) -> None:
+        """The request is over here: its blocks go back."""
+        self.pool.give(request.d_blocks)
+
+    def check(self, *requests: Request) -> None:
+        """These requests' KV is all there, and nothing else was touched, except blocks of requests not named."""
+        for rank, cache in enumerate(self.ranks):
+            for layer, views in enumerate(cache.views):
+                for region, view in enumerate(views):
+                    self._check(requests, f"rank {rank}, layer {layer}, region {region}", view, layer, region, cache)
+
+    def _check(
+        self, requests: Sequence[Request], where: str, view: np.ndarray, layer: int, region: int, cache: RankCache
+    ) -> None:
+        expected = np.full_like(view, UNTOUCHED)
+        free = np.zeros(view.shape, dtype=bool)
+        for request in self.requests.values():
+            if request not in requests:
+                free[request.d_blocks] = True
+                continue
+            tokens = np.arange(request.first, request.tokens)
+            ids = np.asarray(request.d_blocks)[tokens // self.block - request.first // self.block]
+            wanted = request.content[layer, region][tokens][:, cache.heads]
+            expected[ids, :, tokens % self.block] = wanted
+            landed = view[ids, :, tokens % self.block]
+            assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
+            if self.model.layout == "opaque" and request.tokens % self.block:
+                free[request.d_blocks[-1], :, request.tokens % self.block :] = True  # the plane is one piece
+        touched = (view != expected) & ~free
+        assert not touched.any(), f"{where}: blocks {np.unique(np.argwhere(touched)[:, 0]).tolist()} were touched"
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def _wrong(differs: np.ndarray) -> list[int]:
+    return np.flatnonzero(differs.reshape(len(differs), -1).any(axis=1)).tolist()[:8]
+
+
+def by_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    worker.save_layer(name, tensor)
+
+
+def by_address(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    """As vllm-ascend calls it in some of its paths."""
+    worker.save_layer("", tensor)
+
+
+def no_hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    """As in a captured graph."""
+
+
+class PrefillSite:
+    """One prefill engine: its book and its workers, by (stage, rank)."""
+
+    def __init__(
+        self,
+        model: Model,
+        tp: int,
+        *,
+        pp: int = 1,
+        block: int = 4,
+        blocks: int = 64,
+        push: PushConfig | None = None,
+        make_transport: MakeTransport = MemoryTransport,
+        device: Device | None = None,
+        secrets: Secrets | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.model, self.tp, self.block = model, tp, block
+        self.config = push or config()
+        device = device or model.device()
+        self.book = PushBook(model=NAME)
+        self.pool = Pool(blocks, seed)
+        self.workers: dict[tuple[int, int], PrefillWorker] = {}
+        self.caches: dict[tuple[int, int], RankCache] = {}
+        self.stages = [tuple(map(str, part)) for part in np.array_split(np.array(model.names), pp)]
+        for stage, names in enumerate(self.stages):
+            for rank in range(tp):
+                cache = RankCache(model, names, range_of(model.heads, tp, rank), blocks, block)
+                cache.fill(7)
+                shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
+                engine = engine_of(self.config, make_transport, secrets)
+                place = Place(stage * tp + rank, tp, pp, 8192)
+                worker = PrefillWorker(engine, shape, device, Contributor(stage, rank), place)
+                worker.register_kv_caches(cache.tensors)
+                self.workers[stage, rank], self.caches[stage, rank] = worker, cache
+        self.geometry = merge_geometries({key: worker.handshake() for key, worker in self.workers.items()})  # type: ignore[misc]
+        self.known: set[str] = set()
+        self.ended: list[str] = []
+        self.seen: dict[tuple[int, int], Counter[str]] = {key: Counter() for key in self.workers}
+        self.sent: set[str] = set()
+        self.released: set[str] = set()
+
+    def admit(self, request: Request, **changes: Any) -> Any:
+        """P's scheduler takes the reservation that came with the request."""
+        reservation = request.reservation
+        return self.book.admit(request.p_name, reservation, request.tokens, reservation.prompt_hash, uuid.uuid4().hex)
+
+    def compute(self, *work: tuple[Request, int], hook: Hook = by_name) -> PrefillStep:
+        """One engine step that computes so many tokens of each request."""
+        ranges = []
+        for request, count in work:
+            new = self.pool.take(-(-(request.computed + count) // self.block) - len(request.p_blocks))
+            request.p_blocks += new
+            whole = request.p_name not in self.known
+            self.known.add(request.p_name)
+            told = request.p_blocks if whole else new
+            self.book.scheduled(request.p_name, request.computed, count, told, replaces=whole)
+            ranges.append((request, request.computed, request.computed + count))
+            request.computed += count
+        return self._deliver(ranges, hook)
+
+    def prefill(self, request: Request, *chunks: int, hook: Hook = by_name) -> None:
+        """All of a prompt, in chunks; one chunk if none are named."""
+        assert self.admit(request) is None
+        for chunk in chunks or (request.tokens,):
+            self.compute((request, chunk), hook=hook)
+
+    def cached_prefix(self, request: Request, tokens: int) -> None:
+        """The first tokens lie in P's cache already, from an earlier request."""
+        request.p_blocks, request.computed = self.pool.take(-(-tokens // self.block)), tokens
+        for (stage, _), cache in self.caches.items():
+            for index, name in enumerate(self.stages[stage]):
+                self._write(cache, self.model.names.index(name), index, request, 0, tokens)
+
+    def idle(self) -> PrefillStep:
+        """A step without tokens."""
+        return self._deliver([], by_name)
+
+    def preempt(self, request: Request) -> PrefillStep:
+        """The request loses its blocks in a step of others."""
+        self.book.preempted(request.p_name)
+        self.pool.give(request.p_blocks)
+        self.known.discard(request.p_name)
+        request.p_blocks, request.computed = [], 0
+        return self.idle()
+
+    def finish(self, request: Request, *, holds_blocks: bool = True) -> bool:
+        self.ended.append(request.p_name)
+        return self.book.finished(request.p_name, holds_blocks=holds_blocks, why="the test ended it")
+
+    def released_blocks_of(self, *requests: Request, seconds: float = DEADLINE_S) -> None:
+        """Step until every worker has reported these requests, so that their blocks are free."""
+        names = [request.p_name for request in requests]
+
+        def all_out() -> bool:
+            self.idle()
+            return all(name in self.sent for name in names)
+
+        until(all_out, f"{names} sent, seen {self.seen}", seconds)
+
+    def _deliver(self, ranges: list[tuple[Request, int, int]], hook: Hook) -> PrefillStep:
+        step = self.book.take_step(self.geometry)
+        for worker in self.workers.values():
+            worker.preempt(step)
+            worker.bind(step)
+        for (stage, rank), worker in self.workers.items():
+            cache = self.caches[stage, rank]
+            for index, name in enumerate(self.stages[stage]):
+                for request, begin, end in ranges:
+                    self._write(cache, self.model.names.index(name), index, request, begin, end)
+                if ranges:
+                    hook(worker, name, cache.tensors[name])
+            worker.end_step()
+        self.collect()
+        return step
+
+    def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
+        tokens = np.arange(begin, end)
+        ids = np.asarray(request.p_blocks)[tokens // self.block]
+        for region, view in enumerate(cache.views[own]):
+            view[ids, :, tokens % self.block] = request.content[layer, region][tokens][:, cache.heads]
+
+    def collect(self) -> None:
+        ended, self.ended = self.ended, []
+        for key, worker in self.workers.items():
+            for name in worker.finished(ended):
+                self.seen[key][name] += 1
+                assert self.seen[key][name] == 1, f"{name} was reported twice by {key}"
+                if all(counts[name] for counts in self.seen.values()):
+                    self.sent.add(name)
+                    if self.book.released(name):
+                        self.released.add(name)
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+
+@contextmanager
+def sites(*made: PrefillSite | DecodeSite) -> Iterator[None]:
+    """Close every site; fail if a thread of theirs is left."""
+    try:
+        yield
+    finally:
+        for site in made:
+            site.close()
+    left = own_threads()
+    assert not left, f"threads that were not joined: {left}"
+
+
+def own_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))
+
+
+def free_port_is(endpoint: Endpoint) -> bool:
+    """Whether this port can be bound again."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((endpoint.host, endpoint.port))
+        except OSError:
+            return False
+    return True

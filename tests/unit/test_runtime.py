@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both runtimes against each other: every layout, several ranks on either side, chunks, prefix hits, many requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from runtime_pair import (
+    LOOPBACK,
+    DecodeSite,
+    HeldDevice,
+    Hook,
+    Model,
+    PrefillSite,
+    by_address,
+    config,
+    no_hook,
+    sites,
+    traced,
+    until,
+)
+
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.create import create
+
+SHAPES = [
+    pytest.param("opaque", 2, 1, 1, 1, id="GQA 1 to 1, planes"),
+    pytest.param("opaque", 2, 2, 1, 1, id="GQA 2 to 1, planes"),
+    pytest.param("opaque", 2, 1, 1, 2, id="GQA 1 to 2, planes"),
+    pytest.param("opaque", 1, 2, 1, 1, id="MQA 2 to 1, planes"),
+    pytest.param("opaque", 2, 1, 2, 1, id="GQA, two stages to 1"),
+    pytest.param("opaque", 2, 2, 2, 2, id="GQA, two stages of 2 to 2"),
+    pytest.param("latent", 1, 2, 1, 1, id="MLA 2 to 1"),
+    pytest.param("latent", 1, 1, 1, 2, id="MLA 1 to 2"),
+    pytest.param("latent", 1, 3, 1, 2, id="MLA 3 to 2"),
+    pytest.param("token", 6, 3, 1, 2, id="tuples 3 to 2"),
+    pytest.param("token", 4, 2, 1, 1, id="tuples 2 to 1"),
+    pytest.param("stacked", 2, 1, 1, 2, id="stacked 1 to 2"),
+]
+
+
+@pytest.mark.parametrize(("layout", "heads", "p_tp", "p_pp", "d_tp"), SHAPES)
+def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_tp: int, p_pp: int, d_tp: int) -> None:
+    model = Model(layout, heads)
+    p, d = PrefillSite(model, p_tp, pp=p_pp), DecodeSite(model, d_tp)
+    with sites(p, d):
+        requests = [d.reserve("short", 3), d.reserve("whole", 16), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
+        d.step()
+        for request in requests:
+            assert p.admit(request) is None
+        p.compute((requests[0], 3), (requests[1], 7), (requests[2], 5))
+        p.compute((requests[1], 9), (requests[2], 20), (requests[3], 30))
+        p.compute((requests[2], 20), (requests[3], 7))
+        assert all(report.ok for report in d.received(*requests))
+        d.check(*requests)
+        for request in requests:
+            assert p.finish(request), "the blocks are held until every push has closed"
+        p.released_blocks_of(*requests)
+        assert p.released == {request.p_name for request in requests}
+
+
+def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:
+    p, d = PrefillSite(Model("token"), 1, block=8), DecodeSite(Model("token"), 2, block=16)
+    with sites(p, d):
+        request = d.reserve("r", 61)
+        d.step()
+        p.prefill(request, 1, 1, 13, 1, 16, 5, 23, 1)
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+def test_blocks_may_be_smaller_on_decode_where_tokens_lie_apart() -> None:
+    p, d = PrefillSite(Model("stacked"), 1, block=16), DecodeSite(Model("stacked"), 1, block=4)
+    with sites(p, d):
+        requests = [d.reserve("r", 61), d.reserve("s", 39, first=8)]
+        d.step()
+        for request in requests:
+            p.prefill(request, 20, request.tokens - 20)
+        assert all(report.ok for report in d.received(*requests))
+        d.check(*requests)
+
+
+def test_the_prefix_that_prefill_did_not_compute_is_pushed_too() -> None:
+    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        p.cached_prefix(request, 24)
+        assert p.admit(request) is None
+        p.compute((request, 6))
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+def test_a_signed_pair_works_as_an_open_one() -> None:
+    secrets = Secrets(b"s" * 32)
+    p, d = PrefillSite(Model(), 1, secrets=secrets), DecodeSite(Model(), 1, secrets=secrets)
+    with sites(p, d):
+        request = d.reserve("r", 9)
+        d.step()
+        p.prefill(request)
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+@pytest.mark.parametrize("layout", ["opaque", "latent", "token", "stacked"])
+@pytest.mark.parametrize("hook", [by_address, no_hook], ids=["without a name", "not at all"])
+def test_layers_whose_hook_is_called_oddly_are_pushed(layout: str, hook: Hook) -> None:
+    model = Model(layout, heads=1 if layout == "latent" else 2)
+    p, d = PrefillSite(model, 1), DecodeSite(model, 1)
+    with sites(p, d):
+        request = d.reserve("r", 23)
+        d.step()
+        p.prefill(request, 10, 13, hook=hook)
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+def test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step() -> None:
+    def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
+        if name != Model().names[1]:
+            worker.save_layer(name, tensor)
+
+    p, d = PrefillSite(Model(), 2), DecodeSite(Model(), 1)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 23)
+        d.step()
+        p.prefill(request, 10, 13, hook=all_but_one)
+        assert d.received(request)[0].ok
+        d.check(request)
+        computed = [facts["layer"] for stage, facts in events if stage == "layer_computed" and facts["step"] == 1]
+        assert computed == [0, 2, 1, 0, 2, 1], "two ranks; the layer that has no hook comes last"
+
+
+def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
+    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
+    with sites(p, d):
+        (worker,), (cache,) = p.workers.values(), p.caches.values()
+        stray = torch.zeros(4, 2, 4, 32)
+
+        def strays() -> None:
+            for tensor in (*cache.tensors.values(), stray, (stray, stray), (None,), (), None):
+                worker.save_layer("", tensor)
+                worker.save_layer("no such layer", tensor)
+
+        strays()
+        worker.end_step()
+        request = d.reserve("r", 9)
+        d.step()
+        assert p.admit(request) is None
+
+        def with_strays(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            worker.save_layer("no such layer", stray)
+            worker.save_layer(name, tensor)
+            worker.save_layer(name, tensor)  # twice: vLLM calls once per attention call
+
+        p.compute((request, 9), hook=with_strays)
+        strays()
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_layer() -> None:
+    model, device = Model("token"), HeldDevice()
+    p = PrefillSite(model, 1, blocks=256, device=device)
+    one, two = DecodeSite(model, 1, blocks=256), DecodeSite(model, 2, blocks=256, seed=3)
+    with sites(p, one, two), traced() as events:
+        requests = [site.reserve(f"r{i}", 5 + i) for i in range(16) for site in (one, two)]
+        one.step()
+        two.step()
+        for i, request in enumerate(requests):
+            request.name = f"{request.name}.{i}"
+            assert p.admit(request) is None
+        p.compute(*((request, request.tokens) for request in requests))
+        until(lambda: len([1 for stage, _ in events if stage == "ready"]) >= 3 * 2 * 16, "READY of all")
+        device.open.set()
+        for site in (one, two):
+            wanted = list(site.requests)
+            until(lambda site=site, wanted=wanted: site.step() and all(name in site.done for name in wanted))
+            assert all(report.ok for reports in site.done.values() for report in reports)
+            site.check(*site.requests.values())
+        batches: Counter[tuple[str, int]] = Counter()
+        for stage, facts in events:
+            if stage == "layer_submitted":
+                assert len(facts["transfers"]) == 16, "all requests of the step that go there"
+                batches.update((facts["peer"], layer) for layer in facts["layers"])
+        destinations = {str(endpoint) for site in (one, two) for endpoint in site.endpoints}
+        assert {peer for peer, _ in batches} == destinations
+        assert set(batches.values()) == {1} and len(batches) == 3 * model.layers
+
+
+def test_a_pair_over_the_real_transfer_engine() -> None:
+    push = config(transport="mooncake", mooncake_protocol="tcp")
+
+    def real() -> Transport:
+        return create(push.wire, LOOPBACK, quiet_s=5.0)
+
+    model = Model("token", heads=4)
+    p = PrefillSite(model, 2, push=push, make_transport=real)
+    d = DecodeSite(model, 1, push=push, make_transport=real)
+    with sites(p, d):
+        requests = [d.reserve("r", 45), d.reserve("s", 18, first=8)]
+        d.step()
+        for request in requests:
+            p.prefill(request, 10, request.tokens - 10)
+        assert all(report.ok for report in d.received(*requests))
+        d.check(*requests)
+        for request in requests:
+            p.finish(request)
+        p.released_blocks_of(*requests)

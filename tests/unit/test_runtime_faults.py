@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both runtimes when something goes wrong: late, preempted, aborted, cancelled, silent, corrupted, dead."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from runtime_pair import (
+    UNTOUCHED,
+    DecodeSite,
+    HeldDevice,
+    Model,
+    PrefillSite,
+    config,
+    free_port_is,
+    own_threads,
+    sites,
+    traced,
+    until,
+)
+
+from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.memory import MemoryTransport, Write
+
+PLANES = Model("opaque")
+TUPLES = Model("token")
+
+
+class SlowWire(MemoryTransport):
+    """Writes land when the test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.asked = threading.Event()
+
+    def land(self, write: Write) -> WriteState:
+        self.asked.set()
+        return super().land(write) if self.open.is_set() else WriteState.PENDING
+
+
+class LossyWire(MemoryTransport):
+    """Says that a write failed, as Mooncake does while the bytes are still under way."""
+
+    def land(self, write: Write) -> WriteState:
+        super().land(write)
+        return WriteState.FAILED
+
+
+class FlippingWire(MemoryTransport):
+    """One bit of every write into one address range arrives flipped."""
+
+    def __init__(self, spoiled: range) -> None:
+        super().__init__()
+        self.spoiled = spoiled
+
+    def land(self, write: Write) -> WriteState:
+        state = super().land(write)
+        for at in write.dst.tolist():
+            if at in self.spoiled:
+                byte = ctypes.c_uint8.from_address(at)
+                byte.value ^= 1
+        return state
+
+
+class DyingWire(MemoryTransport):
+    """The engine breaks in the writer's hands."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at, self._polls = at, 0
+
+    def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
+        if self._at == "submit":
+            raise OSError("the engine broke in submit")
+        return super().submit(session, src, dst, size)
+
+    def poll(self, handle: int) -> WriteState:
+        self._polls += 1
+        if self._at == "poll" and self._polls == 2:
+            raise OSError("the engine broke in poll")
+        return super().poll(handle)
+
+
+# -- late
+
+
+def test_a_step_that_binds_late_loses_nothing() -> None:
+    """BEGIN comes before D's workers know the transfer, P is ready long before; a DONE can never be early."""
+    p, d = PrefillSite(PLANES, 2), DecodeSite(PLANES, 1)
+    with sites(p, d), traced() as events:
+        first, late = d.reserve("first", 5), d.reserve("late", 21)
+        p.prefill(late, 10, 11)
+        p.prefill(first)
+        until(lambda: sum(stage == "begin" for stage, _ in events) > 8, "BEGIN repeated before the first step of D")
+        assert not any(stage == "ready" for stage, _ in events)
+        d.step()
+        assert all(report.ok for report in d.received(first, late))
+        d.check(first, late)
+
+
+def test_nothing_is_written_before_the_device_has_finished_what_ran_before() -> None:
+    device = HeldDevice()
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 21)
+        d.step()
+        p.prefill(request)
+        until(lambda: sum(stage == "begin" for stage, _ in events) > 4, "BEGIN repeated before the gate")
+        assert all((view == UNTOUCHED).all() for layer in d.ranks[0].views for view in layer)
+        assert not any(stage in ("ready", "layer_submitted") for stage, _ in events)
+        device.open.set()
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> None:
+    device = HeldDevice()
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
+    with sites(p, d):
+        gone, kept = d.reserve("gone", 21), d.reserve("kept", 13)
+        d.step()
+        d.book.request_finished(gone.name)
+        assert not d.received(gone)[0].ok
+        d.step()  # says that it is over
+        device.open.set()
+        p.prefill(kept)
+        assert d.received(kept)[0].ok
+        d.check(kept)
+
+
+# -- preemption on P
+
+
+@pytest.mark.parametrize("lost_after", [1, 2, 3], ids=["one chunk", "two chunks", "the last chunk"])
+@pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
+def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: bool) -> None:
+    device = HeldDevice()
+    p, d = PrefillSite(TUPLES, 2, device=device), DecodeSite(TUPLES, 1)
+    with sites(p, d), traced() as events:
+        if not held:
+            device.open.set()
+        request, other = d.reserve("r", 30), d.reserve("other", 30)
+        d.step()
+        assert p.admit(request) is None
+        for count in (11, 10, 9)[:lost_after]:
+            p.compute((request, count))
+        if held:
+            until(lambda: sum(stage == "ready" for stage, _ in events) >= 4, "READY of two ranks, told by both sides")
+        else:
+            until(lambda: sum(stage == "layer_pushed" for stage, _ in events) >= 2)
+        lost = list(request.p_blocks)
+        p.preempt(request)
+        for cache in p.caches.values():
+            cache.scribble(lost, 99)
+        p.prefill(other)
+        device.open.set()
+        assert d.received(other)[0].ok
+        assert request.name not in d.done or lost_after == 3, "a request is done although it was preempted"
+        for count in (20, 10):
+            p.compute((request, count))
+        assert d.received(request)[0].ok
+        d.check(request, other)
+        p.finish(request)
+        p.released_blocks_of(request)
+
+
+def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> None:
+    wire = SlowWire()
+    p = PrefillSite(TUPLES, 1, push=config(preempt_drain_s=0.05), make_transport=lambda: wire)
+    d = DecodeSite(TUPLES, 1)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        until(wire.asked.is_set, "a write that is out")
+        p.preempt(request)
+        until(lambda: any(stage == "fencing" for stage, _ in events), "D learns that it failed")
+        for _ in range(10):
+            d.step()
+        assert request.name not in d.done, "the write may still land: D keeps its blocks"
+        wire.open.set()
+        (report,) = d.received(request)
+        assert not report.ok and report.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
+        p.compute((request, 30))  # it goes on without being pushed
+        p.finish(request)
+        p.released_blocks_of(request)
+
+
+# -- the request ends early on one side
+
+
+def test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks() -> None:
+    p, d = PrefillSite(PLANES, 2), DecodeSite(PLANES, 1)
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        assert p.finish(request), "its blocks are held until nothing reads them"
+        p.released_blocks_of(request)
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-002")
+        assert p.released == {request.p_name}
+
+
+def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
+    """vLLM 0.23 ends a request that was preempted in its last step with an empty list of blocks."""
+    p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        p.preempt(request)
+        assert not p.finish(request, holds_blocks=False)
+        p.idle()
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-002")
+        p.released_blocks_of(request)
+        assert not p.released, "vLLM does not wait for this request"
+
+
+def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
+    wire = SlowWire()
+    p, d = PrefillSite(PLANES, 1, make_transport=lambda: wire), DecodeSite(PLANES, 1)
+    with sites(p, d):
+        request, other = d.reserve("r", 30), d.reserve("other", 10)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        until(wire.asked.is_set, "a write that is out")
+        assert d.book.request_finished(request.name) is not None
+        for _ in range(10):
+            d.step()
+        assert request.name not in d.done, "a write is out: the blocks stay"
+        wire.open.set()
+        (report,) = d.received(request)
+        assert not report.ok
+        before = [view.copy() for layer in d.ranks[0].views for view in layer]
+        p.compute((request, 10))
+        p.finish(request)
+        p.released_blocks_of(request)
+        after = [view for layer in d.ranks[0].views for view in layer]
+        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "nothing lands after the report"
+        p.prefill(other)
+        assert d.received(other)[0].ok
+
+
+def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request() -> None:
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, blocks=8)
+    with sites(p, d):
+        first = d.reserve("first", 32)
+        d.step()
+        assert p.admit(first) is None
+        p.compute((first, 20))
+        d.book.request_finished(first.name)
+        d.received(first)
+        d.release(first)
+        del d.requests[first.name]
+        second = d.reserve("second", 32, seed=77)
+        assert set(second.d_blocks) == set(first.d_blocks)
+        d.step()
+        p.prefill(second)
+        p.compute((first, 12))
+        assert d.received(second)[0].ok
+        d.check(second)
+
+
+# -- silence
+
+
+def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
+    p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)
+        nobody = Endpoint("127.0.0.1", 1)
+        request.reservation = msgspec.structs.replace(request.reservation, endpoints=(nobody,))
+        p.prefill(request)
+        p.finish(request)
+        p.released_blocks_of(request)
+        closed = [facts for stage, facts in events if stage == "push_closed"]
+        assert closed[0]["ok"] is False and closed[0]["code"] == "PD-XFER-004"
+
+
+def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> None:
+    p = PrefillSite(PLANES, 1, push=config(ready_timeout_s=0.4))
+    d = DecodeSite(PLANES, 1)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)  # and D never steps
+        p.prefill(request, 20, 10)
+        p.finish(request)
+        p.released_blocks_of(request)
+        closed = [facts for stage, facts in events if stage == "push_closed"]
+        assert closed[0]["ok"] is False and "no READY" in closed[0]["detail"]
+
+
+def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
+    device = HeldDevice()
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30, deadline_s=0.5)
+        d.step()  # the gate never opens
+        p.prefill(request)
+        p.finish(request)
+        p.released_blocks_of(request)
+        closed = [facts for stage, facts in events if stage == "push_closed"]
+        assert closed[0]["ok"] is False
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-001")
+
+
+def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
+    d = DecodeSite(PLANES, 2)
+    with sites(d):
+        request = d.reserve("r", 30, deadline_s=0.5)
+        d.step()
+        reports = d.received(request)
+        assert [(report.ok, report.code) for report in reports] == [(False, "PD-XFER-001")] * 2
+
+
+def test_a_prefill_that_has_ended_well_must_deliver_within_a_lease() -> None:
+    d = DecodeSite(PLANES, 1, push=config(lease_s=0.5, margin_s=0.1))
+    with sites(d):
+        request = d.reserve("r", 30, deadline_s=3600.0)
+        d.step()
+        d.book.prefilled(request.reservation.transfer)
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-001")
+
+
+# -- broken things
+
+
+def test_a_flipped_bit_is_found_and_its_layer_named() -> None:
+    d = DecodeSite(PLANES, 1)
+    bad = d.ranks[0].views[1][0]
+    spoiled = range(bad.ctypes.data, bad.ctypes.data + bad.nbytes)
+    p = PrefillSite(PLANES, 2, make_transport=lambda: FlippingWire(spoiled))
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        p.prefill(request)
+        (report,) = d.received(request)
+        assert (report.ok, report.code, report.detail) == (False, "PD-WIRE-004", PLANES.names[1])
+        assert set(report.blocks) == set(request.d_blocks)
+
+
+@pytest.mark.parametrize("at", ["submit", "poll"])
+def test_a_dead_pusher_fails_every_push_and_releases_the_blocks_when_they_are_quiet(at: str) -> None:
+    push, device = config(quiet_s=0.3), HeldDevice()
+    p = PrefillSite(TUPLES, 1, push=push, make_transport=lambda: DyingWire(at), device=device)
+    d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 2, push=push, seed=9)
+    with sites(p, d, e), traced() as events:
+        request, other, later = d.reserve("r", 30), e.reserve("other", 30), d.reserve("later", 9)
+        d.step()
+        e.step()
+        for each in (request, other):
+            assert p.admit(each) is None
+        p.compute((request, 30), (other, 30))
+        until(lambda: sum(stage == "ready" for stage, _ in events) >= 6, "READY of three ranks, told by both sides")
+        device.open.set()  # now there is a batch for each of them
+        assert {report.code for report in e.received(other)} == {"PD-XFER-003"}
+        assert d.received(request)[0].code in ("PD-XFER-003", "" if at == "poll" else "PD-XFER-003")
+        p.prefill(later)
+        assert d.received(later)[0].code == "PD-XFER-003"
+        for each in (request, other, later):
+            p.finish(each)
+        p.released_blocks_of(request, other, later)
+
+
+def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> None:
+    push = config(quiet_s=0.6)
+    p, d = PrefillSite(PLANES, 1, push=push, make_transport=LossyWire), DecodeSite(PLANES, 1, push=push)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)
+        d.step()
+        p.prefill(request)
+        p.finish(request)
+        until(lambda: any(stage == "layer_pushed" for stage, _ in events))
+        lost = time.monotonic()
+        p.released_blocks_of(request)
+        assert time.monotonic() - lost >= 0.6 * 0.9
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-003")
+
+
+# -- closing
+
+
+@pytest.mark.parametrize("who", ["p", "d", "both"])
+def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(who: str) -> None:
+    wire = SlowWire()
+    p, d = PrefillSite(PLANES, 2, make_transport=lambda: wire), DecodeSite(PLANES, 2)
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        until(wire.asked.is_set, "a write that is out")
+        for site in {"p": (p,), "d": (d,), "both": (d, p)}[who]:
+            site.close()
+            site.close()
+        left = own_threads()
+        if who != "d":
+            assert not any("P0." in name for name in left), left
+        if who != "p":
+            assert not any(name.startswith("pd-receive") for name in left), left
+            assert all(free_port_is(endpoint) for endpoint in d.endpoints)
+
+
+def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
+    """Its transfer engine is closed before it leaves, and it vouches for that."""
+    push = config(quiet_s=0.3, lease_s=0.6, margin_s=0.1)
+    wire = SlowWire()
+    p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        until(wire.asked.is_set, "a write that is out")
+        p.close()
+        (report,) = d.received(request)
+        assert not report.ok
+        assert [facts["proof"] for stage, facts in events if stage == "quiet"] == ["gone"]
+        assert not any(stage == "revoking" for stage, _ in events)
+
+
+def test_a_decode_worker_whose_port_is_taken_leaves_no_thread() -> None:
+    d = DecodeSite(PLANES, 1)
+    with sites(d):
+        taken = config(side_channel_port=d.endpoints[0].port)
+        before = own_threads()
+        with pytest.raises(Exception, match="PD-CTRL-001"):
+            DecodeSite(PLANES, 1, push=taken)
+        assert own_threads() == before
+
+
+class Witness(CpuDevice):
+    """Remembers which threads were bound to it."""
+
+    def __init__(self) -> None:
+        self.attached: list[str] = []
+
+    def attach_thread(self) -> None:
+        self.attached.append(threading.current_thread().name)
+
+
+def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
+    device = Witness()
+    p, d = PrefillSite(PLANES, 1, device=device), DecodeSite(PLANES, 1, device=device)
+    with sites(p, d):
+        until(lambda: {"pd-writer-P0.0", "pd-receive-0"} <= set(device.attached), str(device.attached))
