@@ -9,6 +9,7 @@ of an incarnation, `on_gone` says so once; `on_back` takes it back if the same i
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -36,6 +37,8 @@ from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -194,6 +197,7 @@ class Listener:
         connection.allow(FRAME_BYTES)
         self._unproven.discard(connection)
         self._counts["proven"] += 1
+        log.debug("side channel: %s is %s (%s)", connection.address, hello.name, hello.incarnation)
         connections = self._by_incarnation.setdefault(hello.incarnation, [])
         connections.append(connection)
         if len(connections) > self._limits.max_per_incarnation:

@@ -3,6 +3,9 @@
 
 One writer thread submits and polls; nobody else touches the engine. A write that failed is not quiet:
 its bytes may still land for `quiet_s`, so its blocks stay fenced that long (see docs/protocol.md).
+
+What may be issued later than `submit` returned: a write to a peer that has not answered yet (it fails within seconds),
+and what exceeds the number of descriptors in flight per peer. Nothing is issued any more once the write has failed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Protocol
 class WriteState(enum.Enum):
     PENDING = "pending"
     LANDED = "landed"  # acknowledged by the destination: the bytes are in its memory
-    FAILED = "failed"  # and may still land
+    FAILED = "failed"  # this side issues nothing more of it; what the network holds may still land
 
 
 class Transport(Protocol):
@@ -28,7 +31,7 @@ class Transport(Protocol):
         """After a failed write, how long its bytes may still land."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Register (address, length) regions once; neighbours in memory are merged."""
+        """Register (address, length) regions once; neighbours in memory are merged. Sources must lie in them too."""
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         """Start writing; returns a handle for `poll`. Never waits for the data. A submission that the

@@ -47,7 +47,7 @@ class Engine:
         port = self._raw.get_rpc_port()
         self.address = f"{host}:{port}"
         if shorten_accept(port, ACCEPT_S):
-            self.answers(self.address)  # ends the accept that began with the old timeout
+            self.answers(f"127.0.0.1:{port}")  # ends the accept that began with the old timeout; it binds all addresses
         else:
             log.debug("the engine's listener on port %d was not found: closing will take up to a second", port)
 

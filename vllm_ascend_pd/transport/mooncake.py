@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import Engine
 from vllm_ascend_pd.transport.flights import Flights
@@ -67,6 +67,7 @@ class MooncakeTransport:
         prepare_environment(os.environ, protocol, transfer_timeout_s)
         self._kind = load(protocol)
         self._host, self._protocol, self._quiet_s, self._clock = host, protocol, quiet_s, clock
+        self._attach_thread = attach_thread
         self._single = protocol == "ascend"  # one engine per process there, and what it reads must be registered
         self._regions: list[tuple[int, int]] = []
         self._bounds = Bounds((), "source")
@@ -117,6 +118,7 @@ class MooncakeTransport:
 
     def revoke(self) -> str:
         """Closes the engine, which holds the interpreter for about 0.05 s, and registers everything with a new one."""
+        self._attach_thread()  # a new engine takes the device of the thread that opens it
         if isinstance(self._writes, Lanes):
             self._writes.drop_all()
             self._writer = self._scout = None
@@ -139,10 +141,14 @@ class MooncakeTransport:
             engines = [*self._retired, self._writer, self._scout, self._home]
             self._retired, self._writer, self._scout, self._home = [], None, None, None
         for engine in engines:
-            if engine is not None:
-                if isinstance(self._writes, Flights):
-                    self._writes.drop(engine)
+            if engine is None:
+                continue
+            if isinstance(self._writes, Flights):
+                self._writes.drop(engine)
+            try:
                 engine.close()
+            except LocalProtocolError as error:  # it ends with the process
+                log.error("shutting down: %s", error)
 
     # -- the writer thread's side
 
