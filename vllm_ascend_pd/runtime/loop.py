@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ class LoopThread:
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine on the loop and wait for its result; not from the loop's own thread."""
-        return self.submit(coroutine).result(timeout)
+        try:
+            return self.submit(coroutine).result(timeout)
+        except FutureTimeout as late:  # not the built-in TimeoutError before Python 3.11
+            raise TimeoutError(f"no result on {self._thread.name} within {timeout:g} s") from late
 
     def stop(self, timeout: float = 5.0) -> None:
         """Idempotent. Cancels the remaining tasks, stops the loop, joins the thread."""

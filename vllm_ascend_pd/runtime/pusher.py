@@ -76,13 +76,15 @@ class Pusher:
         """Something may be writable now."""
         self._inbox.put(None)
 
-    def stop(self, timeout: float) -> None:
-        """Idempotent; what is in flight is left to the transfer engine's own close."""
+    def stop(self, timeout: float) -> bool:
+        """Idempotent; what is in flight is left to the transfer engine's own close. Whether the thread has ended."""
         self._stop = True
         self._inbox.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             log.error("thread %s did not end within %.1f s", self._thread.name, timeout)
+            return False
+        return True
 
     def _run(self) -> None:
         try:

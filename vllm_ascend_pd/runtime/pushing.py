@@ -189,11 +189,12 @@ class PushRuntime:
             self._abort(push, "PD-XFER-004", "the prefill engine shuts down")
         if self._regrouper is not None:
             self._regrouper.close(CLOSE_GRACE_S)
-        self._pusher.stop(CLOSE_GRACE_S)
+        ended = self._pusher.stop(CLOSE_GRACE_S)
         self._transport.close()
         if self._loop.alive:
             try:
-                self._loop.call(self._dialer.close(), timeout=CLOSE_GRACE_S)
+                # With the engine closed nothing of ours lands any more: D need not revoke to be sure of it.
+                self._loop.call(self._dialer.close(quiet=ended), timeout=CLOSE_GRACE_S)
             except TimeoutError:
                 log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
         self._loop.stop(CLOSE_GRACE_S)
@@ -483,9 +484,14 @@ class PushRuntime:
         self._pusher.nudge()
 
     def _arm(self, wake: float) -> None:
+        """Only ever earlier: two threads that decide one after the other may post in the other order."""
+        loop = self._loop.loop
+        at = loop.time() + max(0.0, wake - time.monotonic())
         if self._timer is not None:
+            if self._timer.when() <= at:
+                return
             self._timer.cancel()
-        self._timer = self._loop.loop.call_later(max(0.0, wake - time.monotonic()), self._tick)
+        self._timer = loop.call_at(at, self._tick)
 
     # -- deciding under the lock, acting after it
 

@@ -19,7 +19,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.device.caches import Caches
-from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -34,6 +34,7 @@ from vllm_ascend_pd.transport.base import Transport
 log = logging.getLogger(__name__)
 
 GATE_POLL_S = 0.001
+START_S = 10.0
 CLOSE_GRACE_S = 5.0
 
 
@@ -78,6 +79,7 @@ class ReceiveRuntime:
         self._reports: deque[Loaded] = deque()
         self._ringer = Ringer()
         self._timer: asyncio.TimerHandle | None = None
+        self._gate_timer: asyncio.TimerHandle | None = None
         self._verifier = Verifier(caches, device, site.rank) if config.wire.verify == "full" else None
         transport.register(caches.storages)
         self._config, self._site = config, site
@@ -92,7 +94,13 @@ class ReceiveRuntime:
             on_gone=self._on_gone,
             on_back=self._on_back,
         )
-        bound = self._loop.call(self._listener.start(), timeout=10.0)
+        self._loop.post(device.attach_thread)  # gates are looked at and transfer engines opened there
+        try:
+            bound = self._loop.call(self._listener.start(), timeout=START_S)
+        except (PdError, TimeoutError):
+            self._loop.stop(CLOSE_GRACE_S)
+            transport.close()
+            raise
         self.endpoint = Endpoint(site.advertise_host or bound.host, bound.port)
 
     # -- the engine's thread
@@ -136,6 +144,7 @@ class ReceiveRuntime:
             self._do(receiver.settle(now, transfer))
         for transfer in step.overs:
             self._binds.pop(transfer, None)
+            self._gates.pop(transfer, None)  # it may have been cancelled before its gate opened
             if self._verifier is not None:
                 self._verifier.forget(transfer)
             self._do(receiver.over(now, transfer))
@@ -176,8 +185,9 @@ class ReceiveRuntime:
             del self._gates[transfer]
             trace.emit("gate_open", transfer=str(transfer))
             self._do(self._receiver.gate_open(time.monotonic(), transfer))
-        if self._gates:
-            self._loop.loop.call_later(GATE_POLL_S, self._poll_gates)
+        if self._gate_timer is not None:
+            self._gate_timer.cancel()
+        self._gate_timer = self._loop.loop.call_later(GATE_POLL_S, self._poll_gates) if self._gates else None
 
     def _on_message(self, peer: Hashable, message: Message) -> None:
         if self._machine is not None:

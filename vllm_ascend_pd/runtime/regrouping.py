@@ -183,6 +183,16 @@ class Regrouper:
                     return True
         return False
 
+    def arrived(self, unit: Unit, slot: int) -> None:
+        """What was missed has been staged and offered; until this the push is owed to."""
+        with self._lock:
+            missed = self._missing.get(unit)
+            if missed is not None:
+                missed.discard(slot)
+                if not missed:
+                    del self._missing[unit]
+                    self._asked.discard(unit)
+
     def close(self, timeout: float) -> None:
         """Idempotent. A thread that is inside a collective leaves it by the group's timeout at the latest."""
         if self._thread is not None:
@@ -227,19 +237,11 @@ class Regrouper:
         part, unit = run.part, run.unit
         if run.only is not None and index not in run.only:
             return None
-        slot = None
-        if any(self._alive(work.push, unit.step) for work in part.pushes(index)):
-            slot = self.staging.take(part.endpoint(index), part.rows.plan.slots[index].nbytes)
-            if slot is None:
-                self._miss(unit, index)
-                return None
-        with self._lock:
-            missed = self._missing.get(unit)
-            if missed is not None:
-                missed.discard(index)
-                if not missed:
-                    del self._missing[unit]
-                    self._asked.discard(unit)
+        if not any(self._alive(work.push, unit.step) for work in part.pushes(index)):
+            return None
+        slot = self.staging.take(part.endpoint(index), part.rows.plan.slots[index].nbytes)
+        if slot is None:
+            self._miss(unit, index)
         return slot
 
     def _miss(self, unit: Unit, index: int) -> None:
