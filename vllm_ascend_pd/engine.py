@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,11 @@ class Engine:
             secrets=load_secrets(push.channel),
         )
 
-    def create_transport(self) -> Transport:
-        """Imports the transfer engine only here: the API server has none."""
+    def create_transport(self, attach_thread: Callable[[], None]) -> Transport:
+        """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""
         from vllm_ascend_pd.transport.create import create
 
-        return create(self.config.wire, self.host)
+        return create(self.config.wire, self.host, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
 
 
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:

@@ -33,9 +33,8 @@ class DecodeWorker:
             port=channel.side_channel_port + self._rank if channel.side_channel_port else 0,
             advertise_host=channel.advertise_host,
         )
-        self._runtime = ReceiveRuntime(
-            engine.config, site, caches, self._device, engine.create_transport(), engine.secrets
-        )
+        transport = engine.create_transport(self._device.attach_thread)
+        self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, transport, engine.secrets)
         self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry)
 
     def handshake(self) -> WorkerFacts | None:
