@@ -49,7 +49,12 @@ def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_t
     model = Model(layout, heads)
     p, d = PrefillSite(model, p_tp, pp=p_pp), DecodeSite(model, d_tp)
     with sites(p, d):
-        requests = [d.reserve("short", 3), d.reserve("whole", 16), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
+        requests = [
+            d.reserve("short", 3),
+            d.reserve("whole", 16),
+            d.reserve("long", 45),
+            d.reserve("tail", 37, first=24),
+        ]
         d.step()
         for request in requests:
             assert p.admit(request) is None
