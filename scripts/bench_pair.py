@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from scripts.support.client import Answer, body_of, complete, post, prompt
-from scripts.support.cluster import Cluster
+from scripts.support.cluster import STRICT, Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.models import RECIPES, ROOT, ensure
@@ -78,7 +78,7 @@ def start_all(cluster: Cluster, p_tp: int, polite: bool) -> dict[str, Ask]:
             f"c{p_tp}-decode", model, role="kv_consumer", extra={**config, "metaserver_urls": [front_url]}, **common
         ),
     )
-    front = cluster.metaserver([c_prefill], [c_decode], port)
+    front = cluster.metaserver([c_prefill], [c_decode], port, STRICT)
     return {
         "a": lambda tokens: complete(single.url, body_of(tokens, 4)),
         "b": in_tree(b_prefill, b_decode, bootstrap),

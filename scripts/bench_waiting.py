@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from scripts.support.client import body_of, complete, leave_after, prompt
-from scripts.support.cluster import Cluster, Metaserver
+from scripts.support.cluster import STRICT, Cluster, Metaserver
 from scripts.support.engine import Engine
 from scripts.support.models import ROOT, ensure
 from scripts.support.spec import EngineSpec
@@ -131,8 +131,8 @@ def main() -> int:
             EngineSpec("decode-polite", model, role="kv_consumer", extra=config),
             EngineSpec("decode-stock", model, role="kv_consumer", extra={**config, **stock}),
         )
-        fronts = {POLITE: cluster.metaserver([p], [d_polite], ports[0])}
-        fronts[STOCK] = cluster.metaserver([p], [d_stock], ports[1])
+        fronts = {POLITE: cluster.metaserver([p], [d_polite], ports[0], STRICT)}
+        fronts[STOCK] = cluster.metaserver([p], [d_stock], ports[1], STRICT)
         ttfts = first_tokens(fronts, args.rounds, pause_s=1.3)
         with never(ports[2]) as url:
             used = {

@@ -26,6 +26,7 @@ from scripts.support.process import Child, ProcessDied, free_port
 from scripts.support.spec import EngineSpec, child_environment, metaserver_command, on_npu
 
 Progress = Callable[[str], None]
+STRICT = ("--no-canary", "--without-prefill", "refuse")  # nothing moves but what a test sends; no D prefills by itself
 START_DEADLINE_S = 240.0
 
 
@@ -46,12 +47,13 @@ class Metaserver:
 
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200
+            # Not /health: readiness means that a pair behind it can serve, and without --no-canary has moved a block.
+            return httpx.get(f"{self.url}/readiness", timeout=2.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
     def stage(self) -> str:
-        return "starting"
+        return "waiting for a pair"
 
 
 class Cluster:
@@ -135,7 +137,7 @@ class Cluster:
         server = Metaserver(port or self.port(), *urls, self.logs, options)
         self._running.append(server)
         try:
-            self._wait([server], begun, deadline_s=30.0)
+            self._wait([server], begun, deadline_s=90.0)
         except BaseException:
             self.stop(server)
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from pairs import Pair, PairMaker
 
-from scripts.support.cluster import Cluster
+from scripts.support.cluster import STRICT, Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.models import ROOT
@@ -68,7 +68,7 @@ def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
     free = list(ports)
 
     def make(prefill: Engine, *decode: Engine) -> Pair:
-        front = cluster.metaserver([prefill], decode, free.pop(0))
+        front = cluster.metaserver([prefill], decode, free.pop(0), STRICT)
         return Pair(cluster, front, prefill, decode, tally)
 
     return make

@@ -95,6 +95,12 @@ def settled_free_blocks(engine: Engine) -> int:
     return engine.free_blocks()
 
 
+def close_traces(pair: Pair) -> None:
+    """A process writes its trace out with the first event after a second: make one in every process."""
+    time.sleep(1.1)
+    gather(pair.front.url, [body_of(fresh_prompt(40), 1) for _ in range(2 * len(pair.decode))])
+
+
 def wait_for_free_blocks(engines: Sequence[Engine], wanted: dict[str, int], deadline_s: float = 60.0) -> None:
     """Until each engine has as many free blocks as before, or fail with the counts."""
     until = time.monotonic() + deadline_s
