@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -82,6 +83,30 @@ class Receiver:
         line = self.process.stdout.readline().strip()
         assert line, "the receiving process ended"
         return line
+
+
+class Stalls:
+    """How long this machine kept the process from running, whatever the process did: `worst` is no fault of ours."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
+
+    def __enter__(self) -> Stalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            if self._stop.wait(0.002):
+                return
+            self.worst = max(self.worst, time.monotonic() - before)
 
 
 def settle(transport: Transport, handle: int, limit_s: float = 40.0) -> WriteState:

@@ -14,7 +14,7 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from mooncake_child import LOOPBACK, WIRE, Receiver, settle
+from mooncake_child import LOOPBACK, WIRE, Receiver, Stalls, settle
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.create import create
@@ -62,7 +62,7 @@ def test_a_receiver_killed_in_the_middle_fails_the_write_soon(transport, memory)
 
 def test_a_failed_write_is_over_when_it_says_so(transport, memory) -> None:
     """A stopped receiver: after FAILED only what its kernel holds already arrives, and nothing after that."""
-    with Receiver(SIZE) as receiver, Receiver(1024) as other:
+    with Receiver(SIZE) as receiver, Receiver(1024) as other, Stalls() as stalls:
         assert one(transport, receiver, memory) is one(transport, other, memory) is WriteState.LANDED
         receiver.ask("clear")
         handle = many(transport, receiver, memory)
@@ -74,7 +74,7 @@ def test_a_failed_write_is_over_when_it_says_so(transport, memory) -> None:
             assert one(transport, other, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"failed after {time.monotonic() - begun:.1f} s; the slowest write to another peer {worst * 1e3:.0f} ms")
-        assert worst < 1.0
+        assert worst < 1.0 + stalls.worst
         source = memory.copy()
         try:
             memory[:] = 100  # the source is reused: the new contents must never be seen
@@ -153,7 +153,7 @@ def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(tr
 
 def test_a_silent_peer_delays_nobody(transport, memory) -> None:
     """It accepts connections and never answers: Mooncake alone stands still for 60 s."""
-    with Receiver(1024) as receiver, socket.socket() as silent:
+    with Receiver(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
         silent.listen()
         assert one(transport, receiver, memory) is WriteState.LANDED
@@ -168,7 +168,7 @@ def test_a_silent_peer_delays_nobody(transport, memory) -> None:
             assert one(transport, receiver, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"the silent peer failed after {time.monotonic() - begun:.1f} s, worst delay {worst * 1e3:.0f} ms")
-        assert worst < 0.5  # without asking first it is 0.9: the hang-up of the next test
+        assert worst < 0.5 + stalls.worst  # without asking first it is 0.9: the hang-up of the next test
 
 
 def test_a_peer_that_falls_silent_between_answer_and_opening_is_hung_up_on(transport, memory, monkeypatch) -> None:
