@@ -49,7 +49,7 @@ class DecodeScheduler:
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
-        self._reports = 0
+        self._told: set[str] = set()  # requests whose bad ticket was logged
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -67,7 +67,8 @@ class DecodeScheduler:
         if self._online is None or request.prompt_token_ids is None:
             return 0
         ticket = read_ticket(request.kv_transfer_params, self._allowed)
-        if isinstance(ticket, str):
+        if isinstance(ticket, str) and request.request_id not in self._told:
+            self._told.add(request.request_id)  # it is asked about in every step that it waits
             log.warning("request %s is prefilled locally: %s", request.request_id, ticket)
         if not isinstance(ticket, Ticket):
             return 0
@@ -134,6 +135,7 @@ class DecodeScheduler:
         return True
 
     def finished(self, request_id: str) -> None:
+        self._told.discard(request_id)
         transfer = self._book.request_finished(request_id)
         if transfer is not None and self._online is not None:
             self._online.client.forget(transfer)

@@ -15,10 +15,16 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import mismatches, range_fault
+from vllm_ascend_pd.protocol.agreement import MAX_TP
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
 Blocks = NDArray[np.int32]
+
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_BLOCK_BYTES = 1 << 31  # times any block id it fits 64 bits
+MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +111,18 @@ class PushBook:
         self._rotation = 0
 
     def admit(
-        self, request_id: str, reservation: Reservation, prompt_length: int, prompt_hash: str, push: str
+        self,
+        request_id: str,
+        reservation: Reservation,
+        prompt_length: int,
+        prompt_hash: str,
+        push: str,
+        engine: CacheGeometry | None = None,
     ) -> PdError | None:
-        """Take a reservation for a request. A refusal is returned, not raised: the request itself may go on."""
+        """Take a reservation for a request. A refusal is returned, not raised: the request itself may go on.
+
+        `engine` is this engine's cache: what cannot be pushed there is said at once, not by D's deadline.
+        """
         if reservation.version != PROTOCOL_VERSION:
             return PdError("PD-CTRL-003", theirs=reservation.version, ours=PROTOCOL_VERSION)
         if reservation.transfer in self._seen:
@@ -123,6 +138,9 @@ class PushBook:
         why = _malformed(reservation)
         if why:
             return PdError("PD-META-005", why=why)
+        differences = mismatches(engine, reservation.geometry) if engine is not None else ()
+        if differences:
+            return differences[0].error()
         self._seen[reservation.transfer] = None
         while len(self._seen) > self._remembered:
             del self._seen[next(iter(self._seen))]
@@ -214,12 +232,19 @@ class PushBook:
 
 
 def _malformed(reservation: Reservation) -> str:
-    size = reservation.geometry.block_size
-    if not 0 <= reservation.first < reservation.end <= reservation.prompt_length:
+    """What no decode engine reserves. Whoever made it up must not reach the arithmetic of the workers."""
+    d, transfer = reservation.geometry, reservation.transfer
+    if not (1 <= d.block_size <= MAX_BLOCK_TOKENS and 1 <= d.tp_size <= MAX_TP):
+        return f"block size {d.block_size}, TP {d.tp_size}"
+    strides = [s for r in d.regions for s in (r.block_stride, r.head_stride, r.token_stride, r.cell_bytes)]
+    if not all(0 <= stride <= MAX_BLOCK_BYTES for stride in strides):
+        return f"strides {strides}"
+    if max(len(transfer.incarnation), len(transfer.uuid)) > MAX_NAME:
+        return "a name that is too long"
+    if reservation.end > reservation.prompt_length:
         return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
-    wanted = -(-reservation.end // size) - reservation.first // size if size > 0 else -1
-    if len(reservation.blocks) != 4 * wanted:
-        return f"{len(reservation.blocks) // 4} blocks for {wanted}"
-    if len(reservation.endpoints) != reservation.geometry.tp_size:
-        return f"{len(reservation.endpoints)} endpoints for TP {reservation.geometry.tp_size}"
-    return ""
+    if len(reservation.endpoints) != d.tp_size:
+        return f"{len(reservation.endpoints)} endpoints for TP {d.tp_size}"
+    if len(reservation.blocks) % 4:
+        return f"{len(reservation.blocks)} bytes of block ids"
+    return range_fault(d, reservation.first, reservation.end, len(reservation.blocks) // 4)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
@@ -94,16 +93,16 @@ class PrefillScheduler:
         encoded = params.get("reservation")
         if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
             return PdError("PD-META-005", why="the request carries no reservation")
+        if request.prompt_token_ids is None:
+            return PdError("PD-META-005", why="the prompt came as embeddings")
         try:
             reservation = unseal(base64.b64decode(encoded, validate=True), self._engine.secrets)
-        except binascii.Error:
+        except ValueError:
             return PdError("PD-META-005", why="it is not base64")
         except RemoteProtocolError as refused:
             return refused
-        push = uuid.uuid4().hex
-        error = self._book.admit(
-            request.request_id, reservation, request.num_prompt_tokens, request_hash(request), push
-        )
+        push, prompt = uuid.uuid4().hex, (request.num_prompt_tokens, request_hash(request))
+        error = self._book.admit(request.request_id, reservation, *prompt, push, self._geometry)
         if error is None:
             trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)
         return error

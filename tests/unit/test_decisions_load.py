@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoadBook and the ticket: which requests load remote KV, and what D's workers hear of it, for any sequence of events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, read_ticket
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.protocol.identity import TransferId
+
+URL = "http://127.0.0.1:9"
+ALLOWED = frozenset({URL})
+GOOD = {"do_remote_prefill": True, "metaserver": URL, "ticket": "t"}
+
+
+def loaded(tokens: int = 10, computed: int = 0) -> tuple[LoadBook, TransferId]:
+    book = LoadBook("d")
+    assert book.wanted("r", tokens, computed) == tokens - computed
+    return book, book.reserve("r", tokens - computed, list(range(50, 60)), 4, 30.0, "u").transfer
+
+
+# -- tickets
+
+
+def test_a_ticket_of_an_allowed_metaserver_is_taken() -> None:
+    assert read_ticket(GOOD, ALLOWED) == Ticket(URL, "t", False)
+    assert read_ticket({**GOOD, "metaserver": URL + "/", "send_tokens": True}, ALLOWED) == Ticket(URL, "t", True)
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, {"do_remote_prefill": "yes"}]
+)
+def test_a_request_that_means_no_remote_prefill_gets_none_and_no_complaint(params: Any) -> None:
+    assert read_ticket(params, ALLOWED) is None
+
+
+FORGED = [
+    {"metaserver": "http://10.0.0.1:80"},
+    {"metaserver": URL + "/other"},
+    {"metaserver": URL + ".evil.example"},
+    {"metaserver": "http://127.0.0.1:9@evil.example"},
+    {"metaserver": None},
+    {"metaserver": 7},
+    {"metaserver": [URL]},
+    {"ticket": None},
+    {"ticket": ""},
+    {"ticket": "t" * 257},
+    {"ticket": {"a": 1}},
+]
+
+
+@pytest.mark.parametrize("changes", FORGED, ids=str)
+def test_a_forged_ticket_is_prefilled_locally_with_the_reason(changes: dict[str, Any]) -> None:
+    assert isinstance(read_ticket({**GOOD, **changes}, ALLOWED), str)
+    assert isinstance(read_ticket({**GOOD, **changes}, frozenset()), str)
+
+
+# -- one load
+
+
+def test_asking_is_free_and_one_token_is_not_worth_it() -> None:
+    book = LoadBook("d")
+    assert [book.wanted("r", 10, computed) for computed in (0, 0, 4, 8, 9, 10)] == [10, 10, 6, 2, 0, 0]
+    assert book.wanted("one", 1, 0) == 0
+    assert book.take_step(None).empty and book.open_count() == 0
+
+
+def test_a_load_happens_once_for_each_request() -> None:
+    book, transfer = loaded()
+    assert book.wanted("r", 10, 0) == 0, "asked again while it loads"
+    assert book.received("r") == transfer
+    assert book.wanted("r", 10, 0) == 0, "asked again after the load: preempted, recomputed, or one token short"
+    with pytest.raises(LocalProtocolError):
+        book.reserve("r", 10, [1, 2, 3], 4, 30.0, "u2")
+
+
+def test_only_what_was_asked_for_can_be_reserved() -> None:
+    book = LoadBook("d")
+    with pytest.raises(LocalProtocolError):
+        book.reserve("r", 5, [1, 2], 4, 30.0, "u")
+    book.wanted("r", 10, 0)
+    with pytest.raises(LocalProtocolError):
+        book.reserve("r", 0, [1, 2], 4, 30.0, "u")
+
+
+@given(st.integers(1, 64), st.integers(0, 300), st.integers(2, 300), st.integers(0, 5))
+@settings(max_examples=200, deadline=None)
+def test_a_reservation_names_exactly_the_blocks_of_its_tokens(size: int, computed: int, more: int, spare: int) -> None:
+    """vLLM may take fewer tokens than it was offered, and may have allocated more blocks than the prompt needs."""
+    book = LoadBook("d")
+    tokens = computed + more
+    book.wanted("r", tokens, computed)
+    table = list(range(1000, 1000 - (-tokens // size) + spare))
+    count = max(1, more - spare)
+    bind = book.reserve("r", count, table, size, 30.0, "u")
+    assert (bind.first, bind.end) == (computed, computed + count)
+    assert bind.blocks.tolist() == [
+        table[t // size] for t in range(bind.first, bind.end) if t == bind.first or t % size == 0
+    ]
+
+
+def test_the_last_answer_about_computed_tokens_counts() -> None:
+    """The prefix cache may have grown between two askings."""
+    book = LoadBook("d")
+    book.wanted("r", 20, 4)
+    book.wanted("r", 20, 8)
+    assert book.reserve("r", 12, list(range(5)), 4, 30.0, "u").first == 8
+
+
+def test_each_step_tells_what_is_new_only() -> None:
+    book, transfer = loaded()
+    step = book.take_step(("127.0.0.1", 5))
+    assert [bind.transfer for bind in step.binds] == [transfer] and step.wake == ("127.0.0.1", 5)
+    assert step.incarnation == "d"
+    assert book.take_step(None).empty
+    book.prefilled(transfer)
+    assert book.take_step(None).settles == (transfer,)
+    assert book.received("r") == transfer
+    assert book.take_step(None).overs == (transfer,)
+    assert book.take_step(None).empty
+
+
+# -- bad ends
+
+
+def test_the_first_word_of_the_metaserver_counts() -> None:
+    book, transfer = loaded()
+    book.take_step(None)
+    book.prefilled(transfer)
+    book.failed(transfer, "PD-META-002", "too late")
+    book.prefilled(transfer)
+    step = book.take_step(None)
+    assert step.settles == (transfer,) and not step.cancels
+    book.prefilled(TransferId("d", 99, "u"))
+    book.failed(TransferId("other", 1, "u"), "PD-META-002", "")
+    assert book.take_step(None).empty, "words about unknown transfers change nothing"
+
+
+def test_a_failed_call_cancels_and_the_request_goes_on_only_when_the_workers_say_so() -> None:
+    book, transfer = loaded()
+    book.take_step(None)
+    book.failed(transfer, "PD-META-002", "down")
+    (cancel,) = book.take_step(None).cancels
+    assert (cancel.transfer, cancel.code, cancel.detail) == (transfer, "PD-META-002", "down")
+    assert book.open_count() == 1
+    assert book.received("r") == transfer and book.open_count() == 0
+
+
+def test_a_request_that_ends_while_it_loads_keeps_its_blocks_until_they_are_fenced() -> None:
+    book, transfer = loaded()
+    book.take_step(None)
+    assert book.request_finished("r") == transfer
+    assert book.request_finished("r") == transfer, "vLLM may say it again after a failed load"
+    assert len(book.take_step(None).cancels) == 1
+    assert book.received("r") == transfer, "vLLM waits for this report before it frees the blocks"
+    assert book.received("r") is None, "and would stop over a second one"
+
+
+def test_a_request_that_ends_before_it_was_allocated_leaves_nothing() -> None:
+    book = LoadBook("d")
+    book.wanted("r", 10, 0)
+    assert book.request_finished("r") is None
+    assert book.take_step(None).empty and not book._candidates
+
+
+def test_reports_about_unknown_requests_are_swallowed() -> None:
+    assert LoadBook("d").received("nobody") is None
+
+
+# -- any sequence
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Each transfer is bound once, cancelled at most once, settled at most once, over once, and never out of order."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.book = LoadBook("d")
+        self.n = 0
+        self.asked: dict[str, int] = {}
+        self.live: set[str] = set()  # requests that vLLM knows
+        self.loads: dict[str, TransferId] = {}  # request → open transfer
+        self.loaded: set[str] = set()
+        self.heard: dict[TransferId, list[str]] = {}
+        self.all: list[TransferId] = []
+
+    def pick(self, names: set[str], which: int) -> str | None:
+        ordered = sorted(names)
+        return ordered[which % len(ordered)] if ordered else None
+
+    @rule(tokens=st.integers(1, 30), computed=st.integers(0, 30))
+    def arrive(self, tokens: int, computed: int) -> None:
+        self.n += 1
+        name = f"r{self.n}"
+        self.live.add(name)
+        self.ask(name, tokens, min(computed, tokens))
+
+    def ask(self, name: str, tokens: int, computed: int) -> None:
+        wanted = self.book.wanted(name, tokens, computed)
+        left = tokens - computed
+        assert wanted == (0 if name in self.loads or name in self.loaded or left <= 1 else left)
+        if wanted:
+            self.asked[name] = wanted
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 30), tokens=st.integers(1, 30))
+    def ask_again(self, which: int, tokens: int) -> None:
+        name = self.pick(self.live, which)
+        if name is not None:
+            self.ask(name, tokens, 0)
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 30))
+    def allocate(self, which: int) -> None:
+        name = self.pick(set(self.asked), which)
+        if name is None:
+            return
+        count = self.asked.pop(name)
+        bind = self.book.reserve(name, count, list(range(100)), 4, 30.0, f"u-{name}")
+        assert not self.all or bind.transfer.n > self.all[-1].n, "numbers rise"
+        self.all.append(bind.transfer)
+        self.loads[name] = bind.transfer
+
+    @precondition(lambda self: self.all)
+    @rule(which=st.integers(0, 30), ok=st.booleans())
+    def outcome(self, which: int, ok: bool) -> None:
+        transfer = self.all[which % len(self.all)]
+        if ok:
+            self.book.prefilled(transfer)
+        else:
+            self.book.failed(transfer, "PD-META-002", "")
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 30))
+    def finish(self, which: int) -> None:
+        name = self.pick(self.live, which)
+        if name is None:
+            return
+        assert self.book.request_finished(name) == self.loads.get(name)
+        self.asked.pop(name, None)
+        if name not in self.loads:
+            self.loaded.discard(name)
+        self.live.discard(name)
+
+    @precondition(lambda self: self.loads)
+    @rule(which=st.integers(0, 30))
+    def report(self, which: int) -> None:
+        name = self.pick(set(self.loads), which)
+        if name is None:
+            return
+        self.step()
+        assert self.book.received(name) == self.loads.pop(name)
+        assert self.book.received(name) is None
+        if name in self.live:
+            self.loaded.add(name)
+
+    @rule()
+    def step(self) -> None:
+        step = self.book.take_step(None)
+        for bind in step.binds:
+            assert self.heard.setdefault(bind.transfer, []) == []
+            self.heard[bind.transfer].append("bind")
+        for kind, transfers in (
+            ("cancel", [cancel.transfer for cancel in step.cancels]),
+            ("settle", step.settles),
+            ("over", step.overs),
+        ):
+            for transfer in transfers:
+                words = self.heard[transfer]
+                assert words and kind not in words and "over" not in words, (kind, words)
+                words.append(kind)
+        assert self.book.take_step(None).empty
+
+    @invariant()
+    def what_is_open_is_what_loads(self) -> None:
+        if hasattr(self, "book"):
+            assert self.book.open_count() == len(self.loads)
+
+
+AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnySequence = AnySequence.TestCase

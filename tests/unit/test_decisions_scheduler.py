@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both scheduler adapters with vLLM's own requests and scheduler outputs: what they pass on, and what they survive."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+from fake_engine import Served
+from geometry_reference import geometry
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
+from vllm_ascend_pd.patience import Patience
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+
+TOKENS = list(range(100, 110))
+CACHE = geometry("token", heads=2, tp=2, block=4)
+SECRETS = Secrets(b"s" * 32)
+ENDPOINTS = (Endpoint("127.0.0.1", 1), Endpoint("127.0.0.1", 2))
+
+
+def engine(secrets: Secrets | None = None, **keys: Any) -> Engine:
+    return Engine(PushConfig.parse(keys), "i" * 16, "engine", "m", "127.0.0.1", secrets)
+
+
+def request(name: str = "r", params: Any = None, tokens: Any = TOKENS, **more: Any) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(name, tokens, sampling, None, **more)
+
+
+def reservation(asked: Request, **changes: Any) -> Reservation:
+    made = Reservation(
+        version=PROTOCOL_VERSION,
+        transfer=TransferId("d", 1, "u"),
+        d_engine="d",
+        model="m",
+        first=0,
+        end=len(TOKENS),
+        blocks=b"\0" * 12,
+        geometry=CACHE,
+        endpoints=ENDPOINTS,
+        deadline_s=30.0,
+        prompt_length=len(TOKENS),
+        prompt_hash=request_hash(asked),
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def remote_decode(sealed: bytes) -> dict[str, Any]:
+    return {"do_remote_decode": True, "reservation": base64.b64encode(sealed).decode()}
+
+
+def prefill(secrets: Secrets | None = None) -> PrefillScheduler:
+    scheduler = PrefillScheduler(engine(secrets))
+    facts = {(0, rank): WorkerFacts(None, CACHE) for rank in range(2)}
+    scheduler.attach_workers(facts)
+    return scheduler
+
+
+def output(
+    new: list[tuple[str, int, int, list[int]]] = [],  # noqa: B006 (read only)
+    cached: list[tuple[str, int, int, list[int] | None]] = [],  # noqa: B006
+    *,
+    resumed: set[str] = frozenset(),  # type: ignore[assignment]
+    preempted: set[str] | None = None,
+) -> SchedulerOutput:
+    """One step's output: (request, computed, count, blocks) of new and of known requests."""
+    made = SchedulerOutput.make_empty()
+    made.preempted_req_ids = preempted
+    made.num_scheduled_tokens = {name: count for name, _, count, _ in (*new, *cached)}
+    made.scheduled_new_reqs = [
+        NewRequestData(name, TOKENS, [], None, None, (blocks,), computed, None) for name, computed, _, blocks in new
+    ]
+    made.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[name for name, *_ in cached],
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None if blocks is None else (blocks,) for *_, blocks in cached],
+        num_computed_tokens=[computed for _, computed, *_ in cached],
+        num_output_tokens=[0 for _ in cached],
+    )
+    return made
+
+
+# -- prefill
+
+
+def admitted(secrets: Secrets | None = None) -> tuple[PrefillScheduler, Request]:
+    scheduler, asked = prefill(secrets), request()
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked), secrets))
+    scheduler.allocated(asked)
+    return scheduler, asked
+
+
+def test_chunks_of_a_request_become_slices() -> None:
+    scheduler, asked = admitted()
+    first = scheduler.build_step(output([("r", 0, 4, [7]), ("stranger", 0, 5, [1, 2])]))
+    second = scheduler.build_step(output(cached=[("r", 4, 3, [8]), ("stranger", 5, 1, None)]))
+    third = scheduler.build_step(output(cached=[("r", 7, 3, None)]))
+    assert len(first.starts) == 1 and first.engine is not None and first.engine.tp_size == 2
+    pieces = [step.slices for step in (first, second, third)]
+    assert [(p.before, p.after, p.new_blocks.tolist(), p.final) for (p,) in pieces] == [
+        (0, 4, [7], False),
+        (4, 7, [8], False),
+        (7, 10, [], True),
+    ]
+    held, answer = scheduler.finished(asked, True)
+    assert held and answer is None
+    assert scheduler.released("r") and not scheduler.released("r")
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_both_runners_ways_to_resume_a_request(runner: str) -> None:
+    scheduler, _ = admitted()
+    scheduler.build_step(output([("r", 0, 8, [1, 2])]))
+    assert scheduler.build_step(output(preempted={"r"})).preempted
+    back = ("r", 0, 10, [5, 6, 7])
+    again = output(cached=[back], resumed={"r"}) if runner == "V1" else output([back])
+    (piece,) = scheduler.build_step(again).slices
+    assert piece.restart and piece.new_blocks.tolist() == [5, 6, 7] and (piece.before, piece.after) == (0, 10)
+
+
+def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
+    scheduler, asked = admitted(SECRETS)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).starts
+    for secrets, sealed_with in ((SECRETS, None), (None, SECRETS), (SECRETS, Secrets(b"x" * 32))):
+        other = prefill(secrets)
+        asked.kv_transfer_params = remote_decode(seal(reservation(asked), sealed_with))
+        other.allocated(asked)
+        assert other.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+        held, answer = other.finished(asked, True)
+        assert not held and answer is not None and answer["pd_error"]["code"] == "PD-SEC-003"
+
+
+GARBAGE: list[Any] = [
+    None,
+    7,
+    [],
+    {},
+    "",
+    "not base64!",
+    "ümlaut",
+    "\ud800",
+    "AAAA",
+    base64.b64encode(b"PDR\x00").decode(),
+    base64.b64encode(b"PDR\x00" + b"\xff" * 100).decode(),
+    base64.b64encode(b"PDR\x00" + b"\x9f" * 5000).decode(),
+    "A" * (9 << 20),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda g: repr(g)[:16])
+def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> None:
+    scheduler = prefill()
+    asked = request(params={"do_remote_decode": True, "reservation": garbage})
+    scheduler.allocated(asked)
+    scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+    held, answer = scheduler.finished(asked, True)
+    assert not held and answer is not None
+    assert answer["pd_error"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
+    assert scheduler.finished(asked, True) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_decode": False}, {"do_remote_decode": 1}, {"remote_block_ids": [1], "remote_host": "x"}],
+    ids=str,
+)
+def test_other_parameters_are_a_plain_prefill(params: Any) -> None:
+    scheduler, asked = prefill(), request(params=params)
+    scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+    assert scheduler.finished(asked, True) == (False, None)
+
+
+def test_a_prompt_of_embeddings_is_not_pushed() -> None:
+    import torch
+
+    scheduler = prefill()
+    sealed = seal(reservation(request()), None)
+    asked = request(tokens=None, params=remote_decode(sealed), prompt_embeds=torch.zeros(10, 4))
+    scheduler.allocated(asked)
+    assert scheduler.finished(asked, True)[1] is not None
+
+
+def test_a_cache_that_does_not_fit_is_told_with_both_values_before_anything_is_pushed() -> None:
+    scheduler, asked = prefill(), request()
+    theirs = geometry("token", heads=4, tp=2, block=4)
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked, geometry=theirs), None))
+    scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+    _, answer = scheduler.finished(asked, True)
+    assert answer is not None and answer["pd_error"]["code"] == "PD-GEO-001"
+    assert "2" in answer["pd_error"]["detail"] and "4" in answer["pd_error"]["detail"]
+
+
+def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("tune", 1, "/nowhere")
+    prompts = [
+        request(),
+        request(tokens=TOKENS[::-1]),
+        request(cache_salt="salt"),
+        request(cache_salt=""),
+        request(lora_request=lora),
+    ]
+    assert len({request_hash(each) for each in prompts}) == len(prompts)
+    assert request_hash(request("a")) == request_hash(request("b"))
+
+
+# -- decode
+
+
+class Metaserver:
+    """Takes what D posts and says `prefilled` at once."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.served = Served(self._app, "a metaserver")
+        self.url = f"http://{self.served.address}"
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.bodies.append(msgspec.json.decode(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b'{"event":"prefilled"}\n'})
+
+
+def decode(*urls: str, secrets: Secrets | None = None, attach: bool = True) -> DecodeScheduler:
+    scheduler = DecodeScheduler(engine(secrets, metaserver_urls=list(urls)), Patience(lambda: 0))
+    if attach:
+        facts = {(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)}
+        scheduler.attach_workers(facts)
+    return scheduler
+
+
+def ticket(url: str, **more: Any) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "metaserver": url, "ticket": "t", **more}
+
+
+def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None:
+    from runtime_pair import until
+
+    server = Metaserver()
+    scheduler = decode(server.url, secrets=SECRETS)
+    try:
+        asked = request(params=ticket(server.url, send_tokens=True))
+        assert scheduler.wanted(asked, 4) == 6
+        scheduler.allocated(asked, [40, 41, 42, 43], 6)
+        step = scheduler.build_step()
+        (bind,) = step.binds
+        assert bind.blocks.tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
+        until(lambda: server.bodies, "the POST")
+        (body,) = server.bodies
+        told = unseal(base64.b64decode(body["reservation"]), SECRETS)
+        assert (told.transfer, told.first, told.end) == (bind.transfer, 4, 10)
+        assert told.endpoints == ENDPOINTS and told.prompt_hash == request_hash(asked)
+        assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
+
+        def settled() -> bool:
+            return bind.transfer in scheduler.build_step().settles
+
+        until(settled, "the outcome in a step")
+        assert scheduler.wanted(asked, 0) == 0
+        assert scheduler.received("r") and not scheduler.received("r") and scheduler.open_loads() == 0
+    finally:
+        scheduler.close()
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_metaserver_that_is_down_cancels_the_load() -> None:
+    from runtime_pair import until
+
+    from scripts.support.process import free_port
+
+    url = f"http://127.0.0.1:{free_port()}"
+    scheduler = DecodeScheduler(
+        engine(metaserver_urls=[url], recv_deadline_s=0.7, ready_timeout_s=2), Patience(lambda: 0)
+    )
+    scheduler.attach_workers({(0, 0): WorkerFacts(ENDPOINTS[0], CACHE)})
+    try:
+        asked = request(params=ticket(url))
+        scheduler.wanted(asked, 0)
+        scheduler.allocated(asked, [1, 2, 3], 10)
+        (bind,) = scheduler.build_step().binds
+        cancels: list[Any] = []
+        until(lambda: cancels.extend(scheduler.build_step().cancels) or cancels, "the cancel", 20.0)
+        assert cancels[0].transfer == bind.transfer and cancels[0].code.startswith("PD-")
+    finally:
+        scheduler.close()
+
+
+def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    server = Metaserver()
+    scheduler = decode("http://10.1.2.3:4")
+    try:
+        with caplog.at_level(logging.WARNING):
+            asked = request(params=ticket(server.url))
+            for _ in range(50):
+                assert scheduler.wanted(asked, 0) == 0
+        assert len(caplog.records) == 1, "said once, not in every step that the request waits"
+        scheduler.allocated(asked, [1, 2, 3], 10)
+        assert scheduler.build_step().empty and not server.bodies
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
+    import threading
+
+    before = threading.enumerate()
+    scheduler = decode("http://127.0.0.1:1", attach=False)
+    assert threading.enumerate() == before
+    assert scheduler.wanted(request(params=ticket("http://127.0.0.1:1")), 0) == 0
+    assert scheduler.build_step().empty
+    scheduler.close()
+
+
+def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
+    """n > 1: several requests carry the same dictionary; each is a load of its own under the one ticket."""
+    server = Metaserver()
+    scheduler = decode(server.url)
+    try:
+        params = ticket(server.url)
+        copy = dict(params)
+        children = [request(f"r{i}", params) for i in range(3)]
+        for i, child in enumerate(children):
+            child.kv_transfer_params = params
+            assert scheduler.wanted(child, 0) == 10
+            scheduler.allocated(child, [3 * i, 3 * i + 1, 3 * i + 2], 10)
+        binds = scheduler.build_step().binds
+        assert len({bind.transfer for bind in binds}) == 3
+        assert params == copy
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_engines_of_different_workers_are_one_geometry() -> None:
+    from vllm_ascend_pd.engine import merge_geometries
+    from vllm_ascend_pd.errors import ConfigError
+
+    def facts(*names: str, **changes: Any) -> WorkerFacts:
+        return WorkerFacts(None, msgspec.structs.replace(CACHE, stages=(names,), **changes))
+
+    merged = merge_geometries(
+        {(1, 0): facts("c"), (0, 1): facts("a", "b"), (0, 0): facts("a", "b"), (1, 1): facts("c")}
+    )
+    assert merged.stages == (("a", "b"), ("c",)) and merged.layers == ("a", "b", "c")
+    for wrong in ({}, {(0, 0): facts("a"), (0, 1): facts("b")}, {(0, 0): facts("a"), (1, 0): facts("b", dtype="int8")}):
+        with pytest.raises(ConfigError):
+            merge_geometries(wrong)
+    assert dataclasses.is_dataclass(facts("a"))
