@@ -69,7 +69,9 @@ class Broker:
         self.process.kill()
         self.process = Process(self.cluster.world, "M")
         for transfer in list(self.calls):
-            self.cluster.world.after(self.cluster.world.rng.uniform(0.001, 0.1), self._outcome, transfer, "connection lost")
+            self.cluster.world.after(
+                self.cluster.world.rng.uniform(0.001, 0.1), self._outcome, transfer, "connection lost"
+            )
 
     def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str) -> None:
         """P has answered its request."""

@@ -32,7 +32,12 @@ class Cluster:
         faults, timers = settings.faults, settings.timers
         self.network = Network(self.world, faults)
         self.wire = Wire(
-            self.world, settings.transfer_timeout_s, settings.quiet_s, timers.margin_s, faults.write_error, faults.write_slow
+            self.world,
+            settings.transfer_timeout_s,
+            settings.quiet_s,
+            timers.margin_s,
+            faults.write_error,
+            faults.write_slow,
         )
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
@@ -126,7 +131,9 @@ class Cluster:
         )
         for rate, fault in kinds:
             if self.world.chance(rate):
-                self.world.after(rng.choice((rng.uniform(0, 0.1), rng.uniform(0, 2), rng.uniform(0, self.hold_s))), fault)
+                self.world.after(
+                    rng.choice((rng.uniform(0, 0.1), rng.uniform(0, 2), rng.uniform(0, self.hold_s))), fault
+                )
 
     def _span(self) -> float:
         """A time that matters: short, about a lease, about a hold, or far beyond."""
@@ -141,18 +148,24 @@ class Cluster:
             )
         )
 
-    def stall(self, process: Process) -> None:
-        """Stop a writer just here."""
-        if process.partitioned_until < self.world.now:
+    def stall(self, rank: PrefillRank) -> None:
+        """Stop a writer just before it submits; perhaps it is killed while what it submits after that is on its way."""
+        if rank.process.partitioned_until < self.world.now:
             self.world.fault("writer stopped before its submission")
-            process.pause(self._span())
+            span = self._span()
+            rank.process.pause(span)
+            if self.settings.faults.kill_prefill and self.world.rng.random() < 0.5:
+                self.world.after(span + self.world.rng.expovariate(1 / 0.002), self._kill_prefill, rank.engine)
 
     def _stop_prefill(self) -> None:
         rank = self.world.rng.choice(self.world.rng.choice(self.prefill).ranks)
         process = self.world.rng.choice((rank.process, rank.process, rank.engine.scheduler))
         if process.partitioned_until < self.world.now and process.alive:
             self.world.fault("prefill stopped")
-            process.pause(self._span())
+            span = self._span()
+            process.pause(span)
+            if self.world.rng.random() < 0.3:
+                self.world.after(span + self.world.rng.uniform(0, 1), self._kill_prefill, rank.engine)
 
     def _stop_decode(self) -> None:
         engine = self.world.rng.choice(self.decode)
@@ -161,8 +174,8 @@ class Cluster:
             self.world.fault("decode stopped")
             process.pause(self._span())
 
-    def _kill_prefill(self) -> None:
-        engine = self.world.rng.choice(self.prefill)
+    def _kill_prefill(self, engine: PrefillEngine | None = None) -> None:
+        engine = engine or self.world.rng.choice(self.prefill)
         if not engine.alive:
             return
         self.world.fault("prefill killed")
@@ -187,19 +200,30 @@ class Cluster:
         rank = self.world.rng.choice(self.world.rng.choice(self.prefill).ranks)
         if rank.process.alive:
             self.world.fault("connection flapped")
-            self.network.flap(rank.process, [r for d in self.decode for r in d.ranks], self.world.rng.choice((0.01, 1.0)))
+            self.network.flap(
+                rank.process, [r for d in self.decode for r in d.ranks], self.world.rng.choice((0.01, 1.0))
+            )
 
     def _partition(self) -> None:
+        self._cut_off(self.world.rng.choice(self.world.rng.choice(self.prefill).ranks))
+
+    def cut_off_perhaps(self, rank: PrefillRank) -> None:
+        """In the middle of a prompt, with an engine that goes on only after the lease, or the hold, is over."""
+        if self.world.chance(self.settings.faults.partition) and self._cut_off(rank):
+            rank.engine.scheduler.pause(self._span())
+
+    def _cut_off(self, rank: PrefillRank) -> bool:
         """The side channel of one P worker is cut, and its peers' kernels hear of it; the data path works on. Not
         together with a stop: a writer that is stopped, cut off, and taken for dead is beyond what a lease can bound."""
-        rank = self.world.rng.choice(self.world.rng.choice(self.prefill).ranks)
         process = rank.process
-        if process.alive and not process.paused and self.world.now - process.disturbed > 2 * self.hold_s:
-            self.world.fault("side channel cut")
-            duration = self._span()
-            process.partitioned_until = self.world.now + duration
-            process.disturbed = process.partitioned_until
-            self.network.flap(process, [r for d in self.decode for r in d.ranks], duration)
+        if not process.alive or process.paused or self.world.now - process.disturbed < 2 * self.hold_s:
+            return False
+        self.world.fault("side channel cut")
+        duration = self._span()
+        process.partitioned_until = self.world.now + duration
+        process.disturbed = process.partitioned_until
+        self.network.flap(process, [r for d in self.decode for r in d.ranks], duration)
+        return True
 
     # -- promises
 
@@ -211,23 +235,32 @@ class Cluster:
         took = self.world.now - request.started
         self.world.stats["longest ms"] = max(self.world.stats["longest ms"], int(1000 * (took - stopped)))
         if took - stopped > bound:
-            raise Violation(f"promise 4: {request.name} took {took:.1f} s ({stopped:.1f} stopped), allowed are {bound:.1f}")
+            raise Violation(
+                f"promise 4: {request.name} took {took:.1f} s ({stopped:.1f} stopped), allowed are {bound:.1f}"
+            )
 
-    def check_hold(self, prompt: Prompt) -> None:
-        self.world.stats["prompts held"] += 1
+    def check_hold(self, engine: PrefillEngine, prompt: Prompt) -> None:
+        """Promise 4 on P: finished blocks wait for the deadline at most, and for writes to come home."""
+        t, s = self.settings.timers, self.settings
+        stopped = engine.stopped_s() - prompt.stopped_before
+        bound = t.recv_deadline_s + s.transfer_timeout_s + s.quiet_s + SLACK_S
+        took = self.world.now - (prompt.ended or self.world.now)
+        if took - stopped > bound:
+            raise Violation(
+                f"promise 4: {prompt.name} was held {took:.1f} s ({stopped:.1f} stopped), allowed {bound:.1f}"
+            )
 
     def check_revocation(self, rank: DecodeRank) -> None:
-        """Promise 4: access is revoked only if some writer really cannot answer."""
-        if self.settings.faults.drop > 0.01 or self.settings.faults.late > 0:
+        """Promise 4: access is revoked only if some writer that is waited for really cannot answer."""
+        if self.settings.faults.drop + self.settings.faults.late > 0.02:
             return  # then a run of lost answers is an excuse
         since = self.world.now - 2 * (self.hold_s + self.settings.quiet_s + self.settings.transfer_timeout_s)
-        excused = rank.process.disturbed > since
-        for engine in self.prefill:
-            for worker in engine.ranks:
-                excused = excused or worker.process.disturbed > since or worker.trouble > since
-                excused = excused or worker.process.paused
-            excused = excused or engine.scheduler.disturbed > since
-        if not excused:
+        workers = {worker.process.incarnation: worker for engine in self.prefill for worker in engine.ranks}
+        silent = [workers.get(name) for name in rank.waits_for()]
+        for worker in silent:
+            if worker is None or worker.process.paused or max(worker.process.disturbed, worker.trouble) > since:
+                return
+        if rank.process.disturbed < since:
             raise Violation(f"promise 4: {rank.process.name} revokes although every writer could have answered")
 
     def check_end(self) -> None:

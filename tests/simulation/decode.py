@@ -17,6 +17,7 @@ from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, 
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
 from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.protocol.tables import ReservationState
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -139,7 +140,9 @@ class DecodeRank:
         self.reported.add(report.transfer)
         self.owner[self.owner == request.serial] = 0
         scheduler = self.engine.scheduler
-        scheduler.post(self.engine.cluster.world.rng.uniform(0.0002, 0.02), self.engine.reported, request, self.rank, report.ok)
+        scheduler.post(
+            self.engine.cluster.world.rng.uniform(0.0002, 0.02), self.engine.reported, request, self.rank, report.ok
+        )
 
     def _verify(self, action: Verify) -> list[Action]:
         """Stands for the checksums: compares with what is known to be right."""
@@ -147,8 +150,14 @@ class DecodeRank:
         wrong = self.engine.first_difference(self, request)
         return self.receiver.verified(self.process.clock(), action.transfer, wrong)
 
+    def waits_for(self) -> list[str]:
+        """Incarnations of the writers that fences on this rank wait for."""
+        fenced = [r for r in self.receiver._transfers.values() if r.state is ReservationState.FENCING]
+        return [writer.p_incarnation for record in fenced for writer in record.leased()]
+
     def _revoked(self) -> None:
-        self.session = self.engine.cluster.world.name("session")
+        if not self.engine.cluster.mutation.blunt_revocation:
+            self.session = self.engine.cluster.world.name("session")
         self.act(self.receiver.revoked(self.process.clock(), self.memory.addresses(self.session)))
 
 

@@ -4,16 +4,28 @@ looks. Nothing of this is in the package: rules are removed by subclassing the m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.protocol.fence import Writer
-from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed
+import msgspec
+
+from vllm_ascend_pd.protocol.actions import Action, Send
+from vllm_ascend_pd.protocol.fence import Fence, Writer
+from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
+from vllm_ascend_pd.protocol.pair import Claim, Pair
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import PairState, ReservationState, WriterState
+from vllm_ascend_pd.protocol.tables import (
+    RESERVATION_TABLE,
+    ReservationEvent,
+    ReservationState,
+    Rule,
+    WriterState,
+)
 from vllm_ascend_pd.protocol.timing import RunningClock
+from vllm_ascend_pd.protocol.words import ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +35,239 @@ class Mutation:
     name: str = ""
     receiver: Callable[..., Receiver] = Receiver
     sender: Callable[..., Sender] = Sender
-    hasty_preemption: bool = False  # P does not wait for writes that read preempted blocks
+    deaf_to_preemption: bool = False  # P overwrites preempted blocks without draining what reads them
     hasty_release: bool = False  # P frees a finished request's blocks at once
+    private_plans: bool = False  # a P rank plans a step without the pushes that have failed on this rank
+    blunt_revocation: bool = False  # D goes on under the session that it has revoked
+
+
+def _anywhere() -> Mapping[ReservationState, Mapping[ReservationEvent, Rule[ReservationState]]]:
+    """The table without its check of where an event may lead: a removed rule is to be found by what it does."""
+    everywhere = frozenset(ReservationState)
+    return {
+        state: {event: Rule(rule.handler, everywhere) for event, rule in rules.items()}
+        for state, rules in RESERVATION_TABLE.items()
+    }
+
+
+class FreeBeforeFence(Receiver):
+    """D reports a failure without waiting for anybody."""
+
+    def _fence(self, now: float, record: Any, cue: Any) -> None:
+        for writer in record.leased():
+            writer.state = WriterState.QUIET
+        super()._fence(now, record, cue)
+
+
+class ReadyBeforeBind(Receiver):
+    """D grants authority before the blocks' earlier life has ended."""
+
+    def _park(self, now: float, record: Any, cue: Any) -> None:
+        if isinstance(cue.message, Begin):
+            granted = ready(cue.message, self._timers.lease_s, self._layout, self._addresses)
+            self._actions.append(Send(cue.peer, granted))
+        super()._park(now, record, cue)
+
+
+class DoneCountedTwice(Receiver):
+    """D counts messages instead of contributors."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dones: Counter[Any] = Counter()
+
+    def _finish(self, now: float, record: Any, cue: Any) -> None:
+        self._dones[record.transfer] += 1
+        super()._finish(now, record, cue)
+        if record.state is ReservationState.OPEN and self._dones[record.transfer] >= len(record.writers) > 0:
+            self._conclude(now, record)
+
+
+class AnyIncarnationReceiver(Receiver):
+    """D believes whoever answers at the address."""
+
+    def _same_process(self, writer: Writer, p_incarnation: str) -> bool:
+        return True
+
+
+class AnyIncarnationSender(Sender):
+    """P answers for whoever lived at its address before."""
+
+    def message(self, now: float, peer: Any, message: Message) -> list[Action]:
+        mine = msgspec.structs.replace(message, p_incarnation=self._words.incarnation)
+        return super().message(now, peer, mine)
+
+
+class SuccessInSpiteOfFailed(Receiver):
+    """D takes FAILED for an end like any other."""
+
+    table = _anywhere()
+
+    def _fail_by_peer(self, now: float, record: Any, cue: Any) -> None:
+        self._acknowledge(cue)
+        writer = self._author(record, cue)
+        if writer is not None and isinstance(cue.message, Failed) and cue.message.quiescent:
+            writer.state = WriterState.DONE
+            if self._complete(record):
+                self._conclude(now, record)
+
+
+class LeaseNotChecked(Sender):
+    """P writes as long as it likes, once it was allowed to."""
+
+    def _authorise(self, now: float, pair: Pair, cue: Any) -> None:
+        super()._authorise(now, pair, cue)
+        if pair.authority is not None:
+            pair.authority = now + 1e6
+
+
+class CancelNotAcknowledged(Sender):
+    """P stops when it is told to, and says nothing about it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._told: set[str] = set()
+
+    def message(self, now: float, peer: Any, message: Message) -> list[Action]:
+        if isinstance(message, Cancel):
+            self._told.add(message.push)
+        return [action for action in super().message(now, peer, message) if not self._silenced(action)]
+
+    def tick(self, now: float) -> list[Action]:
+        return [action for action in super().tick(now) if not self._silenced(action)]
+
+    def wrote(self, now: float, claim: Claim, ok: bool) -> list[Action]:
+        return [action for action in super().wrote(now, claim, ok) if not self._silenced(action)]
+
+    def _silenced(self, action: Action) -> bool:
+        return (
+            isinstance(action, Send) and isinstance(action.message, Done | Failed) and action.message.push in self._told
+        )
+
+
+class CancelAnsweredAtOnce(Sender):
+    """P says that it is quiet as soon as it is asked, whatever is still out."""
+
+    def message(self, now: float, peer: Any, message: Message) -> list[Action]:
+        actions = super().message(now, peer, message)
+        if isinstance(message, Cancel) and message.p_incarnation == self._words.incarnation:
+            actions.append(Send(peer, self._words.gone(message)))
+        return actions
+
+
+class QuarantineSkipped(Sender):
+    """P calls itself quiet as soon as the transport has given up."""
+
+    def _settled(self, pair: Pair) -> bool:
+        return not pair.coverage.out
+
+
+class DoneFromLostSource(Sender):
+    """P says DONE although the blocks were overwritten while it was writing, or a unit was never offered."""
+
+    def _close(self, now: float, pair: Pair) -> None:
+        pair.owing = False
+        super()._close(now, pair)
+
+
+class SealedPushRestarted(Sender):
+    """P starts a push over although some ranks may have said DONE."""
+
+    def restart(self, now: float, push: str) -> list[Action]:
+        record = self._pushes.get(push)
+        if record is not None and not any(pair.coverage.out for pair in record.pairs.values()):
+            record.sealed = False
+        return super().restart(now, push)
+
+
+class AuthorityFromReady(Sender):
+    """P counts its authority from when the answer came, not from when it asked."""
+
+    def _authorise(self, now: float, pair: Pair, cue: Any) -> None:
+        if cue.message.seq in pair.sent:
+            pair.sent[cue.message.seq] = now
+        super()._authorise(now, pair, cue)
+
+
+class _NeverStopped(RunningClock):
+    def observe(self, now: float) -> bool:
+        if self._last is not None:
+            self.seconds += max(0.0, now - self._last)
+        self._last = now
+        return False
+
+
+class HoldWhileStopped(Receiver):
+    """D's holds run on while D is stopped."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._fence_of.clock = _NeverStopped()
+
+
+class _Trusting(Fence):
+    def observe(self, now: float) -> None:
+        self.clock.observe(now)
+
+
+class AnswerBelievedAfterStop(Receiver):
+    """D believes FAILED(quiescent) at once, though its own buffers may still hold what was written before."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._fence_of = _Trusting(self._timers, kwargs["quiet_s"])
+
+
+class _HoldOnly(Fence):
+    def proven_at(self, writer: Writer) -> float | None:
+        if not writer.answered and self.is_gone(writer.p_incarnation):
+            return writer.hold_at
+        return super().proven_at(writer)
+
+
+class GoneIsQuiet(Receiver):
+    """D asks only for the hold once a writer's process is gone, even if it ended a moment ago."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._fence_of = _HoldOnly(self._timers, kwargs["quiet_s"])
+
+
+class TimeAloneFrees(Receiver):
+    """D takes an expired hold for a proof."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+        class Impatient(Fence):
+            def proven_at(self, writer: Writer) -> float | None:
+                return super().proven_at(writer) or writer.hold_at
+
+        self._fence_of = Impatient(self._timers, kwargs["quiet_s"])
+
+
+WANTED = (
+    Mutation("free before fence", receiver=FreeBeforeFence),
+    Mutation("READY before bind", receiver=ReadyBeforeBind),
+    Mutation("DONE counted twice", receiver=DoneCountedTwice),
+    Mutation("no incarnation check", receiver=AnyIncarnationReceiver, sender=AnyIncarnationSender),
+    Mutation("success in spite of one FAILED", receiver=SuccessInSpiteOfFailed),
+    Mutation("lease not checked before a write", sender=LeaseNotChecked),
+    Mutation("cancel not acknowledged", sender=CancelNotAcknowledged),
+    Mutation("quarantine skipped", sender=QuarantineSkipped),
+)
+MORE = (
+    Mutation("cancel answered at once", sender=CancelAnsweredAtOnce),
+    Mutation("DONE from a lost source", sender=DoneFromLostSource),
+    Mutation("sealed push restarted", sender=SealedPushRestarted),
+    Mutation("authority counted from READY", sender=AuthorityFromReady),
+    Mutation("hold runs while D is stopped", receiver=HoldWhileStopped),
+    Mutation("answer believed right after a stop", receiver=AnswerBelievedAfterStop),
+    Mutation("gone is quiet", receiver=GoneIsQuiet),
+    Mutation("time alone frees", receiver=TimeAloneFrees),
+    Mutation("preempted blocks not drained", deaf_to_preemption=True),
+    Mutation("ranks plan what they know", private_plans=True),
+    Mutation("blocks released before closed", hasty_release=True),
+    Mutation("revocation keeps the session", blunt_revocation=True),
+)
+ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

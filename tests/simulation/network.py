@@ -20,7 +20,13 @@ class Network:
         self._world = world
         self._faults = faults
 
-    def send(self, sender: Process, receiver: Callable[[], Process | None], deliver: Callable[[Message], None], message: Message) -> None:
+    def send(
+        self,
+        sender: Process,
+        receiver: Callable[[], Process | None],
+        deliver: Callable[[Message], None],
+        message: Message,
+    ) -> None:
         """`receiver` and `deliver` are asked on arrival: by then another incarnation may live at that address."""
         world, faults, rng = self._world, self._faults, self._world.rng
         if sender.partitioned_until > world.now:
@@ -39,7 +45,9 @@ class Network:
                 delay = rng.choice((rng.uniform(0.1, 3.0), rng.uniform(3.0, 30.0), rng.uniform(30.0, 300.0)))
             world.after(delay, self._arrive, receiver, deliver, message)
 
-    def _arrive(self, receiver: Callable[[], Process | None], deliver: Callable[[Message], None], message: Message) -> None:
+    def _arrive(
+        self, receiver: Callable[[], Process | None], deliver: Callable[[Message], None], message: Message
+    ) -> None:
         process = receiver()
         if process is not None and process.partitioned_until <= self._world.now:
             process.run(deliver, message)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.memory import Content, Memory, shade
+from simulation.memory import BASE, Content, Memory, shade
+from simulation.pushes import Pushing, Unit, grouped, stage_geometry
 from simulation.settings import MODEL
 from simulation.wire import Flight
 from simulation.world import Alarm, Process, Violation
@@ -24,8 +25,6 @@ from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.tables import PairState
-from vllm_ascend_pd.runtime.batches import grouped, spans_of
-from vllm_ascend_pd.runtime.work import PushWork, Unit
 
 if TYPE_CHECKING:
     from simulation.prefill_engine import PrefillEngine
@@ -69,12 +68,12 @@ class PrefillRank:
         self.process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
         self.memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
         self.contributor = Contributor(stage, rank)
-        self.works: dict[str, PushWork] = {}
-        self.serials: dict[str, int] = {}
+        self.works: dict[str, Pushing] = {}
+        self._members: dict[str, Pushing] = {}  # until the scheduler says that they ended: all ranks must plan alike
         self.flights: dict[Flight, None] = {}
         self.trouble = -1e9  # when a write last failed or was slow
         self._planner = StepPlanner(engine.geometry, rank)
-        self._own = engine.own_geometry(stage)
+        self._own = stage_geometry(engine.geometry, stage)
         self._busy: dict[Endpoint, int] = {}
         self._held: set[str] = set()
         self._closed: set[str] = set()
@@ -94,7 +93,8 @@ class PrefillRank:
     def run_step(self, step: Step) -> None:
         """Preempted pushes are drained before anything is overwritten."""
         step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
-        step.waiting = {push for push in step.meta.preempted if push in self.works}
+        if not self.engine.cluster.mutation.deaf_to_preemption:
+            step.waiting = {push for push in step.meta.preempted if push in self.works}
         self._held |= step.waiting
         drain = self.engine.cluster.settings.timers.preempt_drain_s
         self.process.post(drain, self._drained, step, True)
@@ -104,11 +104,11 @@ class PrefillRank:
     def _drained(self, step: Step, late: bool) -> None:
         if self._step is not step:
             return
-        now, mutation = self.process.clock(), self.engine.cluster.mutation
+        now = self.process.clock()
         for push in sorted(step.waiting):
             work = self.works.get(push)
             out = self.sender.outstanding(push)
-            if work is not None and out and not late and not mutation.hasty_preemption:
+            if work is not None and out and not late:
                 continue
             step.waiting.discard(push)
             self._held.discard(push)
@@ -142,20 +142,23 @@ class PrefillRank:
         r = start.reservation
         to = tuple(
             Destination(
-                rank, r.endpoints[rank], contributor_pairs(engine, d, rank), plan_digest(engine, d, r.first, r.end, "direct")
+                rank,
+                r.endpoints[rank],
+                contributor_pairs(engine, d, rank),
+                plan_digest(engine, d, r.first, r.end, "direct"),
             )
             for rank in ranks
         )
-        self.works[start.push] = PushWork.of(start, self._own, ranks)
-        self.serials[start.push] = self.engine.cluster.serial_of(r.transfer)
+        serial = self.engine.cluster.serial_of(r.transfer)
+        self.works[start.push] = self._members[start.push] = Pushing.of(start, self._own.layers, ranks, serial)
         order = PushOrder(start.push, r.transfer, r.deadline_s, r.end - r.first, len(self._own.layers), to)
         self.act(self.sender.open(self.process.clock(), order))
 
     def _plan(self, meta: PrefillStep) -> None:
         planned, jobs = [], []
         for piece in meta.slices:
-            work = self.works.get(piece.push)
-            if work is None:
+            work = self._members.get(piece.push)
+            if work is None or (self.engine.cluster.mutation.private_plans and piece.push not in self.works):
                 continue
             work.extend(piece)
             r = work.reservation
@@ -165,6 +168,8 @@ class PrefillRank:
                 jobs.append(work.job(lo, hi))
         for work, plan in zip(planned, self._planner.plan(jobs, meta.rotation) if jobs else (), strict=True):
             work.plans[meta.rotation] = plan
+        for push in meta.ended:
+            self._members.pop(push, None)
 
     def _layer(self, step: Step, layer: int) -> None:
         """A layer is computed: its KV is in the cache, and may leave."""
@@ -197,7 +202,7 @@ class PrefillRank:
             for claim, (push, _, spans) in zip(flight.claims, flight.pieces, strict=True):
                 if push == fill.push or self.sender.state(push, claim.d_rank) not in _LIVE:
                     continue
-                read = set(((spans.src - (1 << 20)) % plane // stride).tolist())
+                read = set(((spans.src - BASE) % plane // stride).tolist())
                 if not fill.touched.isdisjoint(read):
                     raise Violation(f"promise 2: {self.process.name} overwrites blocks that push {push} still reads")
 
@@ -206,6 +211,8 @@ class PrefillRank:
         for piece in step.meta.slices:
             if piece.final and piece.push in self.works:
                 self.act(self.sender.seal(now, piece.push))
+        if any(not piece.final for piece in step.meta.slices):
+            self.engine.cluster.cut_off_perhaps(self)
         self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index)
 
     # -- writing (see runtime/pusher.py)
@@ -220,22 +227,34 @@ class PrefillRank:
             else:
                 claims.append(claim)
         cluster = self.engine.cluster
-        for peer, group in grouped(claims, self.works, 4):
+        for group in grouped(claims, 4, self.works):
+            peer = self.works[group[0].push].reservation.endpoints[group[0].d_rank]
             addresses = self.sender.addresses(group[0].push, group[0].d_rank)
             if addresses is None:
                 raise Violation(f"{self.process.name} may write, but does not know where")
             target = cluster.decode_rank(peer)
-            flight = Flight(self, target, addresses.session, group)
+            flight = Flight(self, target, addresses.session, [])
             for claim in group:
-                theirs = self.sender.addresses(claim.push, claim.d_rank)
-                if theirs is None or theirs.session != addresses.session:
-                    raise Violation(f"{self.process.name}: one batch, two sessions")
-                spans = spans_of(self.works[claim.push], claim, self.memory.bases, theirs)
-                flight.pieces.append((claim.push, self.serials[claim.push], spans))
+                self._add(now, flight, claim)
+            if not flight.claims:
+                continue
             self._busy[peer] = self._busy.get(peer, 0) + 1
             if cluster.world.chance(cluster.settings.faults.submit_stall):
-                cluster.stall(self.process)
+                cluster.stall(self)
             self.process.post(0.0, self._submit, flight)
+
+    def _add(self, now: float, flight: Flight, claim: Claim) -> None:
+        theirs = self.sender.addresses(claim.push, claim.d_rank)
+        if theirs is None or theirs.session != flight.session:
+            raise Violation(f"{self.process.name}: one batch, two sessions")
+        work = self.works[claim.push]
+        spans = work.spans(claim, self.memory.bases, theirs)
+        if spans is None:
+            self.act(self.sender.returned(now, claim))
+            self.act(self.sender.abort(now, claim.push, "PD-XFER-002", "the step was forgotten"))
+            return
+        flight.claims.append(claim)
+        flight.pieces.append((claim.push, work.serial, spans))
 
     def _submit(self, flight: Flight) -> None:
         self.engine.cluster.wire.fly(flight)
@@ -293,4 +312,6 @@ class PrefillRank:
             for push, _, _ in flight.pieces:
                 if push == closed.push and not flight.returned:
                     raise Violation(f"promise 2: {self.process.name} closed push {push} while it writes")
-        self.engine.scheduler.post(self.process.world.rng.uniform(0.0002, 0.02), self.engine.closed, closed.push, self.index)
+        self.engine.scheduler.post(
+            self.process.world.rng.uniform(0.0002, 0.02), self.engine.closed, closed.push, self.index
+        )

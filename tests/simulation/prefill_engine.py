@@ -14,7 +14,6 @@ from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import MODEL, Shape
 from simulation.world import Process, Violation
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -40,6 +39,7 @@ class Prompt:
     error: PdError | None = None
     aborted: bool = False
     ended: float | None = None
+    stopped_before: float = 0.0
     closed: set[int] = field(default_factory=set)
 
 
@@ -53,10 +53,6 @@ class PrefillEngine:
         self.geometry = cluster.settings.geometry(shape)
         self.alive = False
         self.boot()
-
-    def own_geometry(self, stage: int) -> CacheGeometry:
-        g = self.geometry
-        return CacheGeometry(g.block_size, g.kv_heads, g.tp_size, g.dtype, g.packing, g.regions, (g.stages[stage],))
 
     def boot(self) -> None:
         self.alive = True
@@ -81,6 +77,9 @@ class PrefillEngine:
             rank.process.kill()
             self.cluster.wire.source_died(rank)
         self.cluster.broker.prefill_died(self)
+
+    def stopped_s(self) -> float:
+        return sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
 
     # -- requests
 
@@ -220,7 +219,7 @@ class PrefillEngine:
             self.waiting.remove(prompt)
         if self._by_transfer.get(prompt.reservation.transfer) is prompt:
             del self._by_transfer[prompt.reservation.transfer]
-        prompt.ended = self.cluster.world.now
+        prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         held = self.book.finished(prompt.name, holds_blocks=bool(prompt.blocks), why=why)
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.push] = prompt
@@ -245,7 +244,7 @@ class PrefillEngine:
             del self.holding[prompt.push]
             if not self.book.released(prompt.name):
                 raise Violation(f"P{self.index}: nobody waits for the report of {prompt.name}")
-            self.cluster.check_hold(prompt)
+            self.cluster.check_hold(self, prompt)
             self._release(prompt)
 
     def _release(self, prompt: Prompt) -> None:

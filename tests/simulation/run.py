@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 

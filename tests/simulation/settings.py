@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -92,7 +93,7 @@ class Settings:
             dtype="bf16",
             packing="kv" if self.regions == 1 else "k,v",
             regions=tuple(Region("kv"[i], block, head, token, cell) for i in range(self.regions)),
-            stages=tuple(names[a:b] for a, b in zip(cuts, cuts[1:], strict=False)),
+            stages=tuple(names[a:b] for a, b in itertools.pairwise(cuts)),
         )
 
 
@@ -108,7 +109,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
     return Settings(
         prefill=prefill,
         decode=decode,
-        layers=max(rng.choice((1, 2, 2, 3)), max(shape.pp for shape in prefill)),
+        layers=max(rng.choice((1, 2, 2, 3)), *(shape.pp for shape in prefill)),
         kv_heads=rng.choice((1, 2, 2, 4)),
         cell=rng.choice((1, 2, 3)),
         regions=rng.choice((1, 2)),

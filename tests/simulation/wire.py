@@ -13,8 +13,8 @@ from simulation.world import Violation, World
 if TYPE_CHECKING:
     from simulation.decode import DecodeRank
     from simulation.prefill import PrefillRank
+    from simulation.pushes import Span
     from vllm_ascend_pd.protocol.push import Claim
-    from vllm_ascend_pd.runtime.batches import Triples
 
 UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read what waited for it
 
@@ -29,7 +29,7 @@ class Flight:
         self.target = target
         self.session = session
         self.claims = claims
-        self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
+        self.pieces: list[tuple[str, int, Span]] = []  # push, serial of the transfer, spans
         self.landed = False
         self.returned = False
 
@@ -37,7 +37,9 @@ class Flight:
 class Wire:
     """The data path of the whole cluster."""
 
-    def __init__(self, world: World, timeout_s: float, quiet_s: float, margin_s: float, error: float, slow: float) -> None:
+    def __init__(
+        self, world: World, timeout_s: float, quiet_s: float, margin_s: float, error: float, slow: float
+    ) -> None:
         self._world = world
         self._timeout_s = timeout_s
         # Nothing of a write lands later than this after its submission, as long as both sides run.

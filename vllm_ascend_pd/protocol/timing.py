@@ -68,18 +68,18 @@ class Backoff:
     __slots__ = ("_first", "_gap", "_most", "at")
 
     def __init__(self, now: float, first_s: float, most_s: float) -> None:
-        self._first = first_s
-        self._gap = first_s
+        self._first = self._gap = first_s
         self._most = most_s
-        self.at = now + first_s
+        self.at = now
+        self.again(now)
 
     def again(self, now: float) -> None:
-        """It was repeated now."""
-        self._gap = min(self._gap * 2, self._most)
+        """It is sent now, for the first time or once more."""
         self.at = now + self._gap
+        self._gap = min(self._gap * 2, self._most)
 
     def rest(self, until: float) -> None:
-        """It was answered; start over at `until`."""
+        """It was answered; the next is sent at `until`."""
         self._gap = self._first
         self.at = until
 

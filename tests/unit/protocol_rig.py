@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders for the protocol tests: one D rank with two contributors, one P rank with two destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.plan import plan_digest
+from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Report, Revoke, Send, Verify
+from vllm_ascend_pd.protocol.agreement import contributor_pairs
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.messages import (
+    Ack,
+    Begin,
+    Cancel,
+    Done,
+    Failed,
+    LayerAddresses,
+    Message,
+    Ready,
+    Refused,
+    layout_hash,
+)
+from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
+from vllm_ascend_pd.protocol.reservation import Receiver
+
+MODEL = "model/1"
+TIMERS = Timers()
+QUIET = 40.0
+D_INCARNATION = "decode-1"
+LAYERS = ("layer.0", "layer.1")
+
+
+def geometry(tp: int, **changes: Any) -> CacheGeometry:
+    values: dict[str, Any] = {
+        "block_size": 16,
+        "kv_heads": 4,
+        "tp_size": tp,
+        "dtype": "bf16",
+        "packing": "k|v",
+        "regions": (Region("kv", 4096, 1024, 64, 64),),
+        "stages": (LAYERS,),
+    }
+    return CacheGeometry(**{**values, **changes})
+
+
+P, D = geometry(2), geometry(1)
+FIRST, END = 0, 40
+DIGEST = plan_digest(P, D, FIRST, END, "direct")
+SET = contributor_pairs(P, D, 0)
+ONE, TWO = SET
+T = TransferId(D_INCARNATION, 7, "uuid-7")
+PUSH = "push-1"
+ADDRESSES = LayerAddresses("session-1", 10, ((0,), (100,)))
+NEW_ADDRESSES = LayerAddresses("session-2", 10, ((0,), (100,)))
+
+
+def p_incarnation(contributor: Contributor) -> str:
+    return f"prefill-{contributor}"
+
+
+def receiver(**changes: Any) -> Receiver:
+    values: dict[str, Any] = {
+        "incarnation": D_INCARNATION,
+        "rank": 0,
+        "model": MODEL,
+        "geometry": D,
+        "addresses": ADDRESSES,
+        "timers": TIMERS,
+        "quiet_s": QUIET,
+        "verify": False,
+    }
+    return Receiver(**{**values, **changes})
+
+
+def _head(contributor: Contributor, seq: int, changes: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "transfer": T,
+        "push": PUSH,
+        "p_incarnation": p_incarnation(contributor),
+        "d_incarnation": D_INCARNATION,
+        "contributor": contributor,
+        "d_rank": 0,
+        "seq": seq,
+    }
+    return {**values, **changes}
+
+
+def begin(contributor: Contributor = ONE, seq: int = 1, **changes: Any) -> Begin:
+    own: dict[str, Any] = {
+        "model": MODEL,
+        "geometry": P,
+        "contributors": SET,
+        "plan_digest": DIGEST,
+        "quiet_s": QUIET,
+    }
+    return Begin(**_head(contributor, seq, {**own, **changes}))
+
+
+def done(contributor: Contributor = ONE, seq: int = 9, **changes: Any) -> Done:
+    own: dict[str, Any] = {"layers": 2, "tokens": 40, "bytes": 100, "plan_digest": DIGEST}
+    return Done(**_head(contributor, seq, {**own, **changes}))
+
+
+def failed(contributor: Contributor = ONE, seq: int = 9, quiescent: bool = True, **changes: Any) -> Failed:
+    own: dict[str, Any] = {"quiescent": quiescent, "cause": "PD-XFER-003 a write failed"}
+    return Failed(**_head(contributor, seq, {**own, **changes}))
+
+
+def ready(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Ready:
+    own: dict[str, Any] = {"lease_s": TIMERS.lease_s, "layout": layout_hash(ADDRESSES), "addresses": ADDRESSES}
+    return Ready(**_head(contributor, seq, {**own, **changes}))
+
+
+def refused(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Refused:
+    return Refused(**_head(contributor, seq, {"code": "over", **changes}))
+
+
+def cancel(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Cancel:
+    return Cancel(**_head(contributor, seq, {"cause": "PD-XFER-001 deadline", **changes}))
+
+
+def ack(kind: str, seq: int, contributor: Contributor = ONE, **changes: Any) -> Ack:
+    return Ack(**_head(contributor, seq, {"kind": kind, **changes}))
+
+
+def sender(contributor: Contributor = ONE, **changes: Any) -> Sender:
+    values: dict[str, Any] = {
+        "incarnation": p_incarnation(contributor),
+        "contributor": contributor,
+        "model": MODEL,
+        "geometry": P,
+        "timers": TIMERS,
+        "quiet_s": QUIET,
+    }
+    return Sender(**{**values, **changes})
+
+
+def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushOrder:
+    to = tuple(Destination(rank, f"d{rank}", SET, DIGEST) for rank in ranks)
+    values: dict[str, Any] = {
+        "push": PUSH,
+        "transfer": T,
+        "deadline_s": 300.0,
+        "tokens": 40,
+        "layers": 2,
+        "destinations": to,
+    }
+    return PushOrder(**{**values, **changes})
+
+
+def claim_of(sender: Sender, now: float) -> Claim:
+    (claim,) = sender.claim(now)
+    return claim
+
+
+def run_until(machine: Receiver | Sender, start: float, end: float, step: float = 0.5) -> list[Action]:
+    """Tick as a running process does."""
+    actions: list[Action] = []
+    at = start
+    while at < end:
+        at = min(at + step, end)
+        actions += machine.tick(at)
+    return actions
+
+
+def told(actions: Iterable[Action]) -> str:
+    """The actions in words, without the trace's notes."""
+    return " ".join(word for action in actions if (word := _word(action)))
+
+
+def messages(actions: Iterable[Action], kind: type[Any] | None = None) -> list[Any]:
+    sent: list[Message] = [action.message for action in actions if isinstance(action, Send)]
+    return [message for message in sent if kind is None or isinstance(message, kind)]
+
+
+def _word(action: Action) -> str:
+    if isinstance(action, Note):
+        return ""
+    if isinstance(action, Report):
+        return "report:ok" if action.ok else "report:failed"
+    if isinstance(action, Closed):
+        return "closed:ok" if action.ok else "closed:failed"
+    if isinstance(action, Verify):
+        return "verify"
+    if isinstance(action, Revoke):
+        return "revoke"
+    message = action.message
+    name = type(message).__name__.lower()
+    detail = {
+        Refused: lambda: ":" + message.code,
+        Ack: lambda: ":" + message.kind,
+        Failed: lambda: ":quiet" if message.quiescent else ":loud",
+    }.get(type(message), lambda: "")()
+    return name + detail
