@@ -25,6 +25,7 @@ from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Transport, WriteState
 from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.mooncake import MooncakeTransport
 
 LOOPBACK = "127.0.0.1"
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
@@ -118,12 +119,13 @@ def settle(transport: Transport, handle: int, limit_s: float = 40.0) -> WriteSta
     return state
 
 
-def _listen_on(port: int, size: int) -> tuple[Transport, np.ndarray]:
+def _listen_on(port: int, size: int) -> tuple[MooncakeTransport, np.ndarray]:
     """The kernel keeps a port back for a minute after its last connection, and Mooncake does not ask for it sooner."""
     memory = np.zeros(size, dtype=np.uint8)
     deadline = time.monotonic() + (PORT_WAIT_S if port else 0.0)
     while True:
         transport = create(WIRE, LOOPBACK)
+        assert isinstance(transport, MooncakeTransport)
         transport.register([(memory.ctypes.data, size)])
         with contextlib.suppress(PdError):
             if port in (0, int(transport.session.partition("/")[0].rpartition(":")[2])):
@@ -133,15 +135,14 @@ def _listen_on(port: int, size: int) -> tuple[Transport, np.ndarray]:
             raise SystemExit(f"port {port} was not to be had")
 
 
-def _push(transport: Transport, memory: np.ndarray, session: str, *numbers: str) -> int:
-    """Returns while the write is under way: first contact happens in `poll`."""
+def _push(transport: MooncakeTransport, memory: np.ndarray, session: str, *numbers: str) -> int:
+    """Returns while the write is under way: first contact is made, and nobody polls."""
     base, pieces, piece = map(int, numbers)
     memory[:] = 1
     n = np.arange(pieces) * 2 * piece
     handle = transport.submit(session, memory.ctypes.data + n, base + n, np.full(pieces, piece))
-    deadline = time.monotonic() + 0.05
-    while time.monotonic() < deadline and transport.poll(handle) is WriteState.PENDING:
-        pass
+    while handle in transport._waiting:
+        transport.poll(handle)
     return handle
 
 
