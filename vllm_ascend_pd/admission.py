@@ -16,6 +16,9 @@ from vllm_ascend_pd.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+# By name: vllm-ascend puts a class of its own in the place of vLLM's.
+_PROVEN_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
+_PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
 
@@ -33,12 +36,16 @@ def check_engine(config: Any, push: PushConfig) -> None:
     dtype = str(config.cache_config.cache_dtype)
     _refuse_if(dtype not in _PLAIN_CACHES, f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
     _refuse_if(
-        os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0").lower() in ("1", "true"),
+        os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"),
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
         "Unset it: two requests with one id would share blocks.",
     )
     _refuse_if(getattr(parallel, "enable_fault_tolerance", False), "enable_fault_tolerance", "Start without it.")
     _check_sizes(push, "decode" if decode else "prefill", parallel)
+    port = push.channel.side_channel_port
+    if decode and port and port + parallel.tensor_parallel_size > 65536:
+        why = f"rank {parallel.tensor_parallel_size - 1} would listen on {port + parallel.tensor_parallel_size - 1}"
+        raise ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
 
 
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
@@ -88,15 +95,12 @@ def _check_sizes(push: PushConfig, side: str, parallel: Any) -> None:
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError for a model whose cache is not one group of full attention."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
+    """Raises ConfigError for a model whose cache is not one group of full attention, as the layers made it."""
     groups = kv_cache_config.kv_cache_groups
     _refuse_if(len(groups) > 1, f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
-    if groups:
-        spec = groups[0].kv_cache_spec
-        _refuse_if(
-            not isinstance(spec, FullAttentionSpec),
-            f"A KV cache of kind {type(spec).__name__}",
-            "Use a model with full attention or MLA.",
-        )
+    for group in groups:
+        spec: Any = group.kv_cache_spec
+        kind = type(spec).__name__
+        _refuse_if(kind not in _PROVEN_SPECS, f"A KV cache of kind {kind}", "Use a model with full attention or MLA.")
+        # A checkpoint may quantise its cache although the command line does not.
+        _refuse_if(str(spec.dtype) not in _PLAIN_DTYPES, f"A quantised KV cache ({spec.dtype})", "Use another model.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -107,7 +108,7 @@ class Timers:
     resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)
     resend_max_s: float = _key(2.0, "P, D", "longest time between repetitions", low=0.01, high=60)
     quiet_extra_s: float = _key(
-        10.0, "P", "T = transfer_timeout_s + this: a failed write may land that long", low=0.0, high=60
+        10.0, "P, D", "T = transfer_timeout_s + this: a failed write may land that long", low=0.0, high=60
     )
 
 
@@ -167,7 +168,7 @@ class PushConfig:
                 ignored.append(key)
             else:
                 known = [*owners, *_CHECKED_SIZES]
-                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
                 raise ConfigError("PD-CONF-001", key=key, nearest=nearest[0])
         parsed = cls(
             **{name: group(**values[name]) for name, group in _GROUPS.items()}, sizes=sizes, ignored=tuple(ignored)
@@ -201,13 +202,7 @@ class PushConfig:
                 "Lower transfer_timeout_s or quiet_extra_s.",
             )
         for url in self.metaserver.metaserver_urls:
-            parts = urlsplit(url)
-            if (
-                parts.scheme not in ("http", "https")
-                or not parts.hostname
-                or parts.path not in ("", "/")
-                or parts.query
-            ):
+            if not _is_origin(url):
                 _impossible(
                     "metaserver_urls", url, "it is not scheme://host:port", "Write for example http://10.0.0.1:8000."
                 )
@@ -218,11 +213,26 @@ class PushConfig:
                 "there is no secret_file",
                 "Set secret_file too.",
             )
+        if self.metaserver.tls_key_file and not self.metaserver.tls_cert_file:
+            _impossible(
+                "tls_key_file", self.metaserver.tls_key_file, "there is no tls_cert_file", "Set tls_cert_file too."
+            )
 
     @property
     def quiet_s(self) -> float:
         """T: how long a failed write of ours may still land."""
         return self.wire.transfer_timeout_s + self.timers.quiet_extra_s
+
+
+def _is_origin(url: str) -> bool:
+    """scheme://host:port and nothing else: the allow-list compares exactly these three."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    more = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not more
 
 
 def _impossible(key: str, value: object, why: str, remedy: str) -> typing.NoReturn:
@@ -269,18 +279,22 @@ def _checked_sizes(key: str, value: Any) -> Mapping[str, int]:
 
 
 def reference() -> str:
-    """docs/configuration.md's table, from the declarations above."""
+    """docs/configuration.md's table, from the declarations above; values as they are written in JSON."""
     lines = ["| key | default | owner | meaning |", "|---|---|---|---|"]
     for group in _GROUPS.values():
         for f in dataclasses.fields(group):
-            meaning = f.metadata["meaning"]
-            if f.metadata["choices"]:
-                meaning += " (" + ", ".join(f"`{c}`" for c in f.metadata["choices"] if c) + ")"
-            elif f.metadata["low"] is not None and f.metadata["high"] is not None:
-                meaning += f" ({f.metadata['low']:g}–{f.metadata['high']:g})"
-            default = list(f.default) if isinstance(f.default, tuple) else f.default
-            lines.append(f"| `{f.name}` | `{default!r}` | {f.metadata['owner']} | {meaning} |")
+            meaning = f"{f.metadata['meaning']}{_range(f)}"
+            lines.append(f"| `{f.name}` | `{json.dumps(f.default)}` | {f.metadata['owner']} | {meaning} |")
     return "\n".join(lines)
+
+
+def _range(declared: dataclasses.Field[Any]) -> str:
+    low, high, choices = (declared.metadata[k] for k in ("low", "high", "choices"))
+    if choices:
+        return " (" + ", ".join(f"`{json.dumps(c)}`" for c in choices) + ")"
+    if low is None:
+        return ""
+    return f" ({low:.10g}–{high:.10g})" if high is not None else f" (at least {low:.10g})"
 
 
 if __name__ == "__main__":

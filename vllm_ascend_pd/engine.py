@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.transport.base import Transport
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,6 +50,10 @@ class Engine:
         """Parse and check the configuration; raises ConfigError with the remedy."""
         transfer = vllm_config.kv_transfer_config
         push = PushConfig.parse(transfer.kv_connector_extra_config or {})
+        if push.ignored:
+            log.warning(
+                "kv_connector_extra_config: %s mean nothing to this connector: ignored", ", ".join(push.ignored)
+            )
         admission.check_engine(vllm_config, push)
         host = push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or LOOPBACK
         check_exposure(
