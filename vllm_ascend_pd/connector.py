@@ -24,12 +24,14 @@ from vllm_ascend_pd import admission, compat, patience
 from vllm_ascend_pd.decode.decisions import DecodeStep
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.trace import TraceFile
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
     import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
     from vllm_ascend_pd.decode.worker import DecodeWorker
     from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -52,12 +54,15 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """Workers → scheduler, after a step: exchanges that some rank wants to be made again."""
+    """Workers → scheduler, after a step: exchanges to be made again, and what failed with which code."""
 
     missed: frozenset[Exchanged]
+    failures: frozenset[tuple[str, str]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return WorkerNews(self.missed | other.missed) if isinstance(other, WorkerNews) else self
+        if not isinstance(other, WorkerNews):
+            return self
+        return WorkerNews(self.missed | other.missed, self.failures | other.failures)
 
 
 @dataclass
@@ -91,7 +96,11 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler and prefill:
             self._roles.prefill_scheduler = PrefillScheduler(engine)
         elif scheduler:
-            self._roles.decode_scheduler = DecodeScheduler(engine, self.patience)
+            self._roles.decode_scheduler = DecodeScheduler(
+                engine,
+                self.patience,
+                recomputes=getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
+            )
         else:
             self._build_worker(vllm_config, kv_cache_config, prefill)
 
@@ -198,8 +207,25 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         return set(), {report.request_id for report in reports}, {report.request_id for report in failed}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        missed = self._roles.prefill_worker.missed_exchanges() if self._roles.prefill_worker is not None else []
-        return WorkerNews(frozenset(missed)) if missed else None
+        prefill, worker = self._roles.prefill_worker, self._roles.prefill_worker or self._roles.decode_worker
+        missed = prefill.missed_exchanges() if prefill is not None else []
+        failures = worker.failures() if worker is not None else []
+        return WorkerNews(frozenset(missed), frozenset(failures)) if missed or failures else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        teller = self._roles.prefill_worker or self._roles.prefill_scheduler or self._roles.decode_scheduler
+        data = teller.stats() if teller is not None else None
+        return PushStats(data=data) if data is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return PushStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return PushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for role in (
@@ -252,12 +278,15 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._roles.prefill_scheduler is not None and self._roles.prefill_scheduler.must_step()
 
     def update_connector_output(self, connector_output: Any) -> None:
+        news = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._roles.prefill_scheduler is not None:
-            news = getattr(connector_output, "kv_connector_worker_meta", None)
             if isinstance(news, WorkerNews):
                 self._roles.prefill_scheduler.missed(news.missed)
+                self._roles.prefill_scheduler.failed(news.failures)
             compat.filter_ids(connector_output.finished_sending, self._roles.prefill_scheduler.released)
         if self._roles.decode_scheduler is not None:
+            if isinstance(news, WorkerNews):
+                self._roles.decode_scheduler.failed(news.failures)
             compat.filter_ids(connector_output.finished_recving, self._roles.decode_scheduler.received)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

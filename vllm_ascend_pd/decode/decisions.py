@@ -67,6 +67,7 @@ class DecodeStep:
 class _Load:
     request_id: str
     transfer: TransferId
+    blocks: int
     answered: bool = False  # the metaserver's call has ended
     cancelled: bool = False
 
@@ -120,7 +121,7 @@ class LoadBook:
         self._n += 1
         end = first + count
         wanted = np.asarray(blocks[first // block_size : -(-end // block_size)], dtype=np.int32)
-        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid))
+        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid), len(wanted))
         self._loads[request_id] = self._by_transfer[load.transfer] = load
         self._consumed.add(request_id)
         bind = Bind(request_id, load.transfer, first, end, wanted, deadline_s)
@@ -162,6 +163,10 @@ class LoadBook:
 
     def open_count(self) -> int:
         return len(self._loads)
+
+    def fencing_blocks(self) -> int:
+        """Blocks of cancelled loads whose writers are not known to be quiet yet."""
+        return sum(load.blocks for load in self._loads.values() if load.cancelled)
 
     def take_step(self, wake: tuple[str, int] | None) -> DecodeStep:
         """This step's metadata; the next call starts anew."""

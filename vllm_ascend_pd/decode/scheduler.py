@@ -7,7 +7,7 @@ import base64
 import logging
 import uuid
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
@@ -26,6 +27,7 @@ from vllm_ascend_pd.runtime.wake import Doorbell
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
+EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,12 @@ class _Online:
 class DecodeScheduler:
     """The constructor does no network I/O; the client and the doorbell start with the handshake."""
 
-    def __init__(self, engine: Engine, patience: Patience) -> None:
+    def __init__(self, engine: Engine, patience: Patience, *, recomputes: bool = False) -> None:
         self._engine, self._patience = engine, patience
         self._book = LoadBook(engine.incarnation)
+        self._recomputes = recomputes
+        self._failures: dict[str, str] = {}  # request id → code, told by the workers before the load ends
+        self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
@@ -124,11 +129,23 @@ class DecodeScheduler:
                 self._book.failed(transfer, outcome.code, outcome.detail)
         return self._book.take_step(self._online.wake if self._online is not None else None)
 
+    def failed(self, failures: Iterable[tuple[str, str]]) -> None:
+        """Workers tell why loads fail; the first reason that is heard counts."""
+        for request_id, code in sorted(failures):
+            self._failures.setdefault(request_id, code)
+
     def received(self, request_id: str) -> bool:
         """All workers reported this load. False if vLLM must not hear of it."""
         transfer = self._book.received(request_id)
+        code = self._failures.pop(request_id, None)
         if transfer is None:
             return False
+        if code is not None:
+            self.tally.count("num_failed_recvs", code)
+            if code == EXPIRED:
+                self.tally.count("num_kv_expired_reqs", code)
+            if self._recomputes:
+                self.tally.count("num_recomputed_reqs", code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
         if self._online is not None:
             self._online.client.forget(transfer)
@@ -139,6 +156,11 @@ class DecodeScheduler:
         transfer = self._book.request_finished(request_id)
         if transfer is not None and self._online is not None:
             self._online.client.forget(transfer)
+
+    def stats(self) -> dict[str, Any] | None:
+        self.tally.level("reservations_open", self._book.open_count())
+        self.tally.level("blocks_quarantined", self._book.fencing_blocks())
+        return self.tally.take()
 
     def open_loads(self) -> int:
         return self._book.open_count()
@@ -163,6 +185,7 @@ class DecodeScheduler:
         stage = {"accepted": "accepted", "prefilled": "prefilled"}.get(outcome.kind, "metaserver_failed")
         trace.emit(stage, transfer=str(key), code=outcome.code, detail=outcome.detail, prefill=outcome.prefill)
         if outcome.final:
+            self.tally.time("metaserver_time_seconds", outcome.seconds)
             if outcome.kind == "failed":
                 log.warning("transfer %s: %s %s", key, outcome.code, outcome.detail)
             self._outcomes.append((key, outcome))

@@ -21,6 +21,7 @@ class DecodeWorker:
         self._engine, self._shape, self._device, self._rank = engine, shape, device, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
+        self._failures: list[tuple[str, str]] = []
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         engine, channel = self._engine, self._engine.config.channel
@@ -45,7 +46,14 @@ class DecodeWorker:
             self._runtime.step(step)
 
     def reports(self) -> list[Loaded]:
-        return [] if self._runtime is None else self._runtime.take_reports()
+        found = [] if self._runtime is None else self._runtime.take_reports()
+        self._failures += [(report.request_id, report.code) for report in found if not report.ok]
+        return found
+
+    def failures(self) -> list[tuple[str, str]]:
+        """Requests that failed here, with the code, since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def close(self) -> None:
         if self._runtime is not None:

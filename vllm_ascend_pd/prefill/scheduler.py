@@ -13,11 +13,15 @@ from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
+
+EXPIRED = "PD-XFER-001"  # the code of every missed deadline
+REMEMBERED = 4096
 
 
 class PrefillScheduler:
@@ -28,6 +32,8 @@ class PrefillScheduler:
         self._book = PushBook(model=engine.model)
         self._geometry: CacheGeometry | None = None
         self._refused: dict[str, PdError] = {}  # by request id, until it ends
+        self._counted: dict[str, None] = {}  # failed transfers, oldest first
+        self.tally = Tally()
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._geometry = merge_geometries(workers)
@@ -79,6 +85,21 @@ class PrefillScheduler:
 
     def released(self, request_id: str) -> bool:
         return self._book.released(request_id)
+
+    def failed(self, failures: Iterable[tuple[str, str]]) -> None:
+        """Workers tell which pushes failed; each transfer counts once, whichever rank says so first."""
+        for transfer, code in sorted(failures):
+            if transfer in self._counted:
+                continue
+            self._counted[transfer] = None
+            if len(self._counted) > REMEMBERED:
+                del self._counted[next(iter(self._counted))]
+            self.tally.count("num_failed_transfers", code)
+            if code == EXPIRED:
+                self.tally.count("num_kv_expired_reqs", code)
+
+    def stats(self) -> dict[str, Any] | None:
+        return self.tally.take()
 
     def missed(self, exchanges: Iterable[Exchanged]) -> None:
         self._book.missed(exchanges)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -62,6 +63,12 @@ class PrefillWorker:
     def end_step(self) -> None:
         if self._runtime is not None:
             self._runtime.end_step()
+
+    def failures(self) -> list[tuple[str, str]]:
+        return [] if self._runtime is None else self._runtime.take_failures()
+
+    def stats(self) -> dict[str, Any] | None:
+        return None if self._runtime is None else self._runtime.tally.take()
 
     def missed_exchanges(self) -> list[Exchanged]:
         return [] if self._runtime is None else self._runtime.missed_exchanges()

@@ -23,6 +23,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -101,6 +102,9 @@ class PushRuntime:
         self._summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
         self._step: _Step | None = None
         self._dead: Exception | None = None
+        self.tally = Tally()
+        self._leads = site.contributor == Contributor(0, 0)  # who tells the times of a push
+        self._failures: list[tuple[str, str]] = []  # transfer and code, not told to the scheduler yet
         self._timer: asyncio.TimerHandle | None = None
         self._armed = float("inf")
         self._parts = regroup
@@ -156,6 +160,9 @@ class PushRuntime:
             return
         for index in sorted(step.unmarked):
             self._mark(step, index)
+        for push in step.final:
+            if push in self._members:
+                self._members[push].sealed = time.monotonic()
         sealed = Sealed(step.number, step.final)
         if self._regrouper is not None:
             self._regrouper.forward(sealed)  # behind the step's exchanges
@@ -165,6 +172,12 @@ class PushRuntime:
     def missed_exchanges(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""
         return [(u.step, u.layer, u.part) for u in self._regrouper.wanted()] if self._regrouper is not None else []
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Transfers whose push failed here, with the code, since the last call."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        return failures
 
     def preempt(self, pushes: Iterable[str]) -> None:
         """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
@@ -227,6 +240,7 @@ class PushRuntime:
 
     def _start(self, start: PushStart) -> None:
         work, order, differences = self._need_orders().take(start)
+        work.opened = time.monotonic()
         with self._deciding() as deciding:
             self._works[start.push] = self._members[start.push] = work
             self._push_of[start.request_id] = start.push
@@ -410,6 +424,9 @@ class PushRuntime:
         now = time.monotonic()
         if trace.enabled():
             trace.emit("layer_pushed", ok=ok, took=now - batch.submitted_at, **batch.facts())
+        if ok:
+            self.tally.add("bytes_transferred", sum(batch.size))
+            self.tally.add("num_descriptors", len(batch.size))
         with self._deciding() as deciding:
             for claim in batch.claims:
                 if self._pieces is not None:
@@ -516,6 +533,8 @@ class PushRuntime:
                 self._loop.post(self._dialer.send, action.peer, action.message)
             elif isinstance(action, act.Note):
                 trace.emit(action.stage, **action.facts)
+                if self._leads and action.stage == "ready" and isinstance(waited := action.facts.get("waited"), float):
+                    self.tally.time("ready_wait_seconds", waited)
         if rearm and wake is not None:
             self._loop.post(self._arm, wake)
 
@@ -528,5 +547,10 @@ class PushRuntime:
             self._pieces.drop(time.monotonic(), action.push)
         transfer = str(work.reservation.transfer)
         trace.emit("push_closed", transfer=transfer, ok=action.ok, code=action.code, detail=action.detail)
+        now = time.monotonic()
+        if action.ok and self._leads:
+            self.tally.time("xfer_time_seconds", now - work.opened)
+            self.tally.time("exposed_time_seconds", max(0.0, now - work.sealed) if work.sealed else 0.0)
         if not action.ok:
+            self._failures.append((transfer, action.code))
             log.warning("push of transfer %s failed: %s %s", transfer, action.code, action.detail)

@@ -41,6 +41,8 @@ class PushWork:
     d_blocks: NDArray[np.int32]
     blocks: NDArray[np.int32]
     known: int = 0
+    opened: float = 0.0
+    sealed: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
     plans: dict[int, JobPlan] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)  # steps whose bytes come through exchanges

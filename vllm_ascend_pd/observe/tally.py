@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted. A worker or scheduler keeps a `Tally`; vLLM collects it after each step and adds all of them up.
+
+So that nothing is multiplied by the TP size, each fact has one reporter: bytes and descriptors are told by the worker
+that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "vllm:ascend_pd_"
+MOST_TIMES = 4096  # kept between two collections; more are counted, not listed
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    kind: str  # time | sum | count (by reason) | level
+    words: str
+
+
+METRICS: dict[str, Metric] = {
+    "xfer_time_seconds": Metric(
+        "time", "Time of one push, from the first BEGIN to its end (told by P's first worker)."
+    ),
+    "exposed_time_seconds": Metric(
+        "time", "What of a push came after the last layer's computation (P's first worker)."
+    ),
+    "ready_wait_seconds": Metric("time", "Time from BEGIN to the READY that answered it (P's first worker)."),
+    "regroup_time_seconds": Metric("time", "Time of one exchange between the prefill ranks (P's first worker)."),
+    "metaserver_time_seconds": Metric("time", "Time of one reservation's call to the metaserver (D)."),
+    "bytes_transferred": Metric("sum", "Bytes written into decode engines, all workers of P together."),
+    "num_descriptors": Metric("sum", "Contiguous spans written, all workers of P together."),
+    "num_failed_transfers": Metric("count", "Pushes that failed on P, each once whatever the TP size, by reason."),
+    "num_failed_recvs": Metric("count", "Loads that failed on D, each once whatever the TP size, by reason."),
+    "num_kv_expired_reqs": Metric("count", "Requests whose KV was given up because time ran out, by reason."),
+    "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a failed load, by reason."),
+    "reservations_open": Metric("level", "Reservations of D that have not ended."),
+    "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
+    "staging_quarantined": Metric("level", "Staging slots of P whose failed writes may still read them."),
+}
+
+
+class Tally:
+    """Facts since the last collection. Any thread may add; `take` empties it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._data = empty()
+        self._told: dict[str, int] = {}
+
+    def time(self, name: str, seconds: float) -> None:
+        with self._lock:
+            times = self._data["times"].setdefault(name, [])
+            if len(times) < MOST_TIMES:
+                times.append(round(seconds, 6))
+
+    def add(self, name: str, amount: int) -> None:
+        with self._lock:
+            self._data["sums"][name] = self._data["sums"].get(name, 0) + amount
+
+    def count(self, name: str, reason: str) -> None:
+        with self._lock:
+            reasons = self._data["counts"].setdefault(name, {})
+            reasons[reason] = reasons.get(reason, 0) + 1
+
+    def level(self, name: str, value: int) -> None:
+        """A gauge; told only when it has changed."""
+        with self._lock:
+            if self._told.get(name, 0) != value:
+                self._told[name] = self._data["levels"][name] = value
+
+    def take(self) -> dict[str, Any] | None:
+        """Plain, serialisable data; None if there is nothing to tell."""
+        with self._lock:
+            if not any(self._data.values()):
+                return None
+            data, self._data = self._data, empty()
+            return data
+
+
+def empty() -> dict[str, Any]:
+    return {"times": {}, "sums": {}, "counts": {}, "levels": {}}
