@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines may start: vLLM's own configuration objects, each with one thing that is not proven."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    HiddenStateCacheSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm_configs import attention, cache_config, latent, model_dir, vllm_config
+
+from vllm_ascend_pd import admission
+from vllm_ascend_pd.config import ChannelConfig, PushConfig
+from vllm_ascend_pd.device.caches import CacheShape
+from vllm_ascend_pd.engine import Engine
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
+from vllm_ascend_pd.secret_files import MAX_SECRET_BYTES, load_secrets
+
+BOTH = ("kv_producer", "kv_consumer")
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
+
+
+def refusal(config: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        Engine.of(config)
+    return caught.value
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"enable_prefix_caching": False},
+        {"kv_cache_dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_what_is_proven_starts(role: str, arguments: dict[str, Any]) -> None:
+    engine = Engine.of(vllm_config(role, **arguments))
+    assert engine.host == "127.0.0.1" and engine.secrets is None and "LlamaForCausalLM" in engine.model
+
+
+def test_a_pipeline_may_prefill_but_not_decode() -> None:
+    Engine.of(vllm_config("kv_producer", pipeline_parallel_size=2))
+    refused = refusal(vllm_config("kv_consumer", pipeline_parallel_size=2))
+    assert refused.code == "PD-CONF-005" and "Pipeline parallelism on decode" in refused.sentence
+    assert "-pp 1" in refused.remedy
+
+
+def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
+    """vLLM refuses some combinations on CPU by itself: the field is set on a finished configuration."""
+
+    def made(role: str) -> Any:
+        config = vllm_config(role)
+        setattr(config.parallel_config, name, value)
+        return config
+
+    return made
+
+
+NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
+    ("Prefill context parallelism", with_parallel("prefill_context_parallel_size", 2)),
+    (
+        "Decode context parallelism",
+        lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
+    ),
+    ("Data parallelism", lambda role: vllm_config(role, data_parallel_size=2)),
+    (
+        "draft model",
+        lambda role: vllm_config(
+            role, speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+        ),
+    ),
+    ("quantised KV cache (fp8)", lambda role: vllm_config(role, kv_cache_dtype="fp8")),
+    ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
+]
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize(("feature", "make"), NOT_PROVEN, ids=[feature for feature, _ in NOT_PROVEN])
+def test_what_is_not_proven_stops_the_start_with_a_sentence(
+    role: str, feature: str, make: Callable[[str], Any]
+) -> None:
+    refused = refusal(make(role))
+    assert refused.code == "PD-CONF-005" and feature in refused.sentence and len(refused.remedy) > 5
+
+
+@pytest.mark.parametrize("value", ["1", "2", "true"])
+def test_request_ids_without_a_random_part_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config()
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", value)
+    assert "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION" in refusal(config).sentence
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0")
+    Engine.of(config)
+
+
+def test_an_engine_that_is_both_is_refused() -> None:
+    refused = refusal(vllm_config("kv_both"))
+    assert refused.code == "PD-CONF-004" and "kv_both" in refused.sentence and "kv_producer" in refused.remedy
+
+
+# -- the predecessor's keys
+
+
+@pytest.mark.parametrize(("role", "side"), [("kv_producer", "prefill"), ("kv_consumer", "decode")])
+def test_sizes_of_the_predecessor_must_be_true_of_this_engine(role: str, side: str) -> None:
+    true = {"tp_size": 2, "dp_size": 1}
+    other = {"prefill": "decode", "decode": "prefill"}[side]
+    Engine.of(vllm_config(role, {side: true, other: {"tp_size": 64, "dp_size": 8}}, tensor_parallel_size=2))
+    for name, wrong in (("tp_size", 4), ("dp_size", 2)):
+        refused = refusal(vllm_config(role, {side: {**true, name: wrong}}, tensor_parallel_size=2))
+        assert refused.code == "PD-CONF-006"
+        assert f"{side}.{name}" in refused.sentence and str(wrong) in refused.sentence and "Remove" in refused.remedy
+
+
+def test_other_keys_of_the_predecessor_are_told_to_be_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="vllm_ascend_pd"):
+        logging.getLogger("vllm_ascend_pd.engine").addHandler(caplog.handler)
+        try:
+            Engine.of(vllm_config(extra={"use_ascend_direct": True, "kv_port": "30000"}))
+        finally:
+            logging.getLogger("vllm_ascend_pd.engine").removeHandler(caplog.handler)
+    assert any("use_ascend_direct, kv_port" in record.getMessage() for record in caplog.records)
+
+
+def test_a_bad_key_stops_the_start() -> None:
+    assert refusal(vllm_config(extra={"lease": 5})).code == "PD-CONF-001"
+
+
+# -- the model's cache
+
+
+@pytest.mark.parametrize(
+    "spec", [attention(), attention(dtype=torch.bfloat16), latent()], ids=lambda s: type(s).__name__
+)
+def test_one_group_of_full_attention_is_taken(spec: Any) -> None:
+    admission.check_groups(cache_config(spec))
+
+
+def test_layers_with_a_window_that_keep_all_their_blocks_are_taken() -> None:
+    """Without vLLM's hybrid allocator such layers are full attention with a window written down."""
+    admission.check_groups(cache_config(replace(attention(), sliding_window=16)))
+
+
+def test_a_model_without_a_cache_is_somebody_elses_problem() -> None:
+    admission.check_groups(cache_config(blocks=1).__class__(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
+
+
+BASE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+CACHES: list[tuple[str, tuple[Any, ...]]] = [
+    ("2 KV cache groups", (attention(), SlidingWindowSpec(**BASE, sliding_window=16))),
+    ("2 KV cache groups", (attention(), attention())),
+    ("MambaSpec", (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)),)),
+    ("SlidingWindowSpec", (SlidingWindowSpec(**BASE, sliding_window=16),)),
+    ("ChunkedLocalAttentionSpec", (ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16),)),
+    ("EncoderOnlyAttentionSpec", (EncoderOnlyAttentionSpec(**BASE),)),
+    ("CrossAttentionSpec", (CrossAttentionSpec(**BASE),)),
+    ("RSWASpec", (RSWASpec(**BASE, rswa_window=16),)),
+    ("HiddenStateCacheSpec", (HiddenStateCacheSpec(**{**BASE, "num_kv_heads": 1}),)),
+    ("UniformTypeKVCacheSpecs", (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()}),)),
+    ("quantised KV cache (torch.uint8)", (attention(dtype=torch.uint8),)),
+    ("quantised KV cache (torch.float8_e4m3fn)", (attention(dtype=torch.float8_e4m3fn),)),
+    ("quantised KV cache (torch.int8)", (attention(dtype=torch.int8),)),
+]
+
+
+@pytest.mark.parametrize(("feature", "specs"), CACHES, ids=[feature for feature, _ in CACHES])
+def test_caches_that_are_not_proven_stop_the_start(feature: str, specs: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        admission.check_groups(cache_config(*specs))
+    assert caught.value.code == "PD-CONF-005" and feature in caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tp", "spec", "expected"),
+    [
+        (2, 1, attention(), CacheShape(32, 2, 2, 16, 1)),
+        (2, 2, attention(heads=1), CacheShape(32, 1, 2, 16, 2)),
+        (1, 2, attention(heads=1), CacheShape(32, 1, 1, 16, 2)),
+        (2, 2, latent(), CacheShape(16, 1, 1, 576, 2)),
+    ],
+    ids=["GQA", "GQA TP 2", "MQA TP 2", "MLA TP 2"],
+)
+def test_the_cache_shape_is_the_engines_own_word(kv_heads: int, tp: int, spec: Any, expected: CacheShape) -> None:
+    config = vllm_config(model=model_dir(kv_heads), tensor_parallel_size=tp)
+    assert admission.cache_shape(config, cache_config(spec)) == expected
+
+
+def test_the_fingerprint_tells_models_apart_and_can_be_read() -> None:
+    prints = {
+        admission.model_fingerprint(vllm_config(model=model_dir(**changes)))
+        for changes in ({}, {"num_hidden_layers": 3}, {"hidden_size": 128}, {"vocab_size": 256}, {"kv_heads": 4})
+    }
+    assert len(prints) == 5
+    one = admission.model_fingerprint(vllm_config())
+    assert one == admission.model_fingerprint(vllm_config("kv_consumer", tensor_parallel_size=2))
+    assert "layers=2" in one and "kv_heads=2" in one and "dtype=float32" in one
+
+
+# -- who can reach it
+
+
+def test_an_address_that_others_reach_needs_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "10.1.2.3")
+    assert refusal(vllm_config()).code == "PD-SEC-002"
+    assert Engine.of(vllm_config(extra={"allow_unauthenticated": True})).host == "10.1.2.3"
+    assert Engine.of(vllm_config(extra={"side_channel_host": "127.0.0.1"})).host == "127.0.0.1"
+    secret = write(tmp_path / "secret", b"s" * 40)
+    engine = Engine.of(vllm_config(extra={"secret_file": secret}))
+    assert engine.secrets is not None and engine.secrets.current == b"s" * 40
+    assert "s" * 40 not in repr(engine)
+
+
+def test_ports_beyond_the_last_one_are_noticed_at_the_start() -> None:
+    refused = refusal(vllm_config("kv_consumer", {"side_channel_port": 65535}, tensor_parallel_size=2))
+    assert refused.code == "PD-CONF-003" and "side_channel_port" in refused.sentence
+    Engine.of(vllm_config("kv_consumer", {"side_channel_port": 65534}, tensor_parallel_size=2))
+
+
+def test_two_processes_have_two_incarnations() -> None:
+    config = vllm_config()
+    assert Engine.of(config).incarnation != Engine.of(config).incarnation
+
+
+# -- secret files
+
+
+def write(path: Path, content: bytes, mode: int = 0o600) -> str:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_secret_is_read_without_the_white_space_around_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "s", b"  " + b"k" * MIN_SECRET_BYTES + b"\n")
+    old = write(tmp_path / "old", b"o" * MIN_SECRET_BYTES, 0o400)
+    secrets = load_secrets(ChannelConfig(secret_file=path, secret_file_previous=old))
+    assert secrets is not None and secrets.accepted == (b"k" * MIN_SECRET_BYTES, b"o" * MIN_SECRET_BYTES)
+    assert load_secrets(PushConfig().channel) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        (b"k" * 40, 0o640, "others may read it (mode 0640)"),
+        (b"k" * 40, 0o604, "others may read it"),
+        (b"k" * (MIN_SECRET_BYTES - 1), 0o600, "31 bytes"),
+        (b" " * 100, 0o600, "0 bytes"),
+        (b"k" * (MAX_SECRET_BYTES + 1), 0o600, "larger than"),
+    ],
+    ids=["group", "world", "short", "blank", "huge"],
+)
+def test_a_secret_file_that_is_none_is_refused_without_its_contents(
+    content: bytes, mode: int, why: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "s", content, mode)
+    with pytest.raises(ConfigError) as caught:
+        load_secrets(ChannelConfig(secret_file=path))
+    assert caught.value.code == "PD-SEC-001" and why in caught.value.sentence and path in caught.value.sentence
+    assert b"kkkk" not in str(caught.value).encode()
+
+
+def test_what_is_not_a_file_is_no_secret(tmp_path: Path) -> None:
+    for path in (str(tmp_path), str(tmp_path / "absent"), "/dev/null"):
+        with pytest.raises(ConfigError) as caught:
+            load_secrets(ChannelConfig(secret_file=path))
+        assert caught.value.code == "PD-SEC-001"
