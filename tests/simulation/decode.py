@@ -324,6 +324,14 @@ class DecodeEngine:
 
     def _decoded(self, request: Request) -> None:
         del self.decoding[request.name]
+        if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
+            # Its blocks go at once; when it is scheduled again its KV must be computed here, not loaded again.
+            self.cluster.world.fault("decode preempted")
+            self.free.extend(request.blocks)
+            request.blocks, request.state = [], "waiting"
+            self.waiting.append(request)
+            self._poke()
+            return
         self.book.request_finished(request.name)
         self._end(request, "ended")
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from simulation.cluster import Cluster
-from simulation.mutations import Mutation
+from simulation.mutations import ALL, Mutation
 from simulation.settings import Settings, draw
 from simulation.world import Violation
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -41,3 +44,102 @@ def run_seed(
         violation = f"{type(found).__name__}: {found}"
         world.log("", "VIOLATION", violation)
     return Result(seed, cluster.transfers, violation, world.faults, world.stats, world.trace)
+
+
+@dataclass(slots=True)
+class Sum:
+    """What many seeds came to."""
+
+    seeds: int = 0
+    transfers: int = 0
+    violations: list[Result] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    stats: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        self.seeds += 1
+        self.transfers += result.transfers
+        self.faults += result.faults
+        longest = max(self.stats["longest ms"], result.stats["longest ms"])
+        self.stats += result.stats
+        self.stats["longest ms"] = longest
+        if result.violation:
+            self.violations.append(result)
+
+
+def run_seeds(first: int, count: int, mutation: Mutation, *, progress_s: float, stop_at: int) -> Sum:
+    """Consecutive seeds; says every `progress_s` seconds how far it is."""
+    total = Sum()
+    began = said = time.monotonic()
+    for seed in range(first, first + count):
+        result = run_seed(seed, mutation)
+        total.add(result)
+        if result.violation:
+            print(f"seed {seed}: {result.violation}", flush=True)
+            if len(total.violations) >= stop_at:
+                break
+        now = time.monotonic()
+        if now - said >= progress_s:
+            said = now
+            print(
+                f"{total.seeds}/{count} seeds, {total.transfers} transfers, {total.transfers / (now - began):.0f}/s, "
+                f"{sum(total.faults.values())} faults, {len(total.violations)} violations",
+                flush=True,
+            )
+    return total
+
+
+def tell(total: Sum, cpu_s: float, wall_s: float) -> None:
+    ended = {key: total.stats[key] for key in ("transfers ok", "transfers failed", "revocations", "writes landed")}
+    died = total.transfers - ended["transfers ok"] - ended["transfers failed"]
+    print(f"\n{total.seeds} seeds, {total.transfers} transfers, {total.stats['events']} events")
+    print(
+        f"  {ended['transfers ok']} ended well, {ended['transfers failed']} failed and fenced, {died} died with their D"
+    )
+    print(f"  {ended['writes landed']} writes landed, {ended['revocations']} revocations")
+    print(f"  longest transfer {total.stats['longest ms'] / 1000:.1f} simulated seconds, not counting stops of its D")
+    print(
+        f"  {cpu_s:.1f} s of one core ({total.transfers / max(cpu_s, 1e-9):.0f} transfers/s), {wall_s:.1f} s by the clock"
+    )
+    print("faults injected")
+    for kind, number in sorted(total.faults.items()):
+        print(f"  {number:8d}  {kind}")
+    print(f"violations: {len(total.violations)}")
+
+
+def replay(seed: int, mutation: Mutation, lines: int) -> Result:
+    """Run one seed again, with its trace; `lines` 0 prints all of it."""
+    result = run_seed(seed, mutation, tracing=True)
+    print("\n".join(result.trace[-lines:]))
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="simulate.sh", description="Simulated clusters, one per seed.")
+    parser.add_argument("--seeds", type=int, default=50, help="how many (default 50, about 35 transfers each)")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--seed", type=int, help="run only this one")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
+    parser.add_argument("--lines", type=int, default=60, help="lines of the trace shown for a violation (default 60)")
+    parser.add_argument("--mutation", choices=sorted(ALL), help="take this rule out of the protocol")
+    parser.add_argument("--violations", type=int, default=1, help="stop after so many (default 1)")
+    args = parser.parse_args(argv)
+    mutation = ALL[args.mutation] if args.mutation else Mutation()
+    if args.seed is not None:
+        print(draw(args.seed))
+        result = replay(args.seed, mutation, 0) if args.trace else run_seed(args.seed, mutation)
+        print(result.violation or f"seed {args.seed}: {result.transfers} transfers, no violation")
+        return 1 if result.violation else 0
+    cpu, wall = time.process_time(), time.monotonic()
+    total = run_seeds(args.first, args.seeds, mutation, progress_s=5.0, stop_at=args.violations)
+    tell(total, time.process_time() - cpu, time.monotonic() - wall)
+    for result in total.violations[:1]:
+        print(
+            f"\nseed {result.seed}: {result.violation}\nthe end of its trace (scripts/simulate.sh --seed {result.seed} --trace shows all):"
+        )
+        replay(result.seed, mutation, args.lines)
+    return 1 if total.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,26 +7,19 @@ A push goes to one or more D ranks; it succeeds or fails as one, and its blocks 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
-from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
-from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import Ack, Cancel, LayerAddresses, Message, Ready, RefusalCode, Refused
-from vllm_ascend_pd.protocol.pair import Claim, Coverage, Destination, Pair, Push, PushOrder
-from vllm_ascend_pd.protocol.tables import PAIR_TABLE, PairEvent, PairState
-from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock, authority_until, hold_s, settled_s
-from vllm_ascend_pd.protocol.words import PrefillWords
+from vllm_ascend_pd.protocol.actions import Action
+from vllm_ascend_pd.protocol.messages import Ack, Cancel, LayerAddresses, Message, Ready, Refused
+from vllm_ascend_pd.protocol.pair import Claim, Destination, Pair, Push, PushOrder
+from vllm_ascend_pd.protocol.push_rules import MAX_LAYOUTS, NOTHING, OPEN, Cue, PushRules
+from vllm_ascend_pd.protocol.tables import PairEvent, PairState
+from vllm_ascend_pd.protocol.timing import Backoff
 
 __all__ = ["Claim", "Destination", "PushOrder", "Sender"]
 
-MAX_LAYOUTS = 4096
 MAX_FINISHED = 65536
-_OPEN = (PairState.ASK, PairState.PUSH)
 _EVENTS: dict[type, PairEvent] = {
     Ready: PairEvent.READY,
     Refused: PairEvent.REFUSED,
@@ -35,48 +28,8 @@ _EVENTS: dict[type, PairEvent] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Cue:
-    """What came with an event."""
-
-    message: Message | None = None
-    claim: Claim | None = None
-    unit: Hashable = None
-    nbytes: int = 0
-    code: str = ""
-    detail: str = ""
-
-
-_NOTHING = _Cue()
-
-
-class Sender:
+class Sender(PushRules):
     """All pushes of one P worker."""
-
-    table = PAIR_TABLE
-
-    def __init__(
-        self,
-        *,
-        incarnation: str,
-        contributor: Contributor,
-        model: str,
-        geometry: CacheGeometry,
-        timers: Timers,
-        quiet_s: float,
-    ) -> None:
-        self.counters: Counter[str] = Counter()
-        self._words = PrefillWords(incarnation, contributor, model, geometry, quiet_s)
-        self._timers = timers
-        self._clock = RunningClock()
-        self._pushes: dict[str, Push] = {}
-        self._finished: OrderedDict[str, None] = OrderedDict()  # so that late local events are told from wrong ones
-        self._claimable: dict[tuple[str, int], Pair] = {}
-        self._layouts: OrderedDict[Hashable, tuple[str, LayerAddresses]] = OrderedDict()
-        self._heard: OrderedDict[Hashable, float] = OrderedDict()
-        self._wall: Agenda[tuple[str, int | None]] = Agenda()
-        self._settling: Agenda[tuple[str, int]] = Agenda()  # on the running clock
-        self._actions: list[Action] = []
 
     # -- what the runtime tells
 
@@ -100,12 +53,12 @@ class Sender:
 
     def offer(self, now: float, push: str, d_rank: int, unit: Hashable, nbytes: int) -> list[Action]:
         """`unit` is computed; nobody has to wait for anything to write it but authority."""
-        return self._local(PairEvent.OFFER, now, push, d_rank, _Cue(unit=unit, nbytes=nbytes))
+        return self._local(PairEvent.OFFER, now, push, d_rank, Cue(unit=unit, nbytes=nbytes))
 
     def checksum(self, push: str, d_rank: int, layer: str, value: int) -> None:
         """Add to the sum of `layer` that DONE will carry."""
         pair = self._pair(push, d_rank)
-        if pair is not None and pair.state in _OPEN:
+        if pair is not None and pair.state in OPEN:
             sums = pair.coverage.checksums
             sums[layer] = (sums.get(layer, 0) + value) % 2**64
 
@@ -193,7 +146,7 @@ class Sender:
         elif message.transfer != pair.push.order.transfer or message.d_incarnation != message.transfer.incarnation:
             self.counters["wrong_transfer"] += 1
         else:
-            self._fire(event, now, pair, _Cue(message=message))
+            self._fire(event, now, pair, Cue(message=message))
             self._schedule(pair.push)
         return self._taken()
 
@@ -210,7 +163,7 @@ class Sender:
     def unreachable(self, now: float, peer: Hashable, detail: str) -> list[Action]:
         """The channel could not connect to `peer`."""
         self._clock.observe(now)
-        cue = _Cue(code="PD-XFER-004", detail=f"{peer}: {detail}")
+        cue = Cue(code="PD-XFER-004", detail=f"{peer}: {detail}")
         for push in list(self._pushes.values()):
             for pair in push.pairs.values():
                 if pair.destination.peer == peer:
@@ -276,18 +229,9 @@ class Sender:
         """Pushes that are remembered, closed ones whose last word is not acknowledged included."""
         return len(self._pushes)
 
-    # -- the machine
+    # -- finding and telling
 
-    def _fire(self, event: PairEvent, now: float, pair: Pair, cue: _Cue = _NOTHING) -> None:
-        rule = self.table[pair.state].get(event)
-        if rule is None:
-            raise LocalProtocolError(f"{event.value} in state {pair.state.value} of push {pair.key}")
-        handler: Callable[[float, Pair, _Cue], None] = getattr(self, rule.handler)
-        handler(now, pair, cue)
-        if pair.state not in rule.into:
-            raise LocalProtocolError(f"{event.value} led push {pair.key} to {pair.state.value}")
-
-    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, cue: _Cue) -> list[Action]:
+    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, cue: Cue) -> list[Action]:
         self._clock.observe(now)
         record = self._record(push)
         if record is not None:
@@ -302,7 +246,7 @@ class Sender:
         pair = self._pair(claim.push, claim.d_rank)
         if pair is None or claim.epoch != pair.push.epoch or claim.unit not in pair.coverage.out:
             raise LocalProtocolError(f"{event.value}: {claim} is not out")
-        return self._local(event, now, claim.push, claim.d_rank, _Cue(claim=claim))
+        return self._local(event, now, claim.push, claim.d_rank, Cue(claim=claim))
 
     def _record(self, push: str) -> Push | None:
         record = self._pushes.get(push)
@@ -318,233 +262,6 @@ class Sender:
         actions, self._actions = self._actions, []
         return actions
 
-    def _note(self, stage: str, pair: Pair, **facts: object) -> None:
-        about = {"transfer": str(pair.push.order.transfer), "push": pair.push.order.push}
-        self._actions.append(Note(stage, {**about, "d_rank": pair.destination.d_rank, **facts}))
-
-    # -- asking
-
-    def _ask(self, now: float, pair: Pair, cue: _Cue) -> None:
-        pair.state = PairState.ASK
-        self._begin(now, pair, cue, again=False)
-
-    def _begin(self, now: float, pair: Pair, cue: _Cue, again: bool = True) -> None:
-        if again:
-            pair.begin.again(now)
-        pair.seq += 1
-        pair.sent_begin(pair.seq, now)
-        to = pair.destination.peer
-        known = self._layouts.get(to)
-        self._actions.append(Send(to, self._words.begin(pair, pair.seq, known[0] if known else "")))
-        self._note("begin", pair, seq=pair.seq)
-
-    def _authorise(self, now: float, pair: Pair, cue: _Cue) -> None:
-        ready = cue.message
-        if not isinstance(ready, Ready):
-            raise LocalProtocolError("READY without its message")
-        sent = pair.sent.get(ready.seq)
-        if sent is None:
-            self.counters["ready_unasked"] += 1
-            return
-        until = authority_until(sent, ready.lease_s)
-        if until <= now or until <= (pair.authority or until - 1):
-            self.counters["ready_late"] += 1
-            return
-        if not self._learn_layout(pair, ready):
-            return
-        if pair.addresses is not None and pair.layout != ready.layout:
-            # D has revoked the memory that we wrote to: what we wrote may be lost.
-            self._fail(now, pair.push, "PD-XFER-005", "the addresses changed during the transfer")
-            return
-        pair.layout, pair.addresses = self._layouts[pair.destination.peer]
-        pair.authority = until
-        pair.begin.rest(max(now + self._timers.resend_first_s, sent + ready.lease_s / 3))
-        if pair.state is PairState.ASK:
-            pair.state = PairState.PUSH
-            pair.push.progress = now
-            self._note("ready", pair, seq=ready.seq, waited=now - sent)
-            if pair.coverage.pending:
-                self._claimable[pair.key] = pair
-            self._finish_if_complete(now, pair)
-
-    def _learn_layout(self, pair: Pair, ready: Ready) -> bool:
-        """Remember the addresses of this peer; False when they are neither told nor known."""
-        peer = pair.destination.peer
-        if ready.addresses is not None:
-            self._layouts[peer] = (ready.layout, ready.addresses)
-            if len(self._layouts) > MAX_LAYOUTS:
-                self._layouts.popitem(last=False)
-        known = self._layouts.get(peer)
-        if known is None or known[0] != ready.layout:
-            self.counters["ready_without_addresses"] += 1
-            return False
-        self._layouts.move_to_end(peer)
-        return True
-
-    # -- writing
-
-    def _take(self, now: float, pair: Pair, cue: _Cue) -> None:
-        if pair.push.sealed or pair.coverage.knows(cue.unit):
-            raise LocalProtocolError(f"{cue.unit} is offered after the seal or twice")
-        pair.coverage.pending[cue.unit] = cue.nbytes
-        pair.push.progress = now
-        if pair.state is PairState.PUSH:
-            self._claimable[pair.key] = pair
-
-    def _authorised(self, pair: Pair, now: float) -> bool:
-        return pair.authority is not None and now < pair.authority
-
-    def _hand_out(self, now: float, pair: Pair, cue: _Cue) -> None:
-        pair.coverage.out.update(pair.coverage.pending)
-        pair.coverage.pending.clear()
-        self._claimable.pop(pair.key, None)
-
-    def _take_back(self, now: float, pair: Pair, cue: _Cue) -> None:
-        unit = cue.claim.unit if cue.claim else None
-        pair.coverage.pending[unit] = pair.coverage.out.pop(unit)
-        if pair.state is PairState.PUSH:
-            self._claimable[pair.key] = pair
-        else:
-            self._settle(now, pair, cue)
-
-    def _look_again(self, now: float, pair: Pair, cue: _Cue) -> None:
-        if not self._authorised(pair, now):
-            self._fail(now, pair.push, "PD-XFER-001", "a submission outlived its authority")
-
-    def _cover(self, now: float, pair: Pair, cue: _Cue) -> None:
-        unit = cue.claim.unit if cue.claim else None
-        pair.coverage.nbytes += pair.coverage.out.pop(unit)
-        pair.coverage.covered.add(unit)
-        pair.push.progress = now
-        if pair.state is PairState.PUSH:
-            self._finish_if_complete(now, pair)
-        else:
-            self._settle(now, pair, cue)
-
-    def _seal(self, now: float, pair: Pair, cue: _Cue) -> None:
-        if pair.state is PairState.PUSH:
-            self._finish_if_complete(now, pair)
-
-    def _restart(self, now: float, pair: Pair, cue: _Cue) -> None:
-        pair.coverage = Coverage()
-        self._claimable.pop(pair.key, None)
-
-    def _finish_if_complete(self, now: float, pair: Pair) -> None:
-        if pair.push.sealed and pair.coverage.complete:
-            self._close(now, pair)
-
-    # -- failing
-
-    def _fail(self, now: float, push: Push, code: str, detail: str) -> None:
-        """A push fails as one: on all pairs no new write starts, and each closes when its writes are home."""
-        if push.failure is None:
-            push.failure = (code, detail)
-        for pair in push.pairs.values():
-            self._fire(PairEvent.FAIL, now, pair)
-
-    def _lose_source(self, push: Push) -> None:
-        """The blocks may go at any time now: whatever is still out does not count as delivered."""
-        for pair in push.pairs.values():
-            pair.owing = True
-
-    def _drain(self, now: float, pair: Pair, cue: _Cue) -> None:
-        pair.state = PairState.DRAIN
-        pair.owing = pair.owing or not pair.push.sealed  # what is offered from here on is ignored
-        self._claimable.pop(pair.key, None)
-        self._note("drain", pair, why=self._cause(pair), out=len(pair.coverage.out))
-        self._settle(now, pair, cue)
-        if pair.state is PairState.DRAIN:
-            self._say(now, pair, done=False, quiescent=False)
-
-    def _fail_by_event(self, now: float, pair: Pair, cue: _Cue) -> None:
-        self._fail(now, pair.push, cue.code, cue.detail)
-
-    def _fail_by_peer(self, now: float, pair: Pair, cue: _Cue) -> None:
-        message = cue.message
-        if isinstance(message, Refused):
-            code = "PD-GEO-001" if message.code == RefusalCode.MISMATCH else "PD-XFER-005"
-            self._fail(now, pair.push, code, f"{message.code}: {message.detail}")
-        elif isinstance(message, Cancel):
-            self._fail(now, pair.push, "PD-XFER-002", message.cause)
-
-    def _fail_by_loss(self, now: float, pair: Pair, cue: _Cue) -> None:
-        self._lose(now, pair, cue)
-        self._fail(now, pair.push, "PD-XFER-003", f"D rank {pair.destination.d_rank} at {pair.destination.peer}")
-
-    def _lose(self, now: float, pair: Pair, cue: _Cue) -> None:
-        unit = cue.claim.unit if cue.claim else None
-        pair.coverage.pending[unit] = pair.coverage.out.pop(unit)  # owed for ever: this pair cannot say DONE
-        pair.quiet_at = self._clock.seconds + settled_s(self._words.quiet_s)
-
-    def _settled(self, pair: Pair) -> bool:
-        return not pair.coverage.out and self._clock.seconds >= pair.quiet_at
-
-    def _settle(self, now: float, pair: Pair, cue: _Cue) -> None:
-        if self._settled(pair):
-            self._close(now, pair)
-
-    # -- closing
-
-    def _close(self, now: float, pair: Pair) -> None:
-        pair.state = PairState.CLOSED
-        self._claimable.pop(pair.key, None)
-        done = pair.push.sealed and pair.coverage.complete and pair.authority is not None and not pair.owing
-        self._say(now, pair, done=done, quiescent=True)
-        self._note("closed", pair, done=done, bytes=pair.coverage.nbytes)
-        pair.coverage = Coverage(nbytes=pair.coverage.nbytes)
-        self._close_if_done(pair.push)
-
-    def _close_if_done(self, push: Push) -> None:
-        if push.closed or any(pair.state is not PairState.CLOSED for pair in push.pairs.values()):
-            return
-        push.closed = True
-        code, detail = push.failure or ("", "")
-        if push.delivered:
-            code, detail = "", ""
-        self._actions.append(Closed(push.order.push, push.delivered, code, detail))
-
-    def _cause(self, pair: Pair) -> str:
-        code, detail = pair.push.failure or ("PD-XFER-002", "unknown")
-        return f"{code} {detail}"
-
-    def _say(self, now: float, pair: Pair, *, done: bool, quiescent: bool) -> None:
-        """DONE or FAILED: sent, and repeated until it is acknowledged or D must have given up."""
-        pair.seq += 1
-        if done:
-            pair.said = self._words.done(pair, pair.seq)
-        else:
-            pair.said = self._words.failed(pair, pair.seq, quiescent=quiescent, cause=self._cause(pair))
-        pair.acknowledged = False
-        pair.speak = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
-        pair.speak_until = now + hold_s(self._timers.lease_s, self._words.quiet_s, self._timers.margin_s)
-        self._repeat(now, pair, _NOTHING)
-
-    def _repeat(self, now: float, pair: Pair, cue: _Cue) -> None:
-        if pair.said is not None:
-            self._actions.append(Send(pair.destination.peer, pair.said))
-
-    def _acknowledged(self, now: float, pair: Pair, cue: _Cue) -> None:
-        ack, said = cue.message, pair.said
-        if not isinstance(ack, Ack) or said is None:
-            return
-        if ack.seq == said.seq and ack.kind == type(said).__name__.lower():
-            pair.acknowledged = True
-
-    def _ignore(self, now: float, pair: Pair, cue: _Cue) -> None:
-        if cue.message is not None:
-            self.counters["ignored_" + type(cue.message).__name__.lower()] += 1
-
-    def _answer_unexpected(self, now: float, pair: Pair, cue: _Cue) -> None:
-        self.counters["unexpected_" + type(cue.message).__name__.lower()] += 1
-
-    def _answer_unknown(self, event: PairEvent, now: float, peer: Hashable, message: Message) -> None:
-        """By the table's UNATTACHED row: we know nothing of this push, so nothing of it is out."""
-        if self.table[PairState.UNATTACHED][event].handler != "_answer_gone":
-            self.counters["ignored_" + event.value] += 1
-            return
-        self.counters["unknown_" + event.value] += 1
-        self._actions.append(Send(peer, self._words.gone(message)))
-
     # -- time
 
     def _push_due(self, now: float, push: Push) -> None:
@@ -555,12 +272,12 @@ class Sender:
 
     def _pair_due(self, now: float, pair: Pair) -> None:
         if pair.state is PairState.PUSH and not self._authorised(pair, now):
-            cue = _Cue(code="PD-XFER-001", detail="authority ran out: D did not renew it")
+            cue = Cue(code="PD-XFER-001", detail="authority ran out: D did not renew it")
             self._fire(PairEvent.AUTHORITY_OVER, now, pair, cue)
         elif pair.state is PairState.ASK and now >= pair.ready_by:
-            cue = _Cue(code="PD-XFER-001", detail=f"no READY within {self._timers.ready_timeout_s:g} s")
+            cue = Cue(code="PD-XFER-001", detail=f"no READY within {self._timers.ready_timeout_s:g} s")
             self._fire(PairEvent.READY_TIMEOUT, now, pair, cue)
-        elif pair.state in _OPEN and now >= pair.begin.at:
+        elif pair.state in OPEN and now >= pair.begin.at:
             self._fire(PairEvent.RENEW, now, pair)
         if pair.speaking and pair.speak is not None and now >= pair.speak.at:
             if now >= pair.speak_until:
@@ -568,7 +285,7 @@ class Sender:
                 self.counters["unacknowledged"] += 1
             else:
                 pair.speak.again(now)
-                self._repeat(now, pair, _NOTHING)
+                self._repeat(now, pair, NOTHING)
 
     def _schedule(self, push: Push) -> None:
         """Put every timer of this push on the agendas, or forget the push."""
@@ -584,7 +301,7 @@ class Sender:
         self._wall.set((name, None), last)
         for pair in push.pairs.values():
             times: list[float] = []
-            if pair.state in _OPEN:
+            if pair.state in OPEN:
                 times.append(pair.begin.at)
                 times.append(pair.ready_by if pair.authority is None else pair.authority)
             if pair.speaking and pair.speak is not None:

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Whole clusters on a simulated clock, one per seed, with everything going wrong that can; checks the protocol's promises.
+#   scripts/simulate.sh --seeds N --from S     N consecutive seeds; the exit code says whether a promise was broken
+#   scripts/simulate.sh --seed X --trace       one seed again, event by event
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[[ -x $python ]] || python=python3
+export OMP_NUM_THREADS=1
+PYTHONPATH=$root:$root/tests exec "$python" -m simulation.run "$@"
