@@ -42,13 +42,15 @@ class Caches:
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Raises PD-GEO-003 for a layout that is not understood, or that differs between layers."""
-    layers: dict[str, tuple[tuple[Region, ...], tuple[int, ...], int, str]] = {}
+    layers: dict[str, tuple[tuple[Region, ...], tuple[int, ...], int, str, str]] = {}
     parts_of: dict[str, tuple[torch.Tensor, ...]] = {}
     storages: dict[int, int] = {}
     for name, value in tensors.items():
         parts = [part for tensor in _tensors(value) for part in _unstack(tensor, shape)]
         regions, bases, packings, blocks = [], [], [], set()
         for index, part in enumerate(parts):
+            if part.dim() not in (3, 4):
+                raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
             packing, opaque = device.packing(part, shape.block_size, shape.head_size)
             regions.append(
                 _region(name, f"kv{index}" if len(parts) > 1 else "kv", part, shape, opaque, device.token_major)
@@ -61,24 +63,24 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         if len(blocks) != 1:
             raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")
         parts_of[name] = tuple(parts)
-        layers[name] = (tuple(regions), tuple(bases), blocks.pop(), "/".join(sorted(set(packings))))
+        dtypes = "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in parts))
+        layers[name] = (tuple(regions), tuple(bases), blocks.pop(), "/".join(sorted(set(packings))), dtypes)
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
-    first_name, (regions_0, _, blocks_0, packing_0) = next(iter(layers.items()))
-    for name, (regions_i, _, blocks_i, packing_i) in layers.items():
-        if (regions_i, blocks_i, packing_i) != (regions_0, blocks_0, packing_0):
+    first_name, (regions_0, _, blocks_0, packing_0, dtype_0) = next(iter(layers.items()))
+    for name, (regions_i, _, blocks_i, packing_i, dtype_i) in layers.items():
+        if (regions_i, blocks_i, packing_i, dtype_i) != (regions_0, blocks_0, packing_0, dtype_0):
             raise ConfigError("PD-GEO-003", layer=name, why=f"its layout differs from that of {first_name}")
-    dtype = str(_tensors(next(iter(tensors.values())))[0].dtype).removeprefix("torch.")
     geometry = CacheGeometry(
         block_size=shape.block_size,
         kv_heads=shape.total_heads,
         tp_size=shape.tp_size,
-        dtype=dtype,
+        dtype=dtype_0,
         packing=packing_0,
         regions=regions_0,
         stages=(tuple(layers),),
     )
-    by_layer = tuple(bases for _, bases, _, _ in layers.values())
+    by_layer = tuple(bases for _, bases, *_ in layers.values())
     return Caches(geometry, blocks_0, by_layer, tuple(storages.items()), tuple(parts_of.values()))
 
 

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts read off registered tensors: what vLLM's CPU backend and vllm-ascend register, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runtime_pair import TokenMajorDevice
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_ascend_pd.device.base import Device, current
+from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
+from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.geometry.layout import Region
+
+BLOCKS, BLOCK, HEADS, SIZE = 8, 32, 2, 16
+SHAPE = CacheShape(BLOCK, HEADS, 2 * HEADS, SIZE, tp_size=2)
+LATENT = CacheShape(16, 1, 1, 576, tp_size=4)
+CPU, NPU_LIKE = CpuDevice(), TokenMajorDevice()
+
+
+def refused(tensors: dict[str, Any], shape: CacheShape = SHAPE, device: Device = NPU_LIKE) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        describe(tensors, shape, device)
+    assert caught.value.code == "PD-GEO-003"
+    return caught.value
+
+
+def cell_address(caches: Caches, layer: int, region: int, block: int, head: int, token: int) -> int:
+    r = caches.geometry.regions[region]
+    return caches.bases[layer][region] + block * r.block_stride + head * r.head_stride + token * r.token_stride
+
+
+def test_planes_of_the_cpu_backend_with_all_layers_in_one_storage() -> None:
+    """vLLM 0.32: [block, head, token, 2 * dim], the token axis permuted inside a plane."""
+    storage = torch.empty(3, BLOCKS, HEADS, BLOCK, 2 * SIZE)
+    caches = describe({f"l{i}": storage[i] for i in range(3)}, SHAPE, CPU)
+    plane = BLOCK * 2 * SIZE * 4
+    assert caches.geometry.regions == (Region("kv", HEADS * plane, plane, 0, plane),)
+    assert caches.geometry.opaque and caches.num_blocks == BLOCKS
+    assert caches.geometry.packing == f"cpu-{_get_attn_isa(torch.float32, BLOCK, SIZE)}"
+    assert (caches.geometry.kv_heads, caches.geometry.tp_size, caches.geometry.dtype) == (2 * HEADS, 2, "float32")
+    assert caches.geometry.stages == (("l0", "l1", "l2"),)
+    assert caches.storages == ((storage.data_ptr(), storage.untyped_storage().nbytes()),), "registered once"
+    assert caches.bases == tuple((storage[i].data_ptr(),) for i in range(3))
+
+
+def test_layers_may_lie_block_by_block_in_one_storage() -> None:
+    storage = torch.empty(BLOCKS, 3, HEADS, BLOCK, 2 * SIZE)
+    caches = describe({f"l{i}": storage[:, i] for i in range(3)}, SHAPE, CPU)
+    (region,) = caches.geometry.regions
+    assert region.block_stride == 3 * HEADS * region.cell_bytes and len(caches.storages) == 1
+
+
+def test_one_storage_for_each_layer_is_registered_as_such() -> None:
+    """vLLM 0.23."""
+    tensors = {f"l{i}": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE) for i in range(3)}
+    caches = describe(tensors, SHAPE, CPU)
+    assert sorted(caches.storages) == sorted((t.data_ptr(), t.nbytes) for t in tensors.values())
+
+
+@pytest.mark.parametrize("dims", [(BLOCKS, 1, 16, 576), (BLOCKS, 16, 576)], ids=["four axes", "three axes"])
+def test_latents_keep_their_token_order(dims: tuple[int, ...]) -> None:
+    caches = describe({"l0": torch.empty(*dims)}, LATENT, CPU)
+    assert caches.geometry.regions == (Region("kv", 16 * 576 * 4, 0, 576 * 4, 576 * 4),)
+    assert caches.geometry.packing == "plain" and not caches.geometry.opaque and caches.geometry.kv_heads == 1
+
+
+def test_one_head_of_a_gqa_model_is_still_a_plane_on_cpu() -> None:
+    shape = CacheShape(BLOCK, 1, 1, SIZE, tp_size=2)
+    caches = describe({"l0": torch.empty(BLOCKS, 1, BLOCK, 2 * SIZE)}, shape, CPU)
+    assert caches.geometry.opaque and caches.geometry.regions[0].head_stride == 0
+
+
+def test_tuples_of_token_major_tensors() -> None:
+    """vllm-ascend: (K, V), each [block, token, head, dim]."""
+    pairs = {
+        f"l{i}": tuple(torch.empty(BLOCKS, BLOCK, HEADS, SIZE, dtype=torch.bfloat16) for _ in "kv") for i in range(2)
+    }
+    caches = describe(pairs, SHAPE, NPU_LIKE)
+    cell = SIZE * 2
+    strides = (BLOCK * HEADS * cell, cell, HEADS * cell, cell)
+    assert caches.geometry.regions == (Region("kv0", *strides), Region("kv1", *strides))
+    assert caches.geometry.dtype == "bfloat16" and len(caches.storages) == 4
+    k, v = pairs["l1"]
+    assert caches.bases[1] == (k.data_ptr(), v.data_ptr())
+    assert cell_address(caches, 1, 1, 3, 1, 5) == v[3, 5, 1].data_ptr()
+
+
+def test_latent_and_rope_apart_have_cells_of_their_own() -> None:
+    """vllm-ascend's MLA: ([block, token, 1, 512], [block, token, 1, 64])."""
+    parts = (torch.empty(BLOCKS, 16, 1, 512), torch.empty(BLOCKS, 16, 1, 64))
+    caches = describe({"l0": parts}, LATENT, NPU_LIKE)
+    assert [(r.name, r.cell_bytes, r.token_stride, r.head_stride) for r in caches.geometry.regions] == [
+        ("kv0", 2048, 2048, 0),
+        ("kv1", 256, 256, 0),
+    ]
+
+
+def test_k_and_v_stacked_in_one_tensor() -> None:
+    stacked = torch.empty(2, BLOCKS, BLOCK, HEADS, SIZE)
+    caches = describe({"l0": stacked}, SHAPE, NPU_LIKE)
+    assert [region.name for region in caches.geometry.regions] == ["kv0", "kv1"]
+    assert caches.bases == ((stacked[0].data_ptr(), stacked[1].data_ptr()),)
+    assert caches.storages == ((stacked.data_ptr(), stacked.nbytes),) and caches.num_blocks == BLOCKS
+
+
+def test_parts_that_are_none_are_skipped() -> None:
+    caches = describe({"l0": (torch.empty(BLOCKS, 1, 16, 576), None)}, LATENT, CPU)
+    assert [region.name for region in caches.geometry.regions] == ["kv"]
+
+
+@pytest.mark.parametrize(
+    ("device", "token_axis"), [(CPU, "heads first"), (NPU_LIKE, "tokens first")], ids=str
+)
+def test_as_many_heads_as_tokens_are_read_as_the_device_lays_them(device: Device, token_axis: str) -> None:
+    shape = CacheShape(4, 4, 4, SIZE, 1)
+    tensor = torch.empty(BLOCKS, 4, 4, SIZE)
+    region = describe({"l0": (tensor,)}, shape, device).geometry.regions[0]
+    if token_axis == "heads first":
+        assert region.opaque and region.head_stride == 4 * SIZE * 4
+    else:
+        assert (region.token_stride, region.head_stride) == (4 * SIZE * 4, SIZE * 4)
+
+
+def test_every_cell_is_where_the_region_says() -> None:
+    dice = np.random.default_rng(3)
+    for make in (
+        lambda: torch.empty(BLOCKS, BLOCK, HEADS, SIZE),
+        lambda: torch.empty(BLOCKS, HEADS, BLOCK, SIZE).permute(0, 2, 1, 3),
+        lambda: torch.empty(BLOCKS, BLOCK, HEADS, 3 * SIZE)[..., SIZE : 2 * SIZE],
+        lambda: torch.empty(2 * BLOCKS, BLOCK, HEADS, SIZE)[::2],
+    ):
+        tensor = make()
+        caches = describe({"l0": tensor}, SHAPE, NPU_LIKE)
+        for block, head, token in dice.integers(0, (BLOCKS, HEADS, BLOCK), (50, 3)).tolist():
+            assert cell_address(caches, 0, 0, block, head, token) == tensor[block, token, head].data_ptr()
+
+
+# -- what is not understood
+
+
+GOOD = torch.empty(BLOCKS, BLOCK, HEADS, SIZE)
+STRANGE: list[tuple[str, Any, str]] = [
+    ("no head axis", torch.empty(BLOCKS, BLOCK, HEADS * SIZE), "shape (8, 32, 32)"),
+    ("another block size", torch.empty(BLOCKS, 16, HEADS, SIZE), "block size 32"),
+    ("all heads of the model", torch.empty(BLOCKS, BLOCK, 2 * HEADS, SIZE), "2 KV heads on this rank"),
+    ("blocks before K and V", torch.empty(BLOCKS, 2, BLOCK, HEADS, SIZE), "shape"),
+    ("three stacked", torch.empty(3, BLOCKS, BLOCK, HEADS, SIZE), "shape"),
+    ("flat", torch.empty(1000), "shape (1000,)"),
+    ("two axes", torch.empty(BLOCKS, 1000), "shape (8, 1000)"),
+    ("dim not innermost", torch.empty(BLOCKS, BLOCK, SIZE, HEADS).transpose(2, 3), "not contiguous"),
+    ("different numbers of blocks", (GOOD, torch.empty(BLOCKS + 1, BLOCK, HEADS, SIZE)), "different numbers of blocks"),
+    ("nothing", (), "numbers of blocks"),
+]
+
+
+@pytest.mark.parametrize(("value", "why"), [(v, w) for _, v, w in STRANGE], ids=[name for name, *_ in STRANGE])
+def test_a_layout_that_is_not_understood_is_refused_with_its_shape(value: Any, why: str) -> None:
+    error = refused({"good": GOOD, "strange": value})
+    assert "'strange'" in error.sentence and why in error.sentence
+
+
+OTHERS: list[tuple[str, Any]] = [
+    ("strides", torch.empty(BLOCKS, BLOCK, HEADS, 2 * SIZE)[..., :SIZE]),
+    ("dtype of another size", GOOD.to(torch.bfloat16)),
+    ("dtype of the same size", torch.empty(BLOCKS, BLOCK, HEADS, SIZE, dtype=torch.int32)),
+    ("blocks", torch.empty(BLOCKS + 1, BLOCK, HEADS, SIZE)),
+    ("parts", (GOOD, GOOD)),
+]
+
+
+@pytest.mark.parametrize("value", [v for _, v in OTHERS], ids=[name for name, _ in OTHERS])
+def test_layers_that_differ_are_refused_by_name(value: Any) -> None:
+    error = refused({"first": GOOD, "second": value})
+    assert "'second'" in error.sentence and "first" in error.sentence
+
+
+def test_parts_of_different_dtypes_are_told_to_the_peer() -> None:
+    parts = (GOOD, torch.empty(BLOCKS, BLOCK, HEADS, SIZE, dtype=torch.int8))
+    assert describe({"l0": parts}, SHAPE, NPU_LIKE).geometry.dtype == "float32/int8"
+
+
+def test_an_opaque_plane_must_be_one_piece() -> None:
+    tensor = torch.empty(BLOCKS, HEADS, BLOCK, 4 * SIZE)[..., : 2 * SIZE]
+    assert "opaque" in refused({"l0": tensor}, device=CPU).sentence
+
+
+def test_no_cache_at_all_is_refused() -> None:
+    assert "no KV cache" in refused({}).sentence
+
+
+# -- the device
+
+
+def test_the_cpu_is_done_when_the_call_returns_and_can_be_read() -> None:
+    device = current()
+    assert isinstance(device, CpuDevice) and device.record().done()
+    device.attach_thread()
+    tensor = torch.arange(64, dtype=torch.uint8)
+    assert bytes(device.view(tensor.data_ptr() + 8, 4)) == bytes([8, 9, 10, 11])
