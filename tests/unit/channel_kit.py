@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_ascend_pd.channel.dialer import Dialer
@@ -26,8 +27,9 @@ from vllm_ascend_pd.protocol.messages import Ack, Cancel, Endpoint, Message
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
 FAST = ChannelLimits(
-    greeting_s=0.3, frame_s=0.4, linger_s=0.2, sweep_s=0.02, backoff_first_s=0.01, backoff_max_s=0.05, message_ttl_s=1.0
+    greeting_s=3.0, frame_s=0.5, linger_s=0.5, sweep_s=0.02, backoff_first_s=0.01, backoff_max_s=0.05, message_ttl_s=1.0
 )
+IMPATIENT = replace(FAST, greeting_s=0.3)
 
 
 def message(seq: int = 0, p: str = "p-1", text: str = "") -> Cancel:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from channel_kit import FAST, LOOPBACK, Ear, Mouth, message, until
+from channel_kit import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, message, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,7 +224,7 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets) -> None:
 
 
 async def test_who_greets_too_slowly_is_dropped() -> None:
-    async with Ear() as ear, Raw(ear) as silent, Raw(ear) as slow:
+    async with Ear(limits=IMPATIENT) as ear, Raw(ear) as silent, Raw(ear) as slow:
         for byte in clear_frame(HELLO)[:20]:
             slow.send(bytes([byte]))
             await asyncio.sleep(0.03)
@@ -250,7 +250,7 @@ async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
 
 
 async def test_a_listener_that_does_not_answer_is_unreachable() -> None:
-    async with Mouth() as mouth:
+    async with Mouth(limits=IMPATIENT) as mouth:
         server = await asyncio.start_server(lambda r, w: asyncio.sleep(60), LOOPBACK, 0)
         mouth.say(Endpoint(LOOPBACK, server.sockets[0].getsockname()[1]))
         await until(lambda: mouth.unreachable)
@@ -301,13 +301,13 @@ async def test_a_listener_without_the_secret_is_told_nothing() -> None:
 
 
 async def test_connections_are_bounded_and_the_peers_inside_do_not_notice() -> None:
-    limits = replace(FAST, max_connections=60, max_unproven=40, greeting_s=1.0)
+    limits = replace(FAST, max_connections=60, max_unproven=40, greeting_s=60.0)
     async with Ear(limits=limits) as ear, Mouth() as mouth:
         mouth.say(ear.endpoint, 1)
         await until(lambda: mouth.answers)
         before = len(list(Path("/proc/self/fd").iterdir()))
         flood = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(1000)]
-        await until(lambda: ear.listener.stats().get("refused_full", 0) >= 960)
+        await until(lambda: ear.listener.stats().get("refused_full", 0) >= 960, 20)
         assert ear.listener.stats()["connections"] <= 41
         assert len(list(Path("/proc/self/fd").iterdir())) - before <= 1000 + 45
         mouth.say(ear.endpoint, 2)
