@@ -22,6 +22,7 @@ def geometry(
     held = max(len(range_of(heads, tp, rank)) for rank in range(tp))
     regions = []
     for index, cell in enumerate(cells):
+        pad += index * bool(pad)  # so that regions of equal cells differ too
         if kind == "token":
             token, head = held * cell + pad, cell
             regions.append(Region(f"r{index}", block * token + pad, head, token, cell))

@@ -207,6 +207,10 @@ def test_a_slot_is_written_in_long_spans() -> None:
     assert (slot.instance, slot.d_rank) == (0, 0)
     assert [spans.size.tolist() for spans in slot.writes[0]] == [[8 * 4 * 2] * 4] * 2
     assert len(slot.received) == 3 * 2  # one box for each other rank and region
+    jobs = [Job(d, 0, 0, 128, table, table, instance) for instance in (0, 0, 1, 0)]
+    first, second = RegroupPlanner(p, 1).plan([*jobs[:2], jobs[0]]).slots, RegroupPlanner(p, 2).plan(jobs).slots
+    assert [len(slot.received) for slot in first] == [6]  # jobs that follow each other share the boxes
+    assert [(slot.instance, len(slot.received)) for slot in second] == [(1, 6)]
 
 
 def test_instances_have_slots_of_their_own() -> None:
@@ -217,6 +221,12 @@ def test_instances_have_slots_of_their_own() -> None:
         (slot.instance, slot.d_rank) for rank in range(4) for slot in RegroupPlanner(p, rank).plan(jobs).slots
     )
     assert set(found) == {(3, 0), (3, 1), (1, 0), (1, 1)}
+
+
+@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
+def test_jobs_of_two_instances_may_alternate(kind: str) -> None:
+    p, d = geometry(kind, heads=4, tp=2, block=8), geometry(kind, heads=4, tp=1, block=8)
+    run(Cluster(p, [d, d], [(0, 0, 5), (1, 0, 4), (0, 0, 7), (1, 8, 40), (0, 0, 9)], seed=2), [])
 
 
 def test_the_columns_are_those_of_the_ops() -> None:

@@ -77,17 +77,15 @@ def token_outer(region: Region, d_heads: int) -> bool:
 def starts(d: CacheGeometry, segments: Segments, width: int, group: Ints, bases: Ints) -> tuple[list[Ints], Ints]:
     """By region, where each segment's first image begins, and where each group ends.
 
-    Group g begins at `bases[g]` and holds, region by region, its segments in their order.
+    Groups follow one another in `segments`. Group g begins at `bases[g]` and holds, region by region, its segments.
     """
-    order = np.argsort(group, kind="stable")
     found = []
     running = bases.copy()
     for region in d.regions:
         size = segments.measure(region, d.block_size) * (width * region.cell_bytes)
         totals = np.zeros(len(bases), dtype=np.int64)
         np.add.at(totals, group, size)
-        begin = np.empty_like(size)
-        begin[order] = np.cumsum(size[order]) - size[order]
+        begin = np.cumsum(size) - size
         begin += (running - (np.cumsum(totals) - totals))[group]
         found.append(begin)
         running = running + totals
