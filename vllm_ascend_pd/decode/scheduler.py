@@ -147,8 +147,8 @@ class DecodeScheduler:
             if self._recomputes:
                 self.tally.count("num_recomputed_reqs", code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
-        if self._online is not None:
-            self._online.client.forget(transfer)
+        if code is not None and self._online is not None:
+            self._online.client.forget(transfer)  # a call whose load is complete ends by itself: P is finishing
         return True
 
     def finished(self, request_id: str) -> None:
