@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd plan`: who sends what to whom for two tensor-parallel sizes, before anything is started.
+
+Runs the production planners on one prompt and prints the mode and why, descriptors and bytes per link, the staging
+memory, and a rough time for a given link. `--svg FILE` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.plan import Job, StepPlanner
+from vllm_ascend_pd.geometry.regroup import RegroupPlanner
+from vllm_ascend_pd.geometry.shard import contributors
+
+ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
+LAYOUTS = ("token-major", "head-major", "mla")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The model and the prompt."""
+
+    kv_heads: int
+    head_dim: int
+    layers: int
+    block_size: int
+    item: int
+    layout: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one P rank writes to one D rank for the whole prompt and all layers."""
+
+    p_rank: int
+    d_rank: int
+    descriptors: int
+    nbytes: int
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan", help="who sends what to whom between two engines", description=__doc__.split("\n\n", 1)[0]
+    )
+    parser.add_argument("--p-tp", type=int, required=True, help="tensor-parallel size of prefill")
+    parser.add_argument("--d-tp", type=int, required=True, help="tensor-parallel size of decode")
+    parser.add_argument("--model", metavar="DIR", help="take heads, dimension and layers from DIR/config.json")
+    parser.add_argument("--kv-heads", type=int, help="KV heads of the whole model")
+    parser.add_argument("--head-dim", type=int, help="elements of one head")
+    parser.add_argument("--layers", type=int, help="attention layers")
+    parser.add_argument("--block-size", type=int, default=128, help="tokens per block (default: %(default)s)")
+    parser.add_argument("--dtype", choices=tuple(ITEM), default="bf16", help="of the cache (default: %(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="token-major", help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="prompt length (default: %(default)s)")
+    parser.add_argument("--regroup", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument("--link-gbps", type=float, default=25.0, help="GB/s of one rank's link (default: %(default)s)")
+    parser.add_argument(
+        "--descriptor-us", type=float, default=4.0, help="cost of one descriptor (default: %(default)s)"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="draw who sends what to whom")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    shape = _shape(args)
+    p, d = _geometry(shape, args.p_tp), _geometry(shape, args.d_tp)
+    decision = decide(p, d, args.regroup, MIN_SPAN)
+    links = _links(p, d, shape, decision)
+    seconds = _seconds(links, args.link_gbps, args.descriptor_us)
+    if args.json:
+        rows = [{"p": x.p_rank, "d": x.d_rank, "descriptors": x.descriptors, "bytes": x.nbytes} for x in links]
+        print(json.dumps({"mode": decision.mode, "why": decision.why, "links": rows, "busiest_rank_s": seconds}))
+    else:
+        print("\n".join(_table(p, d, shape, decision, links, seconds)))
+    if args.svg:
+        Path(args.svg).write_text(_svg(p, d, links, decision))
+    return 0
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
+    if args.model:
+        config = json.loads((Path(args.model) / "config.json").read_text())
+        attention = config["num_attention_heads"]
+        heads = heads or config.get("num_key_value_heads", attention)
+        dim = dim or config.get("head_dim") or config["hidden_size"] // attention
+        layers = layers or config["num_hidden_layers"]
+        if config.get("kv_lora_rank"):
+            layout, dim = "mla", config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
+        if not value and not (layout == "mla" and name == "--kv-heads"):
+            raise ConfigError("PD-CONF-003", key=name, value=value, why="it is needed", remedy="Give it, or --model.")
+    for name in ("p_tp", "d_tp", "block_size", "tokens"):
+        if getattr(args, name) < 1:
+            why, remedy = "it must be at least 1", "Give a positive number."
+            raise ConfigError("PD-CONF-003", key=f"--{name}", value=getattr(args, name), why=why, remedy=remedy)
+    return Shape(1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype], layout, args.tokens)
+
+
+def _geometry(shape: Shape, tp: int) -> CacheGeometry:
+    heads = max(1, shape.kv_heads // tp)
+    cell, size = shape.head_dim * shape.item, shape.block_size
+    block = heads * size * cell
+    token_major = shape.layout == "token-major"
+    head_stride = 0 if heads == 1 else cell if token_major else size * cell
+    token_stride = heads * cell if token_major else cell
+    names = ("kv",) if shape.layout == "mla" else ("k", "v")
+    return CacheGeometry(
+        block_size=size,
+        kv_heads=shape.kv_heads,
+        tp_size=tp,
+        dtype=f"{shape.item}-byte",
+        packing="plain",
+        regions=tuple(Region(name, block, head_stride, token_stride, cell) for name in names),
+        stages=(tuple(f"layers.{index}" for index in range(shape.layers)),),
+    )
+
+
+def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision) -> list[Link]:
+    """Every link, all layers; block ids are not neighbours on either side, as in an engine that has run for a while."""
+    blocks = -(-shape.tokens // shape.block_size)
+    table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
+    job = Job(d, 0, 0, shape.tokens, table, table[::-1].copy())
+    links = []
+    for rank in range(p.tp_size):
+        if decision.regroup:
+            slots = RegroupPlanner(p, rank).plan([job]).slots
+            spans = {slot.d_rank: slot.writes.get(0, ()) for slot in slots}
+        else:
+            spans = dict(StepPlanner(p, rank).plan([job])[0].by_rank)
+        for d_rank, regions in sorted(spans.items()):
+            count, size = sum(len(s) for s in regions), sum(s.nbytes for s in regions)
+            links.append(Link(rank, d_rank, count * shape.layers, size * shape.layers))
+    return links
+
+
+def _seconds(links: Iterable[Link], gbps: float, descriptor_us: float) -> float:
+    by_rank: dict[int, float] = {}
+    for link in links:
+        cost = max(link.nbytes / (gbps * 1e9), link.descriptors * descriptor_us * 1e-6)
+        by_rank[link.p_rank] = by_rank.get(link.p_rank, 0.0) + cost
+    return max(by_rank.values(), default=0.0)
+
+
+def _table(
+    p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision, links: list[Link], seconds: float
+) -> list[str]:
+    lines = [
+        f"prefill TP {p.tp_size} → decode TP {d.tp_size}, {shape.kv_heads} KV heads × {shape.head_dim}, "
+        f"{shape.layers} layers, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",
+        f"mode: {decision.mode} ({decision.why}; spans {decision.direct_span} B direct, "
+        f"{decision.regroup_span} B regrouped)",
+        "",
+        f"{'link':<12}{'descriptors':>12}{'MiB':>10}{'bytes each':>12}",
+    ]
+    for x in links:
+        each = x.nbytes // max(1, x.descriptors)
+        lines.append(f"{f'P{x.p_rank} → D{x.d_rank}':<12}{x.descriptors:>12}{x.nbytes / 2**20:>10.2f}{each:>12}")
+    for rank in range(d.tp_size):
+        names = ", ".join(f"P{source}" for source in contributors(p, d, rank))
+        lines.append(f"D{rank} is complete when it has heard from {names}")
+    lines.append(f"busiest prefill rank: about {seconds * 1e3:.2f} ms on the wire, most of it behind the computation")
+    return lines
+
+
+def _svg(p: CacheGeometry, d: CacheGeometry, links: list[Link], decision: Decision) -> str:
+    """Two columns of ranks; a line's width grows with its bytes."""
+    width, step = 640, 56
+    height = step * (max(p.tp_size, d.tp_size) + 1)
+    most = max((link.nbytes for link in links), default=1)
+
+    def place(rank: int, size: int) -> float:
+        return height / 2 + (rank - (size - 1) / 2) * step
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="13"><title>{escape(decision.mode)}: {escape(decision.why)}</title>'
+    ]
+    for x in links:
+        a, b = place(x.p_rank, p.tp_size), place(x.d_rank, d.tp_size)
+        stroke = 1 + 7 * x.nbytes / most
+        parts.append(
+            f'<line x1="130" y1="{a}" x2="{width - 130}" y2="{b}" stroke="#3b6ea5" stroke-opacity="0.55" '
+            f'stroke-width="{stroke:.1f}"><title>P{x.p_rank} → D{x.d_rank}: {x.descriptors} descriptors, '
+            f"{x.nbytes / 2**20:.2f} MiB</title></line>"
+        )
+    for side, size, x0, tp in (("P", p.tp_size, 30, p), ("D", d.tp_size, width - 130, d)):
+        for rank in range(size):
+            y, held = place(rank, size), tp.head_range(rank)
+            parts.append(
+                f'<rect x="{x0}" y="{y - 18}" width="100" height="36" rx="6" fill="#eef3f8" stroke="#3b6ea5"/>'
+                f'<text x="{x0 + 50}" y="{y - 2}" text-anchor="middle">{side}{rank}</text>'
+                f'<text x="{x0 + 50}" y="{y + 13}" text-anchor="middle" fill="#555" font-size="10">'
+                f"heads {held.start}–{held.stop - 1}</text>"
+            )
+    return "\n".join([*parts, "</svg>\n"])
