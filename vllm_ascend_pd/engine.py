@@ -72,7 +72,8 @@ class Engine:
         """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""
         from vllm_ascend_pd.transport.create import create
 
-        return create(self.config.wire, self.host, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
+        host = self.config.channel.advertise_host or self.host  # peers must reach the engine under its session's name
+        return create(self.config.wire, host, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
 
 
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:
