@@ -103,6 +103,7 @@ CATALOGUE: dict[str, Entry] = {
         "Region {region!r} (strides {strides}, cell {cell} bytes) is not a whole number of the cache's {item}-byte elements.",
         "This is a bug: report it with the attention backend and the cache dtype.",
     ),
+    "PD-OPS-004": Entry("A table of work was made for {expected}, but is used with {actual}.", "This is a bug: report it with the engine's log."),
     # -- transfers
     "PD-XFER-001": Entry("The transfer missed its deadline ({stage}).", "See the timeline of the request; raise the timer named there if the work is merely slow."),
     "PD-XFER-002": Entry("The transfer was cancelled ({why}).", "Nothing to do."),

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "../rows.h"
@@ -11,16 +10,8 @@
 
 namespace vapd {
 
-inline void check_regions(const char* op, int64_t regions) {
-  if (regions < 1 || regions > kNpuRegions) {
-    throw RowError(std::string(op) + ": " + std::to_string(regions) + " caches, but there must be 1 to " +
-                   std::to_string(kNpuRegions));
-  }
-}
-
 inline Tiling tile_gather(const std::vector<CacheView>& caches, const CacheRow* rows, int64_t count, int64_t out_bytes,
                           int64_t cores) {
-  check_regions("gather", static_cast<int64_t>(caches.size()));
   std::vector<PlacedBox> boxes;
   boxes.reserve(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -32,7 +23,6 @@ inline Tiling tile_gather(const std::vector<CacheView>& caches, const CacheRow* 
 
 inline Tiling tile_scatter(const std::vector<CacheView>& caches, const CacheRow* rows, int64_t count,
                            int64_t buffer_bytes, int64_t cores) {
-  check_regions("scatter", static_cast<int64_t>(caches.size()));
   std::vector<PlacedBox> boxes;
   boxes.reserve(count);
   for (int64_t i = 0; i < count; ++i) {

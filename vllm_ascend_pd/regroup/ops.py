@@ -7,17 +7,27 @@ write into what they are given and allocate nothing; docs/ops.md has the columns
     gather    paged caches -> send buffer       rows of CACHE_ROW
     assemble  receive buffer -> staging         rows of BUFFER_ROW
     scatter   buffer -> paged caches            rows of CACHE_ROW, for tests
+
+`Gather` and `Assemble` hold a table made ready for its device: on the CPU the rows themselves, on the NPU the launch
+program that the host has tiled from them. A layer's call then only enqueues.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import Region
+
+Rows = npt.NDArray[np.int64]
+View = tuple[int, ...]
 
 CACHE_ROW = ("region", "block", "head", "token", "heads", "tokens", "offset", "head_stride", "token_stride")
 BUFFER_ROW = (
@@ -34,7 +44,12 @@ BUFFER_ROW = (
 NAMES = ("gather", "assemble", "scatter")
 NAMESPACE = "vllm_ascend_pd"
 
-_EXTENSION = Path(__file__).resolve().parent.parent / "_C.abi3.so"
+PROGRAM_WORDS = 12
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_EXTENSION = _PACKAGE / "_C.abi3.so"
+# The NPU's part is a library of its own: it needs torch_npu and CANN. The variable is for tests of other builds.
+_NPU_LIBRARY = Path(os.environ.get("VLLM_ASCEND_PD_NPU_LIBRARY", _PACKAGE / "_C_npu.so"))
 
 
 def _load(library: Path) -> None:
@@ -55,29 +70,38 @@ def require_kernel(name: str, device_type: str) -> None:
         raise PdError("PD-OPS-002", name=name, device=device_type)
 
 
+def enable_npu() -> None:
+    """Loads the NPU kernels. torch_npu must have been imported; raises unless every op is registered then."""
+    _load(_NPU_LIBRARY)
+    for name in NAMES:
+        require_kernel(name, "npu")
+
+
 _load(_EXTENSION)
 for _name in NAMES:
     require_kernel(_name, "cpu")
+if "torch_npu" in sys.modules and _NPU_LIBRARY.is_file():
+    enable_npu()
 
 
 def gather(caches: Sequence[torch.Tensor], rows: torch.Tensor, out: torch.Tensor) -> None:
     """Cells of `caches` (each [block, head, token, cell]) -> the bytes of `out`. Unnamed bytes stay as they are."""
     if out.device.type != "cpu":
-        require_kernel("gather", out.device.type)
+        require_kernel("gather", out.device.type)  # torch_npu would run the CPU's on copies, and say nothing
     torch.ops.vllm_ascend_pd.gather(caches, rows, out)
 
 
 def assemble(received: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Bytes of `received` -> bytes of `out`."""
     if out.device.type != "cpu":
-        require_kernel("assemble", out.device.type)
+        require_kernel("assemble", out.device.type)  # torch_npu would run the CPU's on copies, and say nothing
     torch.ops.vllm_ascend_pd.assemble(received, rows, out)
 
 
 def scatter(buffer: torch.Tensor, rows: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
     """The inverse of `gather`: bytes of `buffer` -> cells of `caches`."""
     if buffer.device.type != "cpu":
-        require_kernel("scatter", buffer.device.type)
+        require_kernel("scatter", buffer.device.type)  # torch_npu would run the CPU's on copies, and say nothing
     torch.ops.vllm_ascend_pd.scatter(buffer, rows, caches)
 
 
@@ -94,13 +118,85 @@ def cell_view(cache: torch.Tensor, region: Region, heads: int, tokens: int) -> t
     return cache.as_strided(size, (*(stride // item for stride in strides), 1), cache.storage_offset())
 
 
+# ---- tables made ready for a device
+
+
+def _view(cache: torch.Tensor) -> View:
+    """The seven numbers of csrc/rows.h's CacheView."""
+    if cache.dim() != 4:
+        raise PdError("PD-OPS-004", expected="a cache [block, head, token, cell]", actual=f"shape {list(cache.shape)}")
+    item = cache.element_size()
+    blocks, heads, tokens, cell = cache.shape
+    return (blocks, heads, tokens, cell * item, *(stride * item for stride in cache.stride()[:3]))
+
+
+def _same(expected: object, actual: object) -> None:
+    if expected != actual:
+        raise PdError("PD-OPS-004", expected=expected, actual=actual)
+
+
+class _Table:
+    """`table` is what the op is given as rows; on the NPU nothing checks it there, so the shapes are compared here."""
+
+    def __init__(self, name: str, rows: Rows, device: torch.device) -> None:
+        self.device = device
+        self.table = torch.from_numpy(np.ascontiguousarray(rows))
+        if device.type != "cpu":
+            require_kernel(name, device.type)
+
+    def _to_device(self, name: str, *arguments: object) -> None:
+        """Tiles the rows into a launch program. The CPU takes rows as they are, and checks them at every call."""
+        if self.device.type == "cpu":
+            return
+        tile = getattr(torch.ops.vllm_ascend_pd, f"tile_{name}")
+        cores = torch.ops.vllm_ascend_pd.vector_cores()
+        program = torch.empty((64 + 4 * len(self.table), PROGRAM_WORDS), dtype=torch.int64)
+        needed = tile(*arguments, cores, program)
+        if needed > len(program):
+            program = torch.empty((needed, PROGRAM_WORDS), dtype=torch.int64)
+            tile(*arguments, cores, program)
+        self.table = program[:needed].to(self.device)
+
+
+class Gather(_Table):
+    """A gather that is run for layer after layer: all caches laid out as `caches`, all buffers as long as `out`."""
+
+    def __init__(self, rows: Rows, caches: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        super().__init__("gather", rows, out.device)
+        self._views = [_view(cache) for cache in caches]
+        self._bytes = out.nbytes
+        self._to_device("gather", [word for view in self._views for word in view], self.table, self._bytes)
+
+    def __call__(self, caches: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """On the NPU: enqueued on the current stream; keep this object until the stream has passed it."""
+        if self.device.type != "cpu":
+            _same(self._views, [_view(cache) for cache in caches])
+            _same((self.device, self._bytes), (out.device, out.nbytes))
+        gather(caches, self.table, out)
+
+
+class Assemble(_Table):
+    """An assemble that is run for layer after layer, between buffers as long as `received` and `out`."""
+
+    def __init__(self, rows: Rows, received: torch.Tensor, out: torch.Tensor) -> None:
+        super().__init__("assemble", rows, out.device)
+        self._bytes = (received.nbytes, out.nbytes)
+        self._to_device("assemble", self.table, *self._bytes)
+
+    def __call__(self, received: torch.Tensor, out: torch.Tensor) -> None:
+        """On the NPU: enqueued on the current stream; keep this object until the stream has passed it."""
+        if self.device.type != "cpu":
+            _same((self.device, self._bytes), (out.device, (received.nbytes, out.nbytes)))
+        assemble(received, self.table, out)
+
+
 # ---- fake kernels: shapes only, so that the ops can be traced and compiled
 
 
 def _fake_rows(op: str, rows: torch.Tensor) -> None:
     if rows.dtype != torch.int64:
         raise RuntimeError(f"{op}: rows must be int64, not {rows.dtype}")
-    if rows.dim() == 2 and rows.shape[1] != len(CACHE_ROW):
+    if rows.dim() != 2 or rows.shape[1] not in (len(CACHE_ROW), PROGRAM_WORDS):
         raise RuntimeError(f"{op}: rows has shape {list(rows.shape)}, but it must be [n, {len(CACHE_ROW)}]")
 
 

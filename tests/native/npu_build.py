@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the NPU binding against the real torch_npu wheel, and the libraries that stand in for CANN beneath it.
+
+    libascendcl, libhccl      functional stand-ins: host memory, threads as streams, shared memory between processes
+    libge_runner, …           empty but for the loader
+    libvapd_kernels           aclrtlaunch_vapd_*, the kernels' source on the emulated cores
+    _C_npu.so                 csrc/npu/binding.cpp, as on a machine with CANN
+
+Symbols that torch_npu wants and nobody provides become functions that stop the process and say their name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CACHE = ROOT / ".cache" / "npu-native"
+EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
+OURS = ("acl", "Hccl", "Msprof", "rt")
+COVERAGE = ("-O1", "-g", "--coverage")
+
+
+def interpreter() -> Path | None:
+    """The Python of the environment with torch_npu, made if it is missing; None where another torch is installed."""
+    done = subprocess.run([str(HERE / "npu_env.sh")], capture_output=True, text=True, check=False, timeout=900)
+    if done.returncode == 3:
+        return None
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return Path(done.stdout.strip())
+
+
+def _packages(python: Path) -> dict[str, Path]:
+    names = ("torch", "torch_npu")
+    script = f"import importlib.util as u, json; print(json.dumps([u.find_spec(n).origin for n in {names}]))"
+    done = subprocess.run([str(python), "-c", script], capture_output=True, text=True, check=True)
+    return {name: Path(origin).parent for name, origin in zip(names, json.loads(done.stdout), strict=True)}
+
+
+def _symbols(library: Path, kind: str) -> set[str]:
+    done = subprocess.run(["nm", "-D", kind, str(library)], capture_output=True, text=True, check=True)
+    return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.split()}
+
+
+def _missing(torch_npu: Path, provided: Iterable[Path]) -> list[str]:
+    wanted = set()
+    for library in (
+        *torch_npu.glob("_C.*.so"),
+        *(torch_npu / "lib" / f"lib{n}.so" for n in ("torch_npu", "tensorpipe")),
+    ):
+        wanted |= _symbols(library, "--undefined-only")
+    wanted = {name for name in wanted if name.startswith(OURS)}
+    for library in provided:
+        wanted -= _symbols(library, "--defined-only")
+    return sorted(wanted)
+
+
+def _stubs(names: Sequence[str]) -> str:
+    lines = [
+        "#include <stdio.h>",
+        "#include <stdlib.h>",
+        'static void stop(const char* name) { fprintf(stderr, "no stand-in for %s\\n", name); _Exit(72); }',
+    ]
+    lines += [f'void {name}(void) {{ stop("{name}"); }}' for name in names]
+    return "\n".join(lines) + "\n"
+
+
+class Build:
+    """One set of libraries in a folder that is named by what they are made of."""
+
+    def __init__(self, python: Path, *, coverage: bool = False) -> None:
+        self.python = python
+        self._packages = _packages(python)
+        self._extra = COVERAGE if coverage else ("-O2",)
+        self.folder = CACHE / self._fingerprint()
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(" ".join((*self._extra, str(self.python))).encode())
+        versions = [(self._packages[name] / "version.py").read_bytes() for name in ("torch", "torch_npu")]
+        sources = [
+            p for folder in (HERE, ROOT / "csrc") for p in sorted(folder.rglob("*")) if p.suffix in (".h", ".cpp")
+        ]
+        for part in (*versions, *(path.read_bytes() for path in sources), Path(__file__).read_bytes()):
+            digest.update(part)
+        return digest.hexdigest()[:16]
+
+    @property
+    def binding(self) -> Path:
+        return self.folder / "_C_npu.so"
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to import torch_npu over the stand-ins."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
+        env["LD_LIBRARY_PATH"] = f"{self.folder}:{env.get('LD_LIBRARY_PATH', '')}"
+        env["PYTHONPATH"] = f"{ROOT}:{HERE}"
+        env["VLLM_ASCEND_PD_NPU_LIBRARY"] = str(self.binding)
+        env["OMP_NUM_THREADS"] = "1"
+        return env
+
+    def ensure(self) -> Build:
+        if not (self.folder / "done").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._compile()
+            (self.folder / "done").touch()
+        return self
+
+    def _run(self, output: str, *arguments: str | Path) -> None:
+        compiler = os.environ.get("CXX", "g++")
+        soname = f"-Wl,-soname,{output}"
+        command = [compiler, "-shared", "-fPIC", soname, "-o", self.folder / output, *arguments]
+        subprocess.run(list(map(str, command)), check=True, timeout=400)
+
+    def _compile(self) -> None:
+        torch, torch_npu = self._packages["torch"], self._packages["torch_npu"]
+        include = torch_npu / "include"
+        system = [include, include / "third_party/acl/inc", include / "third_party/hccl/inc"]
+        headers = [flag for folder in system for flag in ("-isystem", folder)]
+        strict = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/csrc", f"-I{HERE}/emulation", *headers]
+        here = [f"-L{self.folder}", f"-Wl,-rpath,{self.folder}"]
+        stand_ins = HERE / "stand_ins"
+        self._run("libascendcl.so", "-O1", *strict, stand_ins / "ascendcl.cpp", "-pthread")
+        self._run("libhccl.so", "-O1", *strict, stand_ins / "hccl.cpp", *here, "-lascendcl", "-lrt")
+        stubs = self.folder / "stubs.c"
+        stubs.write_text(_stubs(_missing(torch_npu, [self.folder / "libascendcl.so", self.folder / "libhccl.so"])))
+        for name in EMPTY:
+            extra = ["-x", "c", stubs] if name == EMPTY[0] else ["-x", "c", "/dev/null"]
+            # torch_npu looks some functions up by library: let each of them find all.
+            self._run(f"lib{name}.so", *extra, "-Wl,--no-as-needed", *here, "-lascendcl")
+        self._run("libvapd_kernels.so", *self._extra, *strict, stand_ins / "launch.cpp", *here, "-lascendcl")
+        torch_headers = [torch / "include", torch / "include/torch/csrc/api/include"]
+        self._run(
+            "_C_npu.so",
+            *self._extra,
+            *strict,
+            *[flag for folder in torch_headers for flag in ("-isystem", folder)],
+            ROOT / "csrc/npu/binding.cpp",
+            *here,
+            "-lvapd_kernels",
+            "-lascendcl",
+            f"-L{torch}/lib",
+            "-ltorch_cpu",
+            "-lc10",
+            f"-L{torch_npu}/lib",
+            "-ltorch_npu",
+        )
+
+
+if __name__ == "__main__":
+    found = interpreter()
+    if found is None:
+        sys.exit("another torch is installed than torch_npu belongs to")
+    print(Build(found).ensure().folder)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in the environment with torch_npu, over the stand-ins: each function is a scenario, named on the command line.
+
+The NPU's result is always compared with the CPU ops' on the same bytes. Started by test_npu_binding.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch_npu  # noqa: F401 (registers the device)
+from geometry_reference import Cache, Cluster
+from native_cases import CELLS, pair, plans_of
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.regroup import ops
+
+FILL = 0xA5
+
+
+def to_npu(tensor: torch.Tensor) -> torch.Tensor:
+    on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device="npu")
+    on_device.copy_(tensor)
+    return on_device
+
+
+def filled(size: int, device: str) -> torch.Tensor:
+    host = torch.full((size,), FILL, dtype=torch.uint8)
+    return host if device == "cpu" else to_npu(host)
+
+
+def views(cache: Cache, device: str) -> list[torch.Tensor]:
+    facts = cache.geometry
+    found = []
+    for region, memory in zip(facts.regions, cache.memory, strict=True):
+        blocks = torch.from_numpy(memory).view(cache.blocks, region.block_stride)
+        blocks = to_npu(blocks) if device == "npu" else blocks
+        found.append(ops.cell_view(blocks, region, len(cache.heads), 1 if region.opaque else facts.block_size))
+    return found
+
+
+def expect(what: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+    host = got.cpu()
+    if not torch.equal(host, wanted):
+        differing = int((host != wanted).sum())
+        raise SystemExit(f"{what}: {differing} of {wanted.numel()} bytes differ")
+
+
+def refuses(words: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except (RuntimeError, PdError) as error:
+        if words not in str(error):
+            raise SystemExit(f"refused with {error!s}, not with {words!r}") from error
+        return
+    raise SystemExit(f"not refused: {words!r}")
+
+
+# ---- scenarios
+
+
+def equal_to_cpu() -> None:
+    """Every layout, rows from the host and programs on the device, gather, scatter and assemble."""
+    for kind in ("token", "head", "opaque"):
+        for cells in CELLS:
+            cluster = pair(kind, 8, 4, 2, CELLS[cells], tokens=150)
+            plan, cache = plans_of(cluster)[1], cluster.ranks[1]
+            host, device = views(cache, "cpu"), views(cache, "npu")
+            rows, size = torch.from_numpy(plan.send), sum(plan.send_splits)
+            wanted = filled(size, "cpu")
+            ops.gather(host, rows, wanted)
+            from_rows, from_program = filled(size, "npu"), filled(size, "npu")
+            ops.gather(device, rows, from_rows)
+            ops.Gather(plan.send, device, from_program)(device, from_program)
+            expect(f"{kind} {cells} gather of rows", from_rows, wanted)
+            expect(f"{kind} {cells} gather by program", from_program, wanted)
+            back = [torch.zeros_like(memory) for memory in map(torch.from_numpy, cache.memory)]
+            scatter_both(cache, rows, wanted, back)
+            received = torch.randint(0, 256, (sum(plan.receive_splits),), dtype=torch.uint8)
+            for slot in plan.slots:
+                assemble_both(slot.received, received, slot.nbytes)
+    print("ok")
+
+
+def scatter_both(cache: Cache, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
+    facts = cache.geometry
+    on_host = [zero.clone() for zero in zeros]
+    on_device = [to_npu(zero) for zero in zeros]
+
+    def cells(memories: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            ops.cell_view(
+                m.view(cache.blocks, r.block_stride), r, len(cache.heads), 1 if r.opaque else facts.block_size
+            )
+            for m, r in zip(memories, facts.regions, strict=True)
+        ]
+
+    ops.scatter(buffer, rows, cells(on_host))
+    ops.scatter(to_npu(buffer), rows, cells(on_device))
+    for host, device in zip(on_host, on_device, strict=True):
+        expect("scatter", device, host)
+
+
+def assemble_both(rows: np.ndarray, received: torch.Tensor, size: int) -> None:
+    wanted, table = filled(size, "cpu"), torch.from_numpy(rows)
+    ops.assemble(received, table, wanted)
+    source, first, second = to_npu(received), filled(size, "npu"), filled(size, "npu")
+    ops.assemble(source, table, first)
+    ops.Assemble(rows, source, second)(source, second)
+    expect("assemble of rows", first, wanted)
+    expect("assemble by program", second, wanted)
+
+
+def dtypes() -> None:
+    """Elements are bytes to the ops: any dtype goes, also those that no NPU op knows."""
+    raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
+    rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
+    wanted = filled(4096, "cpu")
+    ops.gather([raw], torch.from_numpy(rows), wanted)
+    on_device = to_npu(raw)
+    for dtype in (torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float32):
+        out = filled(4096, "npu")
+        ops.gather([on_device.view(dtype)], torch.from_numpy(rows), out)
+        expect(str(dtype), out, wanted)
+    print("ok")
+
+
+def refusals() -> None:
+    cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
+    good = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
+    bad = good.clone()
+    bad[0, 1] = 3
+    refuses("gather: rows[0]: block = 3, but it must be in [0, 3)", lambda: ops.gather([cache], bad, out))
+    refuses("scatter: rows[0]: block = 3", lambda: ops.scatter(out, bad, [cache]))
+    refuses("assemble: rows[0]: cell = 0", lambda: ops.assemble(out, torch.zeros((1, 9), dtype=torch.int64), out))
+    refuses("a cache is not on the NPU", lambda: ops.gather([cache.cpu()], good, out))
+    refuses("out must be contiguous", lambda: ops.gather([cache], good, out[::2]))
+    refuses("caches[0] has 2 dimensions", lambda: ops.gather([cache[0, 0]], good, out))
+    refuses("rows must be int64", lambda: ops.gather([cache], good.int(), out))
+    refuses("rows has shape [1, 8]", lambda: ops.gather([cache], good[:, :8].contiguous(), out))
+    refuses("rows has shape [1, 9], but it must be [n, 12]", lambda: ops.gather([cache], to_npu(good), out))
+    refuses("9 caches, but there must be 1 to 8", lambda: ops.gather([cache] * 9, good, out))
+    refuses("a cache is on npu:1, not on npu:0", lambda: ops.gather([on_second_device(cache)], good, out))
+    work = ops.Gather(good.numpy(), [cache], out)
+    refuses("PD-OPS-004", lambda: work([cache[:2]], out))
+    refuses("PD-OPS-004", lambda: work([cache], out[:128]))
+    moving = ops.Assemble(np.array([[8, 1, 1, 0, 0, 0, 0, 0, 0]]), out, out)
+    refuses("PD-OPS-004", lambda: moving(out, out[:128]))
+    refuses("block = 3", lambda: ops.Gather(bad.numpy(), [cache], out))
+    print("ok")
+
+
+def on_second_device(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="npu:1")
+
+
+def no_silent_fallback() -> None:
+    """Started without the NPU library: torch_npu would run the CPU's kernel on copies; the package refuses."""
+    cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
+    rows = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
+    refuses("PD-OPS-002", lambda: ops.gather([cache], rows, out))
+    refuses("PD-OPS-002", lambda: ops.assemble(out, rows, out))
+    refuses("PD-OPS-002", lambda: ops.scatter(out, rows, [cache]))
+    refuses("PD-OPS-002", lambda: ops.Gather(rows.numpy(), [cache], out))
+    refuses("PD-OPS-001", ops.enable_npu)
+    print("ok")
+
+
+def streams() -> None:
+    """The stand-in's streams are real: work of another stream is seen after a wait for it, and not before."""
+    raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
+    rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
+    wanted = filled(4096, "cpu")
+    ops.gather([raw], torch.from_numpy(rows), wanted)
+    cache, side = to_npu(raw), torch.npu.Stream()
+    work = ops.Gather(rows, [cache], torch.empty(4096, dtype=torch.uint8, device="npu"))
+    torch.npu.synchronize()
+    early = 0
+    for _ in range(12):
+        out, seen = filled(4096, "npu"), torch.empty(4096, dtype=torch.uint8, device="npu")
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            work([cache], out)
+            done = torch.npu.Event()
+            done.record()
+        hasty = torch.empty_like(seen)
+        hasty.copy_(out, non_blocking=True)  # nothing orders this after the gather
+        torch.npu.current_stream().wait_event(done)
+        seen.copy_(out, non_blocking=True)
+        torch.npu.synchronize()
+        expect("after the event", seen, wanted)
+        if not done.query():
+            raise SystemExit("the event of a finished stream is not done")
+        early += not torch.equal(hasty.cpu(), wanted)
+    print("ok" if early else "a copy without a wait never came too early: the stand-in hides races")
+
+
+def exchange(world: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_exchange_rank, (world, folder), nprocs=world)
+        done = sorted(path.name for path in Path(folder).glob("rank*"))
+    print("ok" if done == [f"rank{rank}" for rank in range(world)] else f"only {done} came to an end")
+
+
+def _exchange_rank(rank: int, world: int, folder: str) -> None:
+    """gather -> one all_to_all_single over HCCL -> assemble, on a stream of its own, for three layers."""
+    torch.npu.set_device(rank)
+    dist.init_process_group("hccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    side = torch.npu.Stream()
+    for kind in ("token", "head"):
+        for heads, d_tp in ((8, 1), (2 * world, max(1, world // 2)), (1, 1)):
+            cluster = pair(kind, heads, world, d_tp, (256, 256), tokens=200)
+            plans = plans_of(cluster)
+            if plans[rank].exchanges:
+                _exchange_step(cluster, plans, rank, side)
+    torch.npu.synchronize()
+    dist.destroy_process_group()
+    Path(folder, f"rank{rank}").touch()
+
+
+def _exchange_step(cluster: Cluster, plans: list, rank: int, side: torch.npu.Stream) -> None:
+    plan, caches = plans[rank], views(cluster.ranks[rank], "npu")
+    sent = filled(sum(plan.send_splits), "npu")
+    received = filled(sum(plan.receive_splits), "npu")
+    slots = [filled(slot.nbytes, "npu") for slot in plan.slots]
+    gather = ops.Gather(plan.send, caches, sent)
+    own = [ops.Gather(slot.own, caches, out) for slot, out in zip(plan.slots, slots, strict=True)]
+    rest = [ops.Assemble(slot.received, received, out) for slot, out in zip(plan.slots, slots, strict=True)]
+    for _ in range(3):
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            gather(caches, sent)
+            dist.all_to_all_single(received, sent, plan.receive_splits, plan.send_splits)
+            for mine, arrived, out in zip(own, rest, slots, strict=True):
+                mine(caches, out)
+                arrived(received, out)
+            done = torch.npu.Event()
+            done.record()
+        torch.npu.current_stream().wait_event(done)
+    for out, wanted in zip(slots, _wanted(cluster, plans, rank), strict=True):
+        expect(f"slot of rank {rank}", out, wanted)
+
+
+def _wanted(cluster: Cluster, plans: list, rank: int) -> list[torch.Tensor]:
+    """The same step on the CPU, all ranks in this process."""
+    incoming = []
+    for plan in plans:
+        send = torch.zeros(sum(plan.send_splits), dtype=torch.uint8)
+        ops.gather(views(cluster.ranks[plan.rank], "cpu"), torch.from_numpy(plan.send), send)
+        incoming.append(send.split(plan.send_splits)[rank])
+    received, found = torch.cat(incoming), []
+    for slot in plans[rank].slots:
+        out = filled(slot.nbytes, "cpu")
+        ops.gather(views(cluster.ranks[rank], "cpu"), torch.from_numpy(slot.own), out)
+        ops.assemble(received, torch.from_numpy(slot.received), out)
+        found.append(out)
+    return found
+
+
+def schemas() -> None:
+    """Ops of torch_npu that the default path on the NPU calls, as the wheel declares them."""
+    print(torch.ops.npu.npu_gather_pa_kv_cache.default._schema)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "equal_to_cpu": equal_to_cpu,
+    "dtypes": dtypes,
+    "refusals": refusals,
+    "no_silent_fallback": no_silent_fallback,
+    "streams": streams,
+    "exchange2": lambda: exchange(2),
+    "exchange4": lambda: exchange(4),
+    "schemas": schemas,
+}
+
+if __name__ == "__main__":
+    SCENARIOS[sys.argv[1]]()
+    sys.stdout.flush()
+    os._exit(0)  # torch_npu's own end waits for threads that a real device would stop

@@ -1,0 +1,410 @@
+// SPDX-License-Identifier: Apache-2.0
+// libascendcl for a machine without an NPU: device memory is host memory, streams are threads.
+//
+// Only what torch_npu needs to hold tensors, copy them, order streams and launch kernels. A call that is not here stops
+// the process and says its name (missing.py writes those).
+#include <acl/acl.h>
+#include <acl/acl_op_compiler.h>
+#include <acl/acl_rt.h>
+
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <new>
+#include <vector>
+
+#include "streams.h"
+
+namespace stand_in {
+namespace {
+
+constexpr aclError kBadParameter = 107000;
+constexpr aclError kBadDevice = 107001;
+constexpr aclError kNoContext = 107002;
+constexpr aclError kNoMemory = 207001;
+constexpr int kMaxDevices = 16;
+constexpr int kVectorCores = 40;
+
+// Process-wide state lives until the process ends: torch_npu's own threads still call in while it exits.
+struct Device {
+  Stream own_stream;
+  char context = 0;
+};
+
+struct State {
+  std::mutex lock;
+  std::map<uintptr_t, size_t> allocations;
+  std::map<int, std::unique_ptr<Device>> devices;
+  std::map<Stream*, int> streams;  // and their devices
+};
+
+State& state() {
+  static State* const all = new State;
+  return *all;
+}
+
+thread_local int current_device = 0;
+thread_local bool device_is_set = false;
+
+int device_count() {
+  const char* text = std::getenv("STAND_IN_DEVICES");
+  return text ? std::atoi(text) : 2;
+}
+
+Device& device(int index) {
+  const std::lock_guard<std::mutex> hold(state().lock);
+  auto& found = state().devices[index];
+  if (!found) found = std::make_unique<Device>();
+  return *found;
+}
+
+aclError allocate(void** at, size_t size) {
+  // As on the device: 512-byte boundaries, and contents that nobody should rely on.
+  const size_t rounded = (size + 511) / 512 * 512;
+  *at = std::aligned_alloc(512, rounded ? rounded : 512);
+  if (*at == nullptr) return kNoMemory;
+  std::memset(*at, 0xCD, rounded);
+  const std::lock_guard<std::mutex> hold(state().lock);
+  state().allocations[reinterpret_cast<uintptr_t>(*at)] = size;
+  return ACL_SUCCESS;
+}
+
+aclError release(void* at) {
+  {
+    const std::lock_guard<std::mutex> hold(state().lock);
+    if (state().allocations.erase(reinterpret_cast<uintptr_t>(at)) == 0) return kBadParameter;
+  }
+  std::free(at);
+  return ACL_SUCCESS;
+}
+
+struct Event {
+  std::mutex lock;
+  std::shared_ptr<Mark> mark;  // of the last record
+
+  std::shared_ptr<Mark> last() {
+    const std::lock_guard<std::mutex> hold(lock);
+    return mark;
+  }
+};
+
+}  // namespace
+
+Stream& stream_of(void* handle) {
+  return handle ? *static_cast<Stream*>(handle) : device(current_device).own_stream;
+}
+
+Allocation allocation_of(const void* at) {
+  const auto address = reinterpret_cast<uintptr_t>(at);
+  const std::lock_guard<std::mutex> hold(state().lock);
+  auto after = state().allocations.upper_bound(address);
+  if (after == state().allocations.begin()) return {nullptr, 0};
+  --after;
+  if (address >= after->first + after->second) return {nullptr, 0};
+  return {reinterpret_cast<char*>(after->first), after->second};
+}
+
+}  // namespace stand_in
+
+using namespace stand_in;  // NOLINT: the functions below are C
+
+extern "C" {
+
+aclError aclInit(const char*) {
+  return ACL_SUCCESS;
+}
+aclError aclFinalize() {
+  return ACL_SUCCESS;
+}
+const char* aclGetRecentErrMsg() {
+  return "the stand-in for libascendcl keeps no messages";
+}
+const char* aclrtGetSocName() {
+  return "Ascend910B1";
+}
+void aclAppLog(aclLogLevel, const char*, const char*, uint32_t, const char*, ...) {}
+aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) {
+  *value = 0;
+  return ACL_SUCCESS;
+}
+aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) {
+  return ACL_SUCCESS;
+}
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) {
+  return ACL_SUCCESS;
+}
+aclError aclrtPeekAtLastError(aclrtLastErrLevel) {
+  return ACL_SUCCESS;
+}
+aclError aclrtGetLastError(aclrtLastErrLevel) {
+  return ACL_SUCCESS;
+}
+
+// ---- devices
+
+aclError aclrtGetDeviceCount(uint32_t* count) {
+  *count = static_cast<uint32_t>(device_count());
+  return ACL_SUCCESS;
+}
+
+aclError aclrtSetDevice(int32_t index) {
+  if (index < 0 || index >= device_count() || index >= kMaxDevices) return kBadDevice;
+  current_device = index;
+  device_is_set = true;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtGetDevice(int32_t* index) {
+  *index = current_device;
+  return device_is_set ? ACL_SUCCESS : kNoContext;
+}
+
+aclError aclrtResetDevice(int32_t) {
+  return ACL_SUCCESS;
+}
+
+aclError aclrtGetCurrentContext(aclrtContext* context) {
+  *context = &device(current_device).context;
+  return device_is_set ? ACL_SUCCESS : kNoContext;
+}
+
+aclError aclrtSetCurrentContext(aclrtContext context) {
+  for (int index = 0; index < device_count(); ++index) {
+    if (&device(index).context == context) return aclrtSetDevice(index);
+  }
+  return kBadParameter;
+}
+
+aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {
+  if (flags) *flags = 0;
+  if (active) *active = 1;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) {
+  *value = kVectorCores;
+  return ACL_SUCCESS;
+}
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t* value) {
+  *value = kVectorCores;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType, uint32_t* value) {
+  *value = kVectorCores;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetStreamResLimit(aclrtStream, aclrtDevResLimitType, uint32_t* value) {
+  *value = kVectorCores;
+  return ACL_SUCCESS;
+}
+aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
+  *can = 1;
+  return ACL_SUCCESS;
+}
+aclError aclrtDeviceEnablePeerAccess(int32_t, uint32_t) {
+  return ACL_SUCCESS;
+}
+aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) {
+  return ACL_SUCCESS;
+}
+aclError aclrtSetOpWaitTimeout(uint32_t) {
+  return ACL_SUCCESS;
+}
+aclError aclrtSetOpExecuteTimeOut(uint32_t) {
+  return ACL_SUCCESS;
+}
+
+// ---- memory
+
+aclError aclrtMalloc(void** at, size_t size, aclrtMemMallocPolicy) {
+  return allocate(at, size);
+}
+aclError aclrtMallocAlign32(void** at, size_t size, aclrtMemMallocPolicy) {
+  return allocate(at, size);
+}
+aclError aclrtMallocHost(void** at, size_t size) {
+  return allocate(at, size);
+}
+aclError aclrtMallocHostWithCfg(void** at, uint64_t size, aclrtMallocConfig*) {
+  return allocate(at, size);
+}
+aclError aclrtFree(void* at) {
+  return release(at);
+}
+aclError aclrtFreeHost(void* at) {
+  return release(at);
+}
+
+aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
+  *free = size_t{8} << 30;
+  *total = size_t{16} << 30;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtMemcpy(void* dst, size_t room, const void* src, size_t size, aclrtMemcpyKind) {
+  if (size > room) return kBadParameter;
+  std::memmove(dst, src, size);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t size, aclrtMemcpyKind, aclrtStream stream) {
+  if (size > room) return kBadParameter;
+  stream_of(stream).submit([=] { std::memmove(dst, src, size); });
+  return ACL_SUCCESS;
+}
+
+aclError aclrtMemset(void* at, size_t room, int32_t value, size_t size) {
+  if (size > room) return kBadParameter;
+  std::memset(at, value, size);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtMemsetAsync(void* at, size_t room, int32_t value, size_t size, aclrtStream stream) {
+  if (size > room) return kBadParameter;
+  stream_of(stream).submit([=] { std::memset(at, value, size); });
+  return ACL_SUCCESS;
+}
+
+aclError aclrtPointerGetAttributes(const void* at, aclrtPtrAttributes* attributes) {
+  std::memset(attributes, 0, sizeof *attributes);
+  (void)at;
+  return ACL_SUCCESS;
+}
+
+// ---- streams
+
+aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+  auto* made = new Stream;
+  *stream = made;
+  const std::lock_guard<std::mutex> hold(state().lock);
+  state().streams[made] = current_device;
+  return ACL_SUCCESS;
+}
+aclError aclrtCreateStream(aclrtStream* stream) {
+  return aclrtCreateStreamWithConfig(stream, 0, 0);
+}
+aclError aclrtDestroyStream(aclrtStream stream) {
+  {
+    const std::lock_guard<std::mutex> hold(state().lock);
+    state().streams.erase(static_cast<Stream*>(stream));
+  }
+  delete static_cast<Stream*>(stream);
+  return ACL_SUCCESS;
+}
+aclError aclrtDestroyStreamForce(aclrtStream stream) {
+  return aclrtDestroyStream(stream);
+}
+
+aclError aclrtSynchronizeStream(aclrtStream stream) {
+  stream_of(stream).synchronize();
+  return ACL_SUCCESS;
+}
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
+  return aclrtSynchronizeStream(stream);
+}
+
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
+  *status = stream_of(stream).idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
+  *id = static_cast<int32_t>(reinterpret_cast<uintptr_t>(stream) >> 4 & 0x7fffff);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtLaunchCallback(aclrtCallback callback, void* data, aclrtCallbackBlockType, aclrtStream stream) {
+  stream_of(stream).submit([=] { callback(data); });
+  return ACL_SUCCESS;
+}
+
+// ---- events
+
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t) {
+  *event = new Event;
+  return ACL_SUCCESS;
+}
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t flag) {
+  return aclrtCreateEventWithFlag(event, flag);
+}
+aclError aclrtDestroyEvent(aclrtEvent event) {
+  delete static_cast<Event*>(event);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
+  auto* event = static_cast<Event*>(handle);
+  auto mark = stream_of(stream).mark();
+  const std::lock_guard<std::mutex> hold(event->lock);
+  event->mark = std::move(mark);
+  return ACL_SUCCESS;
+}
+aclError aclrtResetEvent(aclrtEvent, aclrtStream) {
+  return ACL_SUCCESS;
+}
+
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+  if (auto mark = static_cast<Event*>(event)->last()) stream_of(stream).submit([mark] { mark->wait(); });
+  return ACL_SUCCESS;
+}
+
+aclError aclrtSynchronizeEvent(aclrtEvent event) {
+  if (auto mark = static_cast<Event*>(event)->last()) mark->wait();
+  return ACL_SUCCESS;
+}
+
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
+  const auto mark = static_cast<Event*>(event)->last();
+  *status = !mark || mark->done() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  return ACL_SUCCESS;
+}
+aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus* status) {
+  const auto mark = static_cast<Event*>(event)->last();
+  *status = !mark || mark->done() ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+  return ACL_SUCCESS;
+}
+aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent, aclrtEvent) {
+  *milliseconds = 0;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtSynchronizeDevice() {
+  std::vector<std::shared_ptr<Mark>> marks{device(current_device).own_stream.mark()};
+  {
+    const std::lock_guard<std::mutex> hold(state().lock);
+    for (const auto& [stream, index] : state().streams) {
+      if (index == current_device) marks.push_back(stream->mark());
+    }
+  }
+  for (const auto& mark : marks) mark->wait();
+  return ACL_SUCCESS;
+}
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
+  return aclrtSynchronizeDevice();
+}
+
+// ---- compile options and profiling: nothing to do
+
+aclError aclSetCompileopt(aclCompileOpt, const char*) {
+  return ACL_SUCCESS;
+}
+uint64_t MsprofGetHashId(const char*, size_t) {
+  return 0;
+}
+int32_t MsprofRegisterCallback(uint32_t, void*) {
+  return 0;
+}
+int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) {
+  return 0;
+}
+int32_t MsprofReportApi(uint32_t, const void*) {
+  return 0;
+}
+int32_t MsprofReportCompactInfo(uint32_t, const void*, uint32_t) {
+  return 0;
+}
+uint64_t MsprofSysCycleTime() {
+  return 0;
+}
+
+}  // extern "C"
