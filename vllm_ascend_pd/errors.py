@@ -3,10 +3,12 @@
 
 The catalogue is the single source: `PdError("PD-CONF-001", key=...)` fills the sentence and the remedy
 with the values at hand. Codes never change their meaning; a retired code is never used again.
+docs/errors.md is printed by `python -m vllm_ascend_pd.errors`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -147,3 +149,42 @@ class LocalProtocolError(RuntimeError):
 
 class RemoteProtocolError(PdError):
     """The peer did something the protocol forbids. Counted and answered; changes nothing."""
+
+
+_FAMILIES = {
+    "CONF": "Configuration: found while an engine or the metaserver starts",
+    "GEO": "Geometry: the two engines' caches do not fit each other",
+    "WIRE": "Wire: the transfer engine and what it is given",
+    "CTRL": "Control: the side channel between P and D",
+    "SEC": "Security: secrets, tokens and who gets in",
+    "META": "Metaserver: reservations and the two HTTP legs",
+    "OPS": "Ops: the compiled extension",
+    "XFER": "Transfers: one request's KV did not come",
+}
+
+_HEAD = """# Errors
+
+Every error has a code that never changes its meaning. Logs, HTTP answers and the `reason` label of the metrics carry
+it. Words in *italics* are filled in with the values at hand. [operations.md](operations.md) says what to do in a
+running cluster. This page is printed by `python -m vllm_ascend_pd.errors`; a test keeps it equal to the code."""
+
+
+def reference() -> str:
+    """docs/errors.md, from the catalogue."""
+    lines = [_HEAD]
+    family = ""
+    for code, entry in CATALOGUE.items():
+        if code.split("-")[1] != family:
+            family = code.split("-")[1]
+            lines += ["", f"## {_FAMILIES[family]}", "", "| code | what happened | what to do |", "|---|---|---|"]
+        remedy = "The error says it." if entry.remedy == "{remedy}" else _readable(entry.remedy)
+        lines.append(f"| {code} | {_readable(entry.sentence)} | {remedy} |")
+    return "\n".join(lines)
+
+
+def _readable(text: str) -> str:
+    return re.sub(r"\{(\w+)[^}]*\}", r"*\1*", text)
+
+
+if __name__ == "__main__":
+    print(reference())
