@@ -24,12 +24,14 @@ OUT = ROOT / "out" / "integration"
 @pytest.fixture(scope="session")
 def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Progress lines that reach the terminal although pytest captures output."""
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    plugins = request.config.pluginmanager
+    reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
 
     def tell(line: str) -> None:
-        if reporter is not None:
-            reporter.ensure_newline()
-            reporter.write_line(line)
+        if reporter is not None and capture is not None:
+            with capture.global_and_fixture_disabled():
+                reporter.ensure_newline()
+                reporter.write_line(line)
 
     return tell
 
