@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector as vLLM meets it: imported, registered, built in four roles, driven through the hooks of a step."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fake_engine import Served
+from runtime_pair import until
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+from vllm_configs import LAYERS, attention, cache_config, vllm_config
+
+from vllm_ascend_pd import compat, plugin
+from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
+
+ROOT = Path(__file__).parents[2]
+BLOCK, BLOCKS, SIZE = 32, 8, 16
+TOKENS = list(range(40))
+QUIET: dict[str, Any] = {
+    "transport": "memory",
+    "patient": False,
+    "patient_shm": "off",
+    "verify": "full",
+    "regroup": "never",
+    "resend_first_s": 0.05,
+    "transfer_timeout_s": 5,
+    "quiet_extra_s": 0,
+}
+
+BLOCKED_IMPORT = """
+import sys
+for absent in ("mooncake", "torch_npu", "vllm_ascend"):
+    sys.modules[absent] = None
+from vllm_ascend_pd.connector import AscendPushConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
+assert supports_hma(AscendPushConnector)
+assert AscendPushConnector.supports_sleep_mode is False
+for name in ("vllm_ascend_pd.transport.mooncake", "vllm_ascend_pd.device.npu", "vllm_ascend_pd.metaserver.service.app"):
+    assert name not in sys.modules, name
+print("imported")
+"""
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+
+
+# -- before an engine starts
+
+
+def test_the_class_imports_where_there_is_no_transfer_engine_and_no_npu() -> None:
+    command = [sys.executable, "-c", BLOCKED_IMPORT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.strip().endswith("imported"), done.stderr[-2000:]
+
+
+def test_registering_twice_is_fine_and_vllm_finds_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    KVConnectorFactory._registry.pop(plugin.CONNECTOR, None)
+    plugin.register()
+    plugin.register()
+    found = KVConnectorFactory.get_connector_class(vllm_config().kv_transfer_config)
+    assert found is AscendPushConnector
+
+
+def test_a_vllm_without_connectors_is_told_about_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.factory", None)
+    plugin.register()
+
+
+def test_full_graphs_would_skip_the_hooks_so_piecewise_ones_are_required() -> None:
+    assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
+    assert issubclass(AscendPushConnector, SupportsHMA)
+
+
+# -- roles
+
+
+def connector(
+    role: str, kind: KVConnectorRole, extra: dict[str, Any] | None = None, **arguments: Any
+) -> AscendPushConnector:
+    rank = arguments.pop("rank", 0)
+    config = vllm_config(role, {**QUIET, **(extra or {})}, **arguments)
+    config.parallel_config.rank = rank
+    heads = max(1, 2 // config.parallel_config.tensor_parallel_size)
+    return AscendPushConnector(config, kind, cache_config(attention(BLOCK, heads, SIZE), blocks=BLOCKS))
+
+
+def sockets() -> set[str]:
+    links = (os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir())
+    return {link for link in links if "socket:" in link}
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_the_scheduler_role_opens_nothing_until_the_workers_are_known(role: str) -> None:
+    config = vllm_config(role, {**QUIET, "metaserver_urls": ["http://127.0.0.1:1"]})
+    before = threading.enumerate(), sockets()
+    made = AscendPushConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert made.get_num_new_matched_tokens(request("r", {"do_remote_prefill": True}), 0) == (0, False)
+    assert (threading.enumerate(), sockets()) == before
+    with socket.socket():
+        assert sockets() > before[1], "this test would see a socket"
+    made.shutdown()
+
+
+def test_a_model_that_is_not_proven_stops_the_start() -> None:
+    with pytest.raises(ValueError, match="PD-CONF-005"):
+        AscendPushConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(attention(), attention()))
+
+
+def tensors(heads: int = 2, names: tuple[str, ...] = LAYERS) -> dict[str, torch.Tensor]:
+    storage = torch.zeros(len(names), BLOCKS, heads, BLOCK, 2 * SIZE)
+    return {name: storage[i] for i, name in enumerate(names)}
+
+
+def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
+    workers = {}
+    for rank in range(4):
+        stage, tp = divmod(rank, 2)
+        worker = connector(
+            "kv_producer", KVConnectorRole.WORKER, tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank
+        )
+        worker.register_kv_caches(tensors(1, LAYERS[stage : stage + 1]))
+        workers[stage, tp] = worker
+    scheduler = connector("kv_producer", KVConnectorRole.SCHEDULER, tensor_parallel_size=2, pipeline_parallel_size=2)
+    shakes = {key: pickle.loads(pickle.dumps(worker.get_handshake_metadata())) for key, worker in workers.items()}
+    scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
+    geometry = scheduler._roles.prefill_scheduler._geometry  # type: ignore[union-attr]
+    assert geometry is not None and geometry.stages == ((LAYERS[0],), (LAYERS[1],)) and geometry.tp_size == 2
+    for made in (*workers.values(), scheduler):
+        made.shutdown()
+        made.shutdown()
+
+
+def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
+    for role in ("kv_producer", "kv_consumer"):
+        worker = connector(role, KVConnectorRole.WORKER)
+        assert worker.get_handshake_metadata() is None
+        worker.bind_connector_metadata(StepMetadata())
+        worker.save_kv_layer(LAYERS[0], torch.zeros(1), None)
+        worker.wait_for_save()
+        assert worker.get_finished({"r"}) == (None, None)
+        assert worker.build_connector_worker_meta() is None
+        worker.clear_connector_metadata()
+        worker.shutdown()
+
+
+# -- a pair
+
+
+@dataclass
+class Blocks:
+    """What vLLM hands to update_state_after_alloc."""
+
+    ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.ids,)
+
+
+def request(name: str, params: dict[str, Any] | None, tokens: list[int] = TOKENS) -> Request:
+    return Request(name, tokens, SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), None)
+
+
+def output(name: str | None = None, tokens: int = 0, blocks: list[int] | None = None) -> SchedulerOutput:
+    made = SchedulerOutput.make_empty()
+    if name is not None:
+        made.num_scheduled_tokens = {name: tokens}
+        made.total_num_scheduled_tokens = tokens
+        made.scheduled_new_reqs = [NewRequestData(name, TOKENS, [], None, None, (blocks or [],), 0, None)]
+    made.scheduled_cached_reqs = CachedRequestData.make_empty()
+    return made
+
+
+class Metaserver:
+    """Keeps what D posts, and the answer open until the test says how it ends."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.end: bytes = b""
+        self.served = Served(self._app, "a metaserver")
+        self.url = f"http://{self.served.address}"
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        import asyncio
+
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.bodies.append(msgspec.json.decode(body))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        left = asyncio.ensure_future(receive())
+        while not self.end and not left.done():
+            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
+            await asyncio.wait({left}, timeout=0.02)
+        left.cancel()
+        await send({"type": "http.response.body", "body": self.end})
+
+
+@dataclass
+class Pair:
+    """Both engines' connectors, TP 1, without engines around them."""
+
+    metaserver: Metaserver
+    prefill: AscendPushConnector
+    prefill_worker: AscendPushConnector
+    decode: AscendPushConnector
+    decode_worker: AscendPushConnector
+    caches: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+    reported: list[Any] = field(default_factory=list)
+
+    def load(self, name: str = "r", blocks: tuple[int, ...] = (3, 5)) -> Request:
+        """D allocates and posts; the request as P gets it."""
+        params = {"do_remote_prefill": True, "metaserver": self.metaserver.url, "ticket": name}
+        asked = request(name, params)
+        assert self.decode.get_num_new_matched_tokens(asked, 0) == (len(TOKENS), True)
+        self.decode.update_state_after_alloc(asked, Blocks(list(blocks)), len(TOKENS))
+        self.decode_step()
+        count = len(self.metaserver.bodies)
+        until(lambda: len(self.metaserver.bodies) > count or self.metaserver.bodies, "the POST")
+        sealed = self.metaserver.bodies[-1]["reservation"]
+        return request(f"{name}-p", {"do_remote_decode": True, "reservation": sealed})
+
+    def decode_step(self) -> Any:
+        meta = pickle.loads(pickle.dumps(self.decode.build_connector_meta(output())))
+        self.decode_worker.bind_connector_metadata(meta)
+        self.decode_worker.start_load_kv(None)
+        self.decode_worker.wait_for_save()
+        self.decode_worker.clear_connector_metadata()
+        return meta
+
+    def prefill_step(self, step: SchedulerOutput, order: str = "after", finished: frozenset[str] = frozenset()) -> Any:
+        meta = pickle.loads(pickle.dumps(self.prefill.build_connector_meta(step)))
+        worker, (mine, _) = self.prefill_worker, self.caches
+        worker.bind_connector_metadata(meta)
+        if "before" in order:
+            worker.start_load_kv(None)
+        if step.total_num_scheduled_tokens:
+            for name, tensor in mine.items():
+                worker.wait_for_layer_load(name)
+                worker.save_kv_layer(name, tensor, None)
+        if "after" in order:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(set(finished))
+        worker.clear_connector_metadata()
+        return results
+
+    def prefilled(self, asked: Request, order: str = "after") -> None:
+        self.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
+        self.prefill_step(output(asked.request_id, len(TOKENS), [1, 6]), order)
+
+    def results(self) -> Any:
+        self.decode_step()
+        found = self.decode_worker.get_transfer_results(set())
+        if found.finished_recving:
+            self.reported.append(found)
+        return found.finished_recving
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    server = Metaserver()
+    extra = {"metaserver_urls": [server.url]}
+    made = {
+        (role, kind): connector(role, kind, extra)
+        for role in ("kv_producer", "kv_consumer")
+        for kind in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+    }
+    caches = tensors(), tensors()
+    for tensor in caches[0].values():
+        tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(7)))
+    for role, mine in zip(("kv_producer", "kv_consumer"), caches, strict=True):
+        worker = made[role, KVConnectorRole.WORKER]
+        worker.register_kv_caches(mine)
+        shake = worker.get_handshake_metadata()
+        assert shake is not None
+        made[role, KVConnectorRole.SCHEDULER].set_xfer_handshake_metadata({0: shake})
+    yield Pair(server, *made.values(), caches)
+    server.end = b"{}"
+    for each in made.values():
+        each.shutdown()
+    server.served.stop()
+
+
+@pytest.mark.parametrize("order", ["after", "before", "before and after"])
+def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: str) -> None:
+    asked = pair.load()
+    pair.prefilled(asked, order)
+    until(pair.results, "the load")
+    (results,) = pair.reported
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+    for name in LAYERS:
+        mine, theirs = (cache[name] for cache in pair.caches)
+        assert torch.equal(theirs[[3, 5]], mine[[1, 6]])
+        assert not theirs[[0, 1, 2, 4, 6, 7]].any()
+    told = KVConnectorOutput(finished_recving={"r"})
+    pair.decode.update_connector_output(told)
+    assert told.finished_recving == {"r"}
+    assert pair.decode.get_num_new_matched_tokens(request("r", None), 0) == (0, False)
+    held, answer = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
+    assert held and answer is None
+    sent = []
+    until(lambda: sent.extend(pair.prefill_step(output(), finished=frozenset({"r-p"})).finished_sending) or sent)
+    assert sent == ["r-p"]
+
+
+def test_ids_that_vllm_does_not_know_are_taken_out_in_place(pair: Pair) -> None:
+    asked = pair.load()
+    pair.prefilled(asked)
+    until(pair.results, "the load")
+    both = KVConnectorOutput(finished_recving={"r", "nobody"}, finished_sending={"r-p"})
+    same = both.finished_recving
+    pair.decode.update_connector_output(both)
+    assert both.finished_recving is same and same == {"r"}
+    again = KVConnectorOutput(finished_recving={"r"})
+    pair.decode.update_connector_output(again)
+    assert not again.finished_recving, "an id is passed on once"
+    early = KVConnectorOutput(finished_sending={"r-p", "nobody"})
+    pair.prefill.update_connector_output(early)
+    assert not early.finished_sending, "vLLM does not wait for a request that has not ended"
+    for empty in (KVConnectorOutput(), KVConnectorOutput(finished_recving=set())):
+        pair.prefill.update_connector_output(empty)
+        pair.decode.update_connector_output(empty)
+
+
+def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
+    pair.load()
+    pair.metaserver.end = b'{"event":"failed","code":"PD-META-006","detail":"no"}\n'
+    until(pair.results, "the failed load")
+    (results,) = pair.reported
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
+    assert pair.decode_worker.get_block_ids_with_load_errors() == set()
+
+
+def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.31 vLLM asks get_finished and get_block_ids_with_load_errors, in this order, in one step."""
+    monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
+    pair.load(blocks=(3, 5))
+    pair.metaserver.end = b'{"event":"failed","code":"PD-META-006","detail":"no"}\n'
+    got: list[tuple[Any, set[int]]] = []
+
+    def stepped() -> bool:
+        pair.decode_step()
+        sent, received = pair.decode_worker.get_finished(set())
+        blocks = pair.decode_worker.get_block_ids_with_load_errors()
+        assert sent is None and (received is None) == (not blocks), "both in one step"
+        if received:
+            got.append((received, blocks))
+        return bool(received)
+
+    until(stepped, "the failed load")
+    assert got == [({"r"}, {3, 5})]
+    assert pair.decode_worker.get_finished(set()) == (None, None)
+    assert pair.decode_worker.get_block_ids_with_load_errors() == set()
+
+
+def test_the_older_way_to_report_a_prefill_is_the_same(pair: Pair) -> None:
+    asked = pair.load()
+    pair.prefilled(asked)
+    until(pair.results, "the load")
+    assert pair.prefill.request_finished(asked, [1, 6]) == (True, None)
+    reported: list[str] = []
+
+    def stepped() -> list[str]:
+        meta = pair.prefill.build_connector_meta(output())
+        pair.prefill_worker.bind_connector_metadata(meta)
+        sent, received = pair.prefill_worker.get_finished({"r-p"})
+        assert received is None
+        reported.extend(sent or ())
+        return reported
+
+    until(stepped)
+    assert reported == ["r-p"]
+
+
+def test_metadata_that_is_not_ours_is_ignored(pair: Pair) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+    for worker in (pair.prefill_worker, pair.decode_worker):
+        worker.bind_connector_metadata(KVConnectorMetadata())
+        worker.handle_preemptions(KVConnectorMetadata())
+        worker.clear_connector_metadata()
+
+
+def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
+    """No handshake, no transfer, no waiting: nothing that a hook calls blocks, whatever D does."""
+    asked = pair.load()
+    pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
+    runtime = pair.prefill_worker._roles.prefill_worker._runtime  # type: ignore[union-attr]
+    assert runtime is not None
+    with runtime._lock:  # somebody else decides for a long time
+        done = threading.Thread(target=lambda: [runtime.layer_computed(name, None) for name in LAYERS], name="hooks")
+        done.start()
+        done.join(10.0)
+        assert not done.is_alive()
+    pair.prefilled(asked)
+    until(pair.results)
+
+
+def test_polite_waiting_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ascend_pd import patience
+
+    called: list[str] = []
+    monkeypatch.setattr(patience, "install_nap", lambda: called.append("nap"))
+    monkeypatch.setattr(patience, "install_shm", lambda: called.append("shm"))
+    ways: list[tuple[dict[str, Any], list[str]]] = [
+        ({"patient": False, "patient_shm": "off"}, []),
+        ({"patient": True, "patient_shm": "off"}, ["nap"]),
+        ({"patient": False, "patient_shm": "on"}, ["shm"]),
+        ({"patient": True, "patient_shm": "auto"}, ["nap", "shm"]),  # on CPU
+    ]
+    for keys, expected in ways:
+        called.clear()
+        connector("kv_consumer", KVConnectorRole.SCHEDULER, keys).shutdown()
+        assert called == expected

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Polite waiting: what wakes a nap, when there is none, and that vLLM's own queues still deliver."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+from vllm.v1.engine.core import EngineCoreProc
+
+from vllm_ascend_pd import patience
+from vllm_ascend_pd.patience import Patience
+
+FOREVER = 60.0  # instead of 50 ms: a nap that nobody ends shows
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed into vLLM's classes goes away with the test."""
+    monkeypatch.setattr(patience, "NAP_S", FOREVER)
+    monkeypatch.setattr(patience, "_installed", set())
+    monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)
+    monkeypatch.setattr(EngineCoreProc, "_process_engine_step", EngineCoreProc._process_engine_step)
+
+
+def napping(polite: Patience, inbox: queue.Queue[Any], waiting: int = 1) -> threading.Thread:
+    thread = threading.Thread(target=polite.nap, args=(inbox, waiting), name="napper", daemon=True)
+    thread.start()
+    return thread
+
+
+def ends(thread: threading.Thread) -> bool:
+    thread.join(20.0)
+    return not thread.is_alive()
+
+
+def asleep(thread: threading.Thread) -> bool:
+    thread.join(0.2)
+    return thread.is_alive()
+
+
+WAKERS: list[tuple[str, Callable[[Patience, queue.Queue[Any]], None]]] = [
+    ("news of a transfer", lambda polite, inbox: polite.news()),
+    ("a new request or an abort", lambda polite, inbox: inbox.put("request")),
+]
+
+
+@pytest.mark.parametrize("wake", [wake for _, wake in WAKERS], ids=[name for name, _ in WAKERS])
+def test_a_nap_is_ended_at_once(wake: Callable[[Patience, queue.Queue[Any]], None]) -> None:
+    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    thread = napping(polite, inbox)
+    assert asleep(thread)
+    wake(polite, inbox)
+    assert ends(thread)
+
+
+def test_news_that_came_before_the_nap_is_not_slept_over() -> None:
+    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    polite.news()
+    assert ends(napping(polite, inbox))
+    thread = napping(polite, inbox)
+    assert asleep(thread), "and counts once"
+    polite.news()
+    assert ends(thread)
+
+
+def test_input_that_came_before_the_nap_is_not_slept_over() -> None:
+    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    inbox.put("request")
+    assert ends(napping(polite, inbox))
+
+
+def test_there_is_no_nap_while_a_request_could_be_scheduled() -> None:
+    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    assert ends(napping(polite, inbox, waiting=2))
+
+
+def test_a_nap_has_an_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "NAP_S", 0.05)
+    assert ends(napping(Patience(lambda: 1), queue.Queue[Any]()))
+
+
+# -- inside vLLM's engine core
+
+
+class Scheduler:
+    """As much of a scheduler as the nap asks."""
+
+    def __init__(self, connector: object, counts: tuple[int, int], requests: bool = True) -> None:
+        self._connector, self._counts, self._requests = connector, counts, requests
+
+    def get_kv_connector(self) -> object:
+        return self._connector
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return self._counts
+
+    def has_requests(self) -> bool:
+        return self._requests
+
+
+class Connector:
+    def __init__(self, polite: object) -> None:
+        self.patience = polite
+
+
+class Core(EngineCoreProc):
+    """An engine core without an engine."""
+
+    def __init__(self, scheduler: Scheduler, executed: bool = False, batch_queue: Any = None) -> None:
+        self.scheduler: Any = scheduler
+        self.executed, self.batch_queue = executed, batch_queue
+        self.input_queue: Any = queue.Queue()
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Core], threading.Thread]:
+    monkeypatch.setattr(EngineCoreProc, "_process_engine_step", lambda self: self.executed)
+    assert patience.install_nap() and patience.install_nap()
+
+    def run(core: Core) -> threading.Thread:
+        thread = threading.Thread(target=core._process_engine_step, name="core", daemon=True)
+        thread.start()
+        return thread
+
+    return run
+
+
+def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
+    step: Callable[[Core], threading.Thread],
+) -> None:
+    polite = Patience(lambda: 2)
+    core = Core(Scheduler(Connector(polite), (0, 2)))
+    thread = step(core)
+    assert asleep(thread)
+    core.input_queue.put("request")
+    assert ends(thread)
+    assert core._process_engine_step() is False
+
+
+BUSY: list[tuple[str, Callable[[Patience], Core]]] = [
+    ("tokens were computed", lambda polite: Core(Scheduler(Connector(polite), (0, 1)), executed=True)),
+    ("a batch is in flight", lambda polite: Core(Scheduler(Connector(polite), (0, 1)), batch_queue=["batch"])),
+    ("requests run", lambda polite: Core(Scheduler(Connector(polite), (1, 1)))),
+    ("a request waits for blocks", lambda polite: Core(Scheduler(Connector(polite), (0, 2)))),
+    ("nothing is there to do", lambda polite: Core(Scheduler(Connector(polite), (0, 0), requests=False))),
+    ("another connector", lambda polite: Core(Scheduler(object(), (0, 1)))),
+    ("another connector's patience", lambda polite: Core(Scheduler(Connector("of its own"), (0, 1)))),
+    ("no connector", lambda polite: Core(Scheduler(None, (0, 1)))),
+]
+
+
+@pytest.mark.parametrize("make", [make for _, make in BUSY], ids=[name for name, _ in BUSY])
+def test_a_core_that_has_something_else_to_do_does_not_nap(
+    make: Callable[[Patience], Core], step: Callable[[Core], threading.Thread]
+) -> None:
+    assert ends(step(make(Patience(lambda: 1))))
+
+
+# -- vLLM's shared-memory queue
+
+
+@pytest.fixture
+def queues() -> Iterator[tuple[MessageQueue, MessageQueue]]:
+    writer = MessageQueue(n_reader=1, n_local_reader=1, max_chunk_bytes=1 << 20, max_chunks=4)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready, name="writer")
+    ready.start()
+    reader.wait_until_ready()
+    ready.join()
+    yield writer, reader
+    for each in (reader, writer):
+        each.shutdown()
+
+
+def delivered(writer: MessageQueue, reader: MessageQueue) -> float:
+    """Messages at several distances, then a pause; returns how often per second the reader looked during the pause."""
+    looks, got, wait = [0], [], SpinCondition.wait
+
+    def counted(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        looks[0] += 1
+        wait(self, timeout_ms)
+
+    SpinCondition.wait = counted  # type: ignore[method-assign]
+
+    def read() -> None:
+        while (message := reader.dequeue(timeout=30)) is not None:
+            got.append(message)
+
+    thread = threading.Thread(target=read, name="reader")
+    thread.start()
+    sent = []
+    for pause in (0, 0, 0.002, 0.01, 0.05, 0):
+        sent.append(f"after {pause}")
+        writer.enqueue(sent[-1])
+        time.sleep(pause)
+    before, since = looks[0], time.monotonic()
+    time.sleep(0.3)
+    rate = (looks[0] - before) / (time.monotonic() - since)
+    writer.enqueue("last")
+    writer.enqueue(None)
+    assert ends(thread)
+    assert got == [*sent, "last"]
+    return rate
+
+
+def test_messages_arrive_and_waiting_for_them_is_no_spinning(queues: tuple[MessageQueue, MessageQueue]) -> None:
+    assert patience.install_shm() and patience.install_shm()
+    assert delivered(*queues) <= 1.1 * 1000 / patience.SHM_POLL_MS
+
+
+def test_without_it_the_reader_spins(queues: tuple[MessageQueue, MessageQueue]) -> None:
+    """So the test above shows something."""
+    assert delivered(*queues) > 3000
+
+
+def test_the_variable_turns_it_on_for_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SpinCondition.wait
+    monkeypatch.delenv(patience.SHM_VARIABLE, raising=False)
+    patience.install_shm_if_asked()
+    assert SpinCondition.wait is original
+    monkeypatch.setenv(patience.SHM_VARIABLE, "1")
+    patience.install_shm_if_asked()
+    assert SpinCondition.wait is not original
+    assert os.environ[patience.SHM_VARIABLE] == "1"
+
+
+def test_a_vllm_that_waits_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(SpinCondition, "wait")
+    monkeypatch.delattr(EngineCoreProc, "_process_engine_step")
+    assert not patience.install_shm() and not patience.install_nap()
+    assert not hasattr(EngineCoreProc, "_process_engine_step")
