@@ -108,6 +108,15 @@ def test_parking_is_bounded() -> None:
     assert r.counters["parked_full"] == 10
 
 
+def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
+    r = receiver()
+    r.message(0.0, "p1", begin(ONE))
+    r.bind(0.1, T, FIRST, END, 300.0)
+    r.message(0.2, "p2", begin(TWO))
+    assert told(r.cancel(0.3, T, "PD-XFER-002", "left")) == "refused:cancelled refused:cancelled report:failed"
+    assert r.parked_count() == 0
+
+
 def test_a_transfer_that_the_scheduler_skipped_is_refused_when_a_later_one_is_bound() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(transfer=TransferId(D_INCARNATION, 5, "skipped")))
@@ -331,10 +340,10 @@ def test_an_acknowledgement_names_kind_and_seq() -> None:
 def test_checksums_of_all_contributors_are_summed_before_it_ends_well() -> None:
     r = leased(verify=True)
     top = 2**64 - 1
-    r.message(0.1, "p1", done(ONE, checksums=((LAYERS[0], top), (LAYERS[1], 5))))
+    r.message(0.1, "p1", done(ONE, checksums=((LAYERS[0], top), (LAYERS[1], 2**63))))
     actions = r.message(0.2, "p2", done(TWO, checksums=((LAYERS[0], 3), (LAYERS[1], 6))))
     (asked,) = [action for action in actions if isinstance(action, Verify)]
-    assert dict(asked.sums) == {LAYERS[0]: 2, LAYERS[1]: 11}
+    assert dict(asked.sums) == {LAYERS[0]: 2, LAYERS[1]: 2**63 + 6}
     assert not reports(actions)
     assert told(r.verified(0.3, T, None)) == "report:ok"
 
@@ -479,6 +488,18 @@ def test_a_connection_that_comes_back_proves_nothing() -> None:
     assert "revoke" in told(actions)
 
 
+def test_what_a_process_asked_for_before_it_ended_is_not_granted() -> None:
+    r = receiver()
+    r.message(0.0, "p1", begin(ONE))
+    r.message(0.0, "p2", begin(TWO))
+    r.bind(0.0, T, FIRST, END, 300.0)
+    r.peer_gone(0.1, p_incarnation(ONE))
+    assert [m.contributor for m in messages(r.gate_open(0.2, T))] == [TWO]
+    assert told(r.message(0.3, "p1", begin(ONE, seq=2))) == "", "it was on its way when the process ended"
+    r.peer_back(0.4, p_incarnation(ONE))
+    assert told(r.message(0.5, "p1", begin(ONE, seq=3))) == "ready"
+
+
 def test_the_larger_quiet_time_of_both_sides_counts() -> None:
     r = opened()
     r.message(0.0, "p1", begin(ONE, quiet_s=100.0))
@@ -504,7 +525,7 @@ def test_an_answer_right_after_a_stop_is_believed_only_when_what_waited_has_been
     run_until(r, 0.0, 1.0)
     assert told(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
     assert r.state(T) is ReservationState.FENCING
-    assert not reports(run_until(r, 50.0, 50.0 + TIMERS.margin_s - 0.01))
+    assert told(run_until(r, 50.0, 50.0 + TIMERS.margin_s - 0.01)) == "", "it has answered: CANCEL is not repeated"
     assert reports(run_until(r, 50.0 + TIMERS.margin_s - 0.01, 50.0 + TIMERS.margin_s + 0.01))
 
 
