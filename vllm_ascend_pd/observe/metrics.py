@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -16,6 +17,7 @@ from vllm_ascend_pd.observe.tally import METRICS, PREFIX, Metric, empty
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
+@dataclass  # else the base's __init__ would not call __post_init__
 class PushStats(KVConnectorStats):
     """vLLM's container for the above: plain dictionaries, added up across workers and steps."""
 
@@ -37,7 +39,8 @@ class PushStats(KVConnectorStats):
             mine["sums"][name] = mine["sums"].get(name, 0) + amount
         for name, reasons in theirs["counts"].items():
             mine["counts"][name] = dict(Counter(mine["counts"].get(name, {})) + Counter(reasons))
-        mine["levels"].update(theirs["levels"])
+        for name, by_teller in theirs["levels"].items():
+            mine["levels"][name] = {**mine["levels"].get(name, {}), **by_teller}
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -55,7 +58,7 @@ class PushStats(KVConnectorStats):
         for name, reasons in self.data["counts"].items():
             words[name.replace("num_", "").replace("_", " ")] = sum(reasons.values())
         for name, value in self.data["levels"].items():
-            words[name.replace("_", " ")] = value
+            words[name.replace("_", " ")] = sum(value.values())
         return words
 
 
@@ -66,6 +69,7 @@ class PushPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._by_engine: dict[str, Any] = {}
         self._by_reason: dict[str, Any] = {}
+        self._levels: dict[tuple[int, str], dict[str, int]] = {}  # by teller: only changes come
         for name, metric in METRICS.items():
             self._declare(name, metric, list(labelnames))
 
@@ -93,8 +97,10 @@ class PushPromMetrics(KVConnectorPromMetrics):
                 self._by_engine[name][engine_idx].observe(seconds)
         for name, amount in data["sums"].items():
             self._by_engine[name][engine_idx].inc(amount)
-        for name, value in data["levels"].items():
-            self._by_engine[name][engine_idx].set(value)
+        for name, by_teller in data["levels"].items():
+            known = self._levels.setdefault((engine_idx, name), {})
+            known.update(by_teller)
+            self._by_engine[name][engine_idx].set(sum(known.values()))
         labels = self.per_engine_labelvalues[engine_idx]
         for name, reasons in data["counts"].items():
             for reason, amount in reasons.items():

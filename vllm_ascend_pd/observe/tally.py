@@ -2,17 +2,19 @@
 """What is counted. A worker or scheduler keeps a `Tally`; vLLM collects it after each step and adds all of them up.
 
 So that nothing is multiplied by the TP size, each fact has one reporter: bytes and descriptors are told by the worker
-that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler.
+that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler. Levels are
+kept apart by who told them: the newest of each, added up.
 """
 
 from __future__ import annotations
 
 import threading
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "vllm:ascend_pd_"
-MOST_TIMES = 4096  # kept between two collections; more are counted, not listed
+MOST_TIMES = 4096  # kept between two collections; more are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Tally:
         self._lock = threading.Lock()
         self._data = empty()
         self._told: dict[str, int] = {}
+        self._teller = uuid.uuid4().hex[:8]
 
     def time(self, name: str, seconds: float) -> None:
         with self._lock:
@@ -70,7 +73,8 @@ class Tally:
         """A gauge; told only when it has changed."""
         with self._lock:
             if self._told.get(name, 0) != value:
-                self._told[name] = self._data["levels"][name] = value
+                self._told[name] = value
+                self._data["levels"][name] = {self._teller: value}
 
     def take(self) -> dict[str, Any] | None:
         """Plain, serialisable data; None if there is nothing to tell."""

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd plan`: what it prints is what the planners would do, and what it cannot plan it says."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.cli.__main__ import main
+
+GQA = ["--kv-heads", "8", "--head-dim", "128", "--layers", "61", "--tokens", "4096"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    made: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return made
+
+
+def whole(tokens: int, heads: int, dim: int, layers: int, regions: int = 2, item: int = 2) -> int:
+    return tokens * heads * dim * layers * regions * item
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (8, 2), (2, 8), (3, 2), (6, 4), (16, 4)])
+@pytest.mark.parametrize("regroup", ["never", "always"])
+def test_all_bytes_are_sent_once_to_each_holder(
+    capsys: pytest.CaptureFixture[str], p_tp: int, d_tp: int, regroup: str
+) -> None:
+    """12 heads where the sizes must divide them; each D rank gets its own heads, whoever sends them."""
+    heads = {3: 12, 6: 12}.get(p_tp, 8)
+    words = ["--kv-heads", str(heads), "--head-dim", "64", "--layers", "2", "--tokens", "1000"]
+    made = plan(capsys, "--p-tp", str(p_tp), "--d-tp", str(d_tp), "--regroup", regroup, *words)
+    total = sum(link["bytes"] for link in made["links"])
+    blocks = -(-1000 // 128) * 128
+    assert whole(1000, heads, 64, 2) <= total <= whole(blocks, heads, 64, 2)
+    assert {link["d"] for link in made["links"]} == set(range(d_tp))
+
+
+def test_equal_sizes_pair_up(capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(capsys, "--p-tp", "4", "--d-tp", "4", *GQA)
+    assert [(link["p"], link["d"]) for link in made["links"]] == [(rank, rank) for rank in range(4)]
+
+
+def test_short_spans_are_regrouped_and_long_ones_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    token_major = plan(capsys, "--p-tp", "8", "--d-tp", "2", *GQA)
+    head_major = plan(capsys, "--p-tp", "8", "--d-tp", "2", "--layout", "head-major", *GQA)
+    forbidden = plan(capsys, "--p-tp", "8", "--d-tp", "2", "--regroup", "never", *GQA)
+    assert token_major["mode"] != head_major["mode"]
+    count = {
+        name: sum(x["descriptors"] for x in made["links"]) for name, made in (("r", token_major), ("d", forbidden))
+    }
+    assert count["r"] * 10 < count["d"]
+    assert token_major["busiest_rank_s"] < forbidden["busiest_rank_s"]
+
+
+def test_a_faster_link_takes_less_time(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = plan(capsys, "--p-tp", "2", "--d-tp", "2", "--link-gbps", "1", *GQA)
+    fast = plan(capsys, "--p-tp", "2", "--d-tp", "2", "--link-gbps", "100", *GQA)
+    assert fast["busiest_rank_s"] < slow["busiest_rank_s"]
+
+
+def test_the_table_names_mode_reason_links_and_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--p-tp", "4", "--d-tp", "2", "--layout", "head-major", *GQA]) == 0
+    text = capsys.readouterr().out
+    assert "prefill TP 4 → decode TP 2, 8 KV heads × 128, 61 layers" in text
+    assert "mode: " in text and "P3 → D1" in text and "P0 → D1" not in text
+    assert "D1 is complete when it has heard from P2, P3" in text
+
+
+def test_a_model_is_read_from_its_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"num_attention_heads": 32, "num_key_value_heads": 4, "hidden_size": 2048, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = plan(capsys, "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), "--tokens", "128")
+    assert sum(link["bytes"] for link in made["links"]) == whole(128, 4, 64, 3)
+
+
+def test_mla_is_one_shared_head_of_its_latent_width(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {
+        "num_attention_heads": 16,
+        "hidden_size": 2048,
+        "num_hidden_layers": 2,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = plan(capsys, "--p-tp", "4", "--d-tp", "2", "--model", str(tmp_path), "--tokens", "1280")
+    one = whole(1280, 1, 576, 2, regions=1)
+    assert sum(link["bytes"] for link in made["links"]) == 2 * one  # each D rank holds it; the P ranks share the work
+    assert max(link["bytes"] for link in made["links"]) < one
+
+
+def test_the_picture_is_svg_with_a_line_for_each_link(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "plan.svg"
+    made = plan(capsys, "--p-tp", "4", "--d-tp", "2", *GQA, "--svg", str(target))
+    root = ElementTree.fromstring(target.read_text())
+    assert root.tag.endswith("svg")
+    assert len(root.findall("{http://www.w3.org/2000/svg}line")) == len(made["links"])
+    assert len(root.findall("{http://www.w3.org/2000/svg}rect")) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--p-tp", "2", "--d-tp", "2", "--head-dim", "8", "--layers", "1"], "--kv-heads"),
+        (["--p-tp", "2", "--d-tp", "2", "--kv-heads", "8", "--layers", "1"], "--head-dim"),
+        (["--p-tp", "0", "--d-tp", "2", *GQA], "p_tp"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--tokens", "0"], "tokens"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(capsys: pytest.CaptureFixture[str], words: list[str], named: str) -> None:
+    assert main(["plan", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("PD-CONF-003") and named in said
