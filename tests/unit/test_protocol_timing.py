@@ -124,3 +124,7 @@ def test_the_agenda_does_not_grow_with_every_move() -> None:
         agenda.set("one", float(10_000 - at))
         agenda.next()
     assert len(agenda._heap) <= 100
+    for _ in range(1000):
+        agenda.set("one", 1.0)
+        agenda.set("one", 2.0)
+    assert len(agenda._heap) <= 100

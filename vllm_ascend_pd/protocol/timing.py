@@ -88,34 +88,35 @@ class Agenda(Generic[K]):
     """One wake-up time per key; setting it again moves it."""
 
     def __init__(self) -> None:
-        self._times: dict[K, float] = {}
+        self._entries: dict[K, tuple[float, int]] = {}  # time and serial; the serial tells the entry in the heap
         self._heap: list[tuple[float, int, K]] = []
-        self._serial = 0  # keys need not be comparable
+        self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._times)
+        return len(self._entries)
 
     def set(self, key: K, at: float | None) -> None:
+        before = self._entries.get(key)
         if at is None:
-            self._times.pop(key, None)
-        elif self._times.get(key) != at:
-            self._times[key] = at
+            self._entries.pop(key, None)
+        elif before is None or before[0] != at:
             self._serial += 1
+            self._entries[key] = (at, self._serial)
             heapq.heappush(self._heap, (at, self._serial, key))
+            if len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
+                self._heap = [(at, serial, key) for key, (at, serial) in self._entries.items()]
+                heapq.heapify(self._heap)
 
     def due(self, now: float) -> list[K]:
         """The keys whose time has come, earliest first; they are taken off."""
         found = []
         while (at := self.next()) is not None and at <= now:
             key = heapq.heappop(self._heap)[2]
-            del self._times[key]
+            del self._entries[key]
             found.append(key)
         return found
 
     def next(self) -> float | None:
-        while self._heap and self._times.get(self._heap[0][2]) != self._heap[0][0]:
+        while self._heap and self._entries.get(self._heap[0][2]) != self._heap[0][:2]:
             heapq.heappop(self._heap)  # moved or removed meanwhile
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._times):
-            self._heap = [entry for entry in self._heap if self._times.get(entry[2]) == entry[0]]
-            heapq.heapify(self._heap)
         return self._heap[0][0] if self._heap else None
