@@ -116,6 +116,9 @@ class Manner:
     break_after: int | None = None  # pieces sent before the connection is torn
     hang: bool = False  # never answers
     policy: str = "recompute"  # as D: what a failed load leads to ("recompute" or "fail")
+    before_post_s: float = 0.0  # as D: until it reserves
+    recompute_s: float = 0.0  # what a prefill of its own costs D
+    deaf: bool = False  # as D: keeps its posts open although its request is gone
     health: int = 200
     push: bool = True  # as P: whether the KV really arrives
 
@@ -233,6 +236,7 @@ class FakeEngine:
         if not failed:
             return True
         self.local_prefills += 1
+        await asyncio.sleep(self.manner.recompute_s)
         return self.manner.policy == "recompute"
 
     async def _reserve(self, prompt: object, params: dict[str, Any]) -> Outcome:
@@ -242,11 +246,13 @@ class FakeEngine:
         if params.get("send_tokens"):
             body["prompt_token_ids"] = list(json.dumps(prompt).encode())
         waiting = self._waiting[transfer] = asyncio.get_running_loop().create_future()
+        await asyncio.sleep(self.manner.before_post_s)
         self._client.reserve(transfer, params["metaserver"], body, 60.0)
         try:
             outcome = await waiting
         finally:
-            self._client.forget(transfer)
+            if not self.manner.deaf:
+                self._client.forget(transfer)
             del self._waiting[transfer]
         if outcome.kind == "prefilled" and transfer not in PUSHED:
             return Outcome("failed", "PD-XFER-001", "the KV did not arrive")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -11,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from fake_engine import words
-from metaserver_cluster import Cluster, cluster, events, streamed, until
+from metaserver_cluster import Cluster, cluster, events, streamed, texts, until
 
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, RetryPolicy, Role
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
+from vllm_ascend_pd.metaserver.service.front import Turnstile
 
 
 def condition(c: Cluster, name: str) -> Condition:
@@ -168,6 +170,36 @@ def test_a_p_that_hangs_is_cancelled_when_d_gives_up() -> None:
         until(lambda: c.prefill[0].generations()[0].aborted)
         c.decode[0].served.kill()
         asking.join()
+
+
+def test_a_client_that_leaves_cancels_the_prefill_though_d_keeps_its_post_open() -> None:
+    with cluster() as c:
+        c.decode[0].manner.deaf = c.prefill[0].manner.hang = True
+        with pytest.raises(httpx.ReadTimeout):
+            c.http.post("/v1/completions", json={"prompt": "x"}, timeout=0.5)
+        until(lambda: c.prefill[0].generations()[0].aborted)
+        until(lambda: c.decode[0].outcomes and c.decode[0].outcomes[-1].code == "PD-XFER-002")
+
+
+def test_another_p_beats_ds_own_prefill() -> None:
+    with cluster(prefill=2) as c:
+        c.prefill[0].manner.status = 500
+        c.decode[0].manner.recompute_s = 60
+        for i in range(6):
+            assert texts(c.complete(f"p{i}")) == ["".join(words(f"p{i}", 3))]
+        failed = len(c.prefill[0].generations())
+        assert failed and sum(s.aborted for s in c.decode[0].generations()) == failed
+
+
+async def test_a_turn_that_comes_in_the_moment_of_leaving_is_passed_on() -> None:
+    turnstile = Turnstile(Gatekeeper(1, 5))
+    assert await turnstile.enter(1.0)
+    waits = asyncio.create_task(turnstile.enter(10.0))
+    await asyncio.sleep(0)
+    turnstile.leave()
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    assert (turnstile.keeper.running, turnstile.keeper.waiting) == (0, 0)
 
 
 def test_a_d_that_dies_cancels_its_prefill() -> None:

@@ -90,7 +90,7 @@ def test_the_command_serves_and_ends_well_on_a_signal() -> None:
 
 def test_a_signal_lets_requests_finish() -> None:
     with running("--grace", "10") as r:
-        r.decode.manner.before_first_s = 1.0
+        r.decode.manner.before_post_s = 1.0  # its post comes after the signal, and must be heard
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(r.complete("x", stream=True)), name="client")
         asking.start()
@@ -98,6 +98,7 @@ def test_a_signal_lets_requests_finish() -> None:
         r.process.terminate()
         asking.join(10)
         assert streamed(got[0]) == "".join(words("x", 3))
+        assert r.decode.local_prefills == 0
         assert r.process.wait(10) == 0
 
 
@@ -171,6 +172,7 @@ def test_tls_works_both_ways(tmp_path: Path) -> None:
         r.decode.metaservers(str(r.http.base_url))  # without our CA D does not trust it
         assert r.complete("y").status_code == 200
         assert r.decode.local_prefills == 1 and r.decode.outcomes[-1].code == "PD-META-002"
+        assert r.decode._client.stats.repeated == 0  # it will not be trusted in a second either
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ async def test_silence_before_and_within_an_answer_ends_it() -> None:
 
 async def test_cancelling_and_closing_are_seen_by_the_engine() -> None:
     async with talking(says()) as (server, origin, upstream):
-        asking = asyncio.create_task(ask(upstream, origin))
+        asking = asyncio.create_task(ask(upstream, origin, timeout_s=60.0))
         await until(lambda: server.requests)
         asking.cancel()
         await until(lambda: server.closed == 1)

@@ -9,23 +9,27 @@ is repeated only when it surely was not executed. Each key gets exactly one fina
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import ssl
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Hashable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.metaserver import answers
+from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
 from vllm_ascend_pd.runtime.loop import LoopThread
+
+__all__ = ["ClientStats", "MetaserverClient", "Outcome", "origin"]
 
 log = logging.getLogger(__name__)
 
@@ -33,23 +37,9 @@ HEARTBEAT_S = 2.0
 MAX_LINE_BYTES = 64 << 10
 _PATIENCE_S = 10.0  # a metaserver that is away for longer has lost the ticket with its memory
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
-_CONNECTIONS_PER_POOL = 128  # httpx looks at every connection of a pool for each request: small pools stay cheap
+_CONNECTIONS_PER_POOL = 32  # httpx looks at every connection of a pool for each request: small pools stay cheap
+_KEPT_PER_POOL = 2  # it also polls each idle one for each request
 _KEEPALIVE_S = 4.0  # shorter than a server's usual 5 s: a connection that the other side is closing is not taken
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """`accepted` may come first, again when another P is taken; `prefilled` or `failed` ends the call."""
-
-    kind: str
-    code: str = ""
-    detail: str = ""
-    prefill: str = ""
-    seconds: float = 0.0
-
-    @property
-    def final(self) -> bool:
-        return self.kind != "accepted"
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +92,7 @@ class MetaserverClient:
         self._calls: dict[Hashable, _Call] = {}
         self._closed = False
         self._pools: list[_Pool] = []
+        self._trust: ssl.SSLContext | bool | None = None  # made at the first call, once: it reads certificates
         self._slots: asyncio.Semaphore | None = None
         self.stats = ClientStats()
 
@@ -223,11 +214,17 @@ class MetaserverClient:
         for pool in self._pools:
             if pool.calls < _CONNECTIONS_PER_POOL:
                 return pool
+        if self._trust is None:
+            self._trust = _tls(self._config)
         seconds = self._config.metaserver_connect_timeout_s
         client = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=_CONNECTIONS_PER_POOL, keepalive_expiry=_KEEPALIVE_S),
+            limits=httpx.Limits(
+                max_connections=_CONNECTIONS_PER_POOL,
+                max_keepalive_connections=_KEPT_PER_POOL,
+                keepalive_expiry=_KEEPALIVE_S,
+            ),
             timeout=httpx.Timeout(connect=seconds, write=seconds, pool=seconds, read=3 * HEARTBEAT_S),
-            verify=_tls(self._config),
+            verify=self._trust,
             trust_env=False,
         )
         self._pools.append(_Pool(client))
@@ -246,27 +243,32 @@ class MetaserverClient:
                     raise await _refusal(answer)
                 if "ndjson" in answer.headers.get("content-type", ""):
                     return await self._follow(call, answer)
-                return _plain(await _bounded(answer))
+                return answers.plain(await _bounded(answer))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as problem:
             failure = Failure.BROKEN if _untrusted(problem) else Failure.CONNECT
             raise _Failed(PdError("PD-META-002", why=_why(problem)), failure) from problem
         except httpx.TimeoutException as problem:
             raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.TIMEOUT) from problem
-        except httpx.HTTPError as problem:
+        except (httpx.HTTPError, answers.BadAnswer) as problem:
             raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.BROKEN) from problem
         finally:
             pool.calls -= 1
 
     async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
-        async for line in _lines(answer):
-            event = _decoded(line)
-            kind = event.get("event")
-            if kind == "accepted":
-                self._tell(call, Outcome("accepted", prefill=str(event.get("prefill", ""))))
-            elif kind in ("prefilled", "failed"):
-                return _final(event)
-        why = "its answer ended without saying how the prefill went"
-        raise _Failed(PdError("PD-META-002", why=why), Failure.BROKEN)
+        """Read to the end even after the final line, so that the connection can be used again."""
+        lines, final = answers.Lines(MAX_LINE_BYTES), None
+        reading = cast("AsyncGenerator[bytes, None]", answer.aiter_raw())  # it is one, and says less
+        async with aclosing(reading) as pieces:
+            async for piece in pieces:
+                for outcome in map(answers.outcome, lines.feed(piece)):
+                    if outcome is not None and outcome.final:
+                        final = replace(outcome, seconds=self._loop.loop.time() - call.started)
+                        self._end(call, final)
+                    elif outcome is not None:
+                        self._tell(call, outcome)
+        if final is None:
+            raise answers.BadAnswer("its answer ended without saying how the prefill went")
+        return final
 
 
 def origin(url: str) -> tuple[str, str, int]:
@@ -285,7 +287,7 @@ def origin(url: str) -> tuple[str, str, int]:
 
 def _tls(config: MetaserverConfig) -> ssl.SSLContext | bool:
     if not any(url.startswith("https") for url in config.metaserver_urls):
-        return False  # building a context reads the system's certificates, once per pool
+        return False
     context = ssl.create_default_context(cafile=config.tls_ca_file or None)
     if not config.tls_verify:
         context.check_hostname = False
@@ -310,20 +312,7 @@ def _untrusted(problem: BaseException) -> bool:
 
 
 def _why(problem: Exception) -> str:
-    return f"{type(problem).__name__} {problem}".strip()
-
-
-async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    rest = b""
-    async for chunk in answer.aiter_raw():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            if line.strip():
-                yield line
-        if len(rest) > MAX_LINE_BYTES:
-            raise _Failed(PdError("PD-META-002", why="a line of its answer is too long"), Failure.BROKEN)
-    if rest.strip():
-        yield rest
+    return str(problem) if isinstance(problem, answers.BadAnswer) else f"{type(problem).__name__} {problem}".strip()
 
 
 async def _bounded(answer: httpx.Response) -> bytes:
@@ -331,53 +320,13 @@ async def _bounded(answer: httpx.Response) -> bytes:
     async for chunk in answer.aiter_raw():
         body += chunk
         if len(body) > MAX_LINE_BYTES:
-            raise _Failed(PdError("PD-META-002", why="its answer is too long"), Failure.BROKEN)
+            raise answers.BadAnswer("its answer is too long")
     return body
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError as problem:
-        why = f"a line of its answer is not JSON: {line[:80]!r}"
-        raise _Failed(PdError("PD-META-002", why=why), Failure.BROKEN) from problem
-    if not isinstance(event, dict):
-        raise _Failed(PdError("PD-META-002", why=f"a line of its answer is no object: {line[:80]!r}"), Failure.BROKEN)
-    return event
-
-
-def _final(event: dict[str, Any]) -> Outcome:
-    if event.get("event") == "failed" or event.get("error"):
-        detail = event.get("detail") or event.get("error") or ""
-        return Outcome("failed", str(event.get("code") or "PD-META-006"), str(detail)[:1000])
-    return Outcome("prefilled", prefill=str(event.get("prefill", "")))
-
-
-def _plain(body: bytes) -> Outcome:
-    """The predecessor's form: nothing until the prefill is over, then any JSON, or an empty body."""
-    if not body.strip():
-        return Outcome("prefilled")
-    return _final(_decoded(body) if body.lstrip()[:1] == b"{" else {})
 
 
 async def _refusal(answer: httpx.Response) -> _Failed:
     body = await _bounded(answer)
-    why = _reason(body) or answer.reason_phrase
+    why = answers.reason(body) or answer.reason_phrase
     failure = Failure.REFUSED if answer.status_code in (429, 503) else Failure.SERVER
     error = PdError("PD-META-003", status=answer.status_code, why=why)
-    return _Failed(error, failure, _seconds(answer.headers.get("retry-after")))
-
-
-def _reason(body: bytes) -> str:
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"])[:500]
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace").strip()
-
-
-def _seconds(value: str | None) -> float | None:
-    try:
-        return float(value) if value else None
-    except ValueError:
-        return None  # the form with a date
+    return _Failed(error, failure, answers.seconds(answer.headers.get("retry-after")))

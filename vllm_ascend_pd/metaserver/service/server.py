@@ -18,6 +18,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.hub import Hub
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.observe.trace import TraceFile
 
 log = logging.getLogger(__name__)
 _KEEPALIVE_S = 75  # longer than a client keeps a connection idle, so that it is the client that closes
@@ -72,7 +73,10 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
     )
     log.info("worker %d: decode engines call back %s", worker.hub.worker, worker.front.own_url)
     server = Server(config, worker)
+    trace = TraceFile(settings.trace_dir, "metaserver") if settings.trace_dir else None
     server.run(sockets=sockets)
+    if trace is not None:
+        trace.close()
     return 0 if server.started else 1
 
 

@@ -48,6 +48,7 @@ class Settings:
     tls_cert: str = ""
     tls_key: str = ""
     engine_ca: str = ""
+    trace_dir: str = ""
 
     @property
     def scheme(self) -> str:

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metaserver's speed: requests per second, added time to the first byte, CPU per request, memory.
+
+All systems stand before the same instant engines; the measured process has a core of its own, load and engines have
+another; rounds are interleaved and medians are shown. The full way of a request is measured (D first, D asks for its
+prefill, P prefills), and the relay alone, where nginx shows what a proxy in C does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ROOT / "scripts" / "bench_metaserver_parts"
+PREFILL, DECODE = 19501, 19502
+WAYS = ("full", "relay")
+
+NGINX = """
+worker_processes 1; daemon off; pid {dir}/pid; error_log {dir}/error.log warn;
+events {{ worker_connections 8192; }}
+http {{
+  access_log off; client_body_temp_path {dir}; proxy_temp_path {dir}; fastcgi_temp_path {dir};
+  uwsgi_temp_path {dir}; scgi_temp_path {dir}; keepalive_requests 1000000;
+  upstream engine {{ server 127.0.0.1:{decode}; keepalive 2048; keepalive_requests 1000000; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=4096;
+    location / {{ proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; }}
+  }}
+}}
+"""
+
+
+@dataclass
+class System:
+    """Something that is measured; `way` says whether a prefill takes part."""
+
+    name: str
+    way: str
+    port: int
+    command: list[str]
+
+
+def systems(wanted: list[str], directory: str) -> list[System]:
+    python, example = sys.executable, str(PARTS / "example_proxy.py")
+    metaserver = [python, "-m", "vllm_ascend_pd.cli", "metaserver", "--no-canary", "--log-level", "warning"]
+    engines = ["--decode", f"127.0.0.1:{DECODE}"]
+    ports = iter(range(19510, 19600))
+    made = []
+    for way in WAYS:
+        port = next(ports)
+        prefill = ["--prefill", f"127.0.0.1:{PREFILL}"] if way == "full" else []
+        made.append(System("metaserver", way, port, [*metaserver, "--port", str(port), *engines, *prefill]))
+        port = next(ports)
+        made.append(System("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
+    for library in ("aiohttp", "httpx"):
+        port = next(ports)
+        command = [python, str(PARTS / "variant.py"), library, str(port), str(PREFILL), str(DECODE)]
+        made.append(System(f"metaserver on {library}", "full", port, command))
+    if shutil.which("nginx"):
+        port = next(ports)
+        file = Path(directory) / "nginx.conf"
+        file.write_text(NGINX.format(dir=directory, port=port, decode=DECODE))
+        made.append(System("nginx", "relay", port, ["nginx", "-c", str(file)]))
+    made.append(System("engine alone", "relay", DECODE, []))
+    return [s for s in made if not wanted or s.name in wanted]
+
+
+def pinned(core: int, command: list[str]) -> list[str]:
+    return ["taskset", "-c", str(core), *command] if (os.cpu_count() or 1) > 1 and shutil.which("taskset") else command
+
+
+@contextmanager
+def started(core: int, command: list[str], port: int) -> Iterator[psutil.Process]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(pinned(core, command), env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: process.poll() is not None or listening(port), f"{command} did not start")
+        yield psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def until(promise: Callable[[], object], otherwise: str) -> None:
+    end = time.monotonic() + 30
+    while not promise():
+        if time.monotonic() > end:
+            raise RuntimeError(otherwise)
+        time.sleep(0.1)
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def cpu(process: psutil.Process) -> float:
+    """Seconds of the process and its children (nginx has a worker)."""
+    family = [process, *process.children(recursive=True)]
+    return sum(sum(p.cpu_times()[:2]) for p in family)
+
+
+def load(port: int, **flags: float) -> dict[str, float]:
+    words = [f"--{name.replace('_', '-')}={value:g}" for name, value in flags.items()]
+    command = pinned(1, [sys.executable, str(PARTS / "load.py"), str(port), *words])
+    return json.loads(subprocess.check_output(command, cwd=PARTS))
+
+
+def measured(system: System, process: psutil.Process | None, **flags: float) -> dict[str, float]:
+    before = cpu(process) if process else 0.0
+    result = load(system.port, **flags)
+    if process:
+        result["cpu_us"] = 1e6 * (cpu(process) - before) / max(1, result["requests"])
+    return result
+
+
+Rows = dict[tuple[str, str], dict[str, float]]
+
+
+def rounds(
+    running: list[tuple[System, psutil.Process | None]], count: int, measure: Callable[..., dict[str, float]]
+) -> Rows:
+    """Interleaved; the median of each figure."""
+    seen: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for _ in range(count):
+        for system, process in running:
+            seen.setdefault((system.way, system.name), []).append(measure(system, process))
+    return {
+        key: {figure: statistics.median(r.get(figure, 0.0) for r in results) for figure in results[0]}
+        for key, results in seen.items()
+    }
+
+
+def show(title: str, rows: Rows, floor: dict[str, float] | None = None) -> None:
+    print(f"\n{title}\n")
+    print("| way | system | requests/s | first byte p50 ms | p99 ms | added p50 ms | CPU µs/request |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    for (way, name), row in sorted(rows.items()):
+        added = f"{row['ttfb_p50_ms'] - floor['ttfb_p50_ms']:.2f}" if floor and row is not floor else "–"
+        used = f"{row['cpu_us']:.0f}" if "cpu_us" in row else "–"
+        figures = f"{row['rate']:.0f} | {row['ttfb_p50_ms']:.2f} | {row['ttfb_p99_ms']:.2f} | {added} | {used}"
+        print(f"| {way} | {name} | {figures} |", flush=True)
+
+
+def memory(system: System, process: psutil.Process, requests: int) -> None:
+    print(f"\nMemory over {requests} requests ({system.way} way)\n\n| requests | MiB |\n|---:|---:|")
+    step = max(1, requests // 10)
+    for done in range(0, requests + 1, step):
+        if done:
+            load(system.port, streams=32, seconds=600, requests=step, pieces=2)
+        print(f"| {done} | {process.memory_info().rss / (1 << 20):.1f} |", flush=True)
+
+
+def serves(port: int) -> bool:
+    """It has seen its engines: a request is answered."""
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 1, "stream": True}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return b"[DONE]" in answer.read()
+    except OSError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="per measurement")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 1000])
+    parser.add_argument("--systems", nargs="+", default=[], help="only these")
+    parser.add_argument("--skip", nargs="+", default=[], choices=("saturation", "paced", "memory"))
+    parser.add_argument("--memory-requests", type=int, default=100_000)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    with tempfile.TemporaryDirectory() as directory:
+        engines = [sys.executable, str(PARTS / "engines.py"), str(PREFILL), str(DECODE)]
+        with started(1, engines, DECODE):
+            bench(args, systems(args.systems, directory))
+
+
+def bench(args: argparse.Namespace, chosen: list[System]) -> None:
+    def all_of(rest: list[System], running: list[tuple[System, psutil.Process | None]]) -> None:
+        """Start them one inside the other, so that each is stopped whatever happens."""
+        if not rest:
+            everything(args, running)
+        elif not rest[0].command:
+            all_of(rest[1:], [*running, (rest[0], None)])
+        else:
+            with started(0, rest[0].command, rest[0].port) as process:
+                until(lambda: serves(rest[0].port), f"{rest[0].name} does not serve")
+                all_of(rest[1:], [*running, (rest[0], process)])
+
+    all_of(chosen, [])
+
+
+def everything(args: argparse.Namespace, running: list[tuple[System, psutil.Process | None]]) -> None:
+    for streams in args.streams:
+        if "saturation" not in args.skip:
+            rows = rounds(running, args.rounds, lambda s, p, n=streams: measured(s, p, streams=n, seconds=args.seconds))
+            show(f"Saturation: {streams} clients, one request after the other, 8 pieces at once", rows)
+        if "paced" not in args.skip:
+            fast = [r for r in running if streams < 1000 or "httpx" not in r[0].name]
+            flags = {"streams": streams, "pieces": 20, "gap_ms": 50, "ramp_s": 1.0, "seconds": args.seconds + 2}
+            rows = rounds(fast, args.rounds, lambda s, p, f=flags: measured(s, p, **f))
+            show(f"Paced: {streams} streams open, 20 pieces, 50 ms apart", rows, rows.get(("relay", "engine alone")))
+    if "memory" not in args.skip:
+        for system, process in running:
+            if system.name == "metaserver" and system.way == "full" and process is not None:
+                memory(system, process, args.memory_requests)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the metaserver's answer to a reservation says: a stream of JSON lines, or one JSON value at the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`accepted` may come first, again when another P is taken; `prefilled` or `failed` ends the call."""
+
+    kind: str
+    code: str = ""
+    detail: str = ""
+    prefill: str = ""
+    seconds: float = 0.0
+
+    @property
+    def final(self) -> bool:
+        return self.kind != "accepted"
+
+
+class BadAnswer(ValueError):
+    """The answer cannot be understood; the text says why."""
+
+
+class Lines:
+    """Cuts a stream into its lines, none longer than `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The lines that are complete. Raises BadAnswer."""
+        *whole, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > self._most or any(len(line) > self._most for line in whole):
+            raise BadAnswer("a line of its answer is too long")
+        return [line for line in whole if line.strip()]
+
+
+def outcome(line: bytes) -> Outcome | None:
+    """What one line says; None for a heartbeat and for events of later versions. Raises BadAnswer."""
+    event = _object(line)
+    kind = event.get("event")
+    if kind == "accepted":
+        return Outcome("accepted", prefill=str(event.get("prefill", "")))
+    return _final(event) if kind in ("prefilled", "failed") else None
+
+
+def plain(body: bytes) -> Outcome:
+    """The predecessor's form: nothing until the prefill is over, then any JSON, or an empty body."""
+    return _final(_object(body) if body.lstrip()[:1] == b"{" else {})
+
+
+def reason(body: bytes) -> str:
+    """The words of an error answer."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace").strip()
+
+
+def seconds(retry_after: str | None) -> float | None:
+    try:
+        return float(retry_after) if retry_after else None
+    except ValueError:
+        return None  # the form with a date
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError as problem:
+        raise BadAnswer(f"a line of its answer is not JSON: {text[:80]!r}") from problem
+    if not isinstance(event, dict):
+        raise BadAnswer(f"a line of its answer is no object: {text[:80]!r}")
+    return event
+
+
+def _final(event: dict[str, Any]) -> Outcome:
+    if event.get("event") == "failed" or event.get("error"):
+        detail = event.get("detail") or event.get("error") or ""
+        return Outcome("failed", str(event.get("code") or "PD-META-006"), str(detail)[:1000])
+    return Outcome("prefilled", prefill=str(event.get("prefill", "")))
