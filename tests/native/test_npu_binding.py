@@ -7,6 +7,7 @@ not: that bisheng compiles the kernels, or that a device does what the emulation
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -68,3 +69,11 @@ def test_the_op_of_the_default_path_is_declared_as_expected(build: Build) -> Non
         "npu::npu_gather_pa_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
         "Tensor(a!) key, Tensor(b!) value, *, "
     )
+
+
+@pytest.mark.slow
+def test_the_cmake_path_builds_a_library_that_works(build: Build, tmp_path: Path) -> None:
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    library = build.cmake(tmp_path)
+    assert scenario(build, "dtypes", VLLM_ASCEND_PD_NPU_LIBRARY=str(library)) == "ok"
