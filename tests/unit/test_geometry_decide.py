@@ -14,7 +14,7 @@ from test_geometry_regroup import exchange
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.decide import decide
 from vllm_ascend_pd.geometry.plan import Job
-from vllm_ascend_pd.geometry.regroup import RegroupPlanner
+from vllm_ascend_pd.geometry.regroup import RegroupPlanner, Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block, sub_steps
 
 
@@ -51,6 +51,12 @@ def test_a_small_gain_is_worth_it_only_for_very_short_spans() -> None:
     halves = [decide(*caches("token", 2, 2, 1, cells=(cell,), block=1)) for cell in (2048, 4096)]
     assert [(each.direct_span, each.regroup_span) for each in halves] == [(2048, 4096), (4096, 8192)]
     assert [each.regroup for each in halves] == [True, False]
+
+
+def test_the_contributor_with_the_shortest_spans_decides() -> None:
+    """Three heads on two ranks: one rank's spans are a head long, the other's two."""
+    decision = decide(*caches("token", 3, 2, 1))
+    assert (decision.direct_span, decision.regroup_span) == (256, 3 * (32 << 10))
 
 
 def test_the_configuration_overrides_the_rule() -> None:
@@ -111,6 +117,20 @@ def test_instances_count_separately_for_their_slots_and_together_for_the_buffers
     narrow = [Job(d, 0, 0, 24, table, table, instance) for instance in (0, 1)] * 4
     assert planner.room(narrow).slot == 24 * row
     assert len(sub_steps(planner, narrow, 24 * row, 1 << 20)) == 1
+
+
+def test_a_block_that_one_rank_owns_fills_its_receive_buffer() -> None:
+    p, d = caches("opaque", 4, 4, 1, cells=(4,), block=8)
+    plane = 4 * 8
+    assert room_for_a_block(p, d) == Room(slot=4 * plane, send=plane, receive=3 * plane)
+    table = np.arange(1, dtype=np.int32)
+    with pytest.raises(LocalProtocolError, match="does not fit"):
+        sub_steps(RegroupPlanner(p, 0), [Job(d, 0, 0, 8, table, table)], 4 * plane, 2 * plane)
+
+
+def test_the_room_for_a_block_is_that_of_the_worst_rotation() -> None:
+    """Five heads on three ranks, [1, 2, 2]: when the first rank owns the block it receives four."""
+    assert room_for_a_block(*caches("opaque", 5, 3, 1, cells=(4,), block=10)).receive == 4 * 4 * 10
 
 
 def test_a_slot_that_cannot_hold_a_block_is_told() -> None:

@@ -86,14 +86,17 @@ def test_every_wanted_byte_counts_and_no_other_does(kind: str) -> None:
     assert digest(cache, table) == right
 
 
-def test_equal_bytes_in_another_place_are_a_difference() -> None:
-    cache, table = one_cache("token")
+@pytest.mark.parametrize(("region", "head", "token"), [(0, 1, 5), (0, 0, 4), (1, 1, 4)])
+def test_equal_bytes_in_another_place_are_a_difference(region: int, head: int, token: int) -> None:
+    """The same cell one token, one head, one region further."""
+    cache, table = Cache(geometry("token", heads=2, tp=1, block=4, cells=(3, 3)), 0, 5), np.array([3, 0, 2], np.int32)
     for memory in cache.memory:
         memory[:] = 7
-    first, second = cache.places(0, table, 0, 1, 4, 5), cache.places(0, table, 0, 1, 5, 6)
+    first, second = cache.places(0, table, 0, 1, 4, 5), cache.places(region, table, 0, head, token, token + 1)
     cache.memory[0][first] = 9
     before = digest(cache, table)
-    cache.memory[0][first], cache.memory[0][second] = 7, 9
+    cache.memory[0][first] = 7
+    cache.memory[region][second] = 9
     assert digest(cache, table) != before
 
 

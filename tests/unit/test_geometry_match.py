@@ -60,6 +60,12 @@ def test_block_sizes_must_be_equal_where_tokens_cannot_be_addressed() -> None:
     assert found.error().code == "PD-GEO-002"
 
 
+def test_one_opaque_side_is_enough_to_want_equal_block_sizes() -> None:
+    opaque = geometry("opaque", heads=4, tp=2, block=32, layers=3)
+    for p, d in ((BASE, opaque), (opaque, BASE)):
+        assert [each.field for each in mismatches(p, d)] == ["block_size", "token axis of r0", "token axis of r1"]
+
+
 def test_an_opaque_cache_does_not_fit_an_addressable_one() -> None:
     found = mismatches(geometry("opaque", heads=4, tp=2, block=16, layers=3), BASE)
     assert [each.field for each in found] == ["token axis of r0", "token axis of r1"]

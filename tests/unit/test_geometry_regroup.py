@@ -213,6 +213,13 @@ def test_a_slot_is_written_in_long_spans() -> None:
     assert [(slot.instance, len(slot.received)) for slot in second] == [(1, 6)]
 
 
+def test_slots_for_a_head_major_cache_are_written_in_whole_blocks_too() -> None:
+    p, d = geometry("token", heads=8, tp=8, block=8), geometry("head", heads=8, tp=2, block=8)
+    table = np.arange(0, 32, 2, dtype=np.int32)
+    [slot] = RegroupPlanner(p, 1).plan([Job(d, 0, 0, 128, table, table)]).slots
+    assert [spans.size.tolist() for spans in slot.writes[0]] == [[8 * 4 * 2] * 4] * 2
+
+
 def test_instances_have_slots_of_their_own() -> None:
     p, d = geometry("token", heads=4, tp=4, block=8), geometry("token", heads=4, tp=2, block=8)
     table = np.arange(8, dtype=np.int32)
