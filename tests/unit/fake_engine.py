@@ -121,6 +121,7 @@ class Manner:
     deaf: bool = False  # as D: keeps its posts open although its request is gone
     health: int = 200
     push: bool = True  # as P: whether the KV really arrives
+    refuses_push: str = ""  # as P: answers well, but says with this code that it did not push
 
 
 PUSHED: set[str] = set()  # transfers whose KV has arrived; the wire, so to speak
@@ -267,7 +268,10 @@ class FakeEngine:
             for i, t in enumerate(texts)
         ]
         await asyncio.sleep(self.manner.gap_s * count)
-        await _answer(send, 200, json.dumps({"id": "fake", "model": "fake", "choices": choices}).encode())
+        answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices}
+        if self.manner.refuses_push:
+            answer["kv_transfer_params"] = {"pd_error": {"code": self.manner.refuses_push, "detail": "not mine"}}
+        await _answer(send, 200, json.dumps(answer).encode())
 
     async def _stream(self, seen: Seen, send: Send) -> None:
         chat = "chat" in seen.route

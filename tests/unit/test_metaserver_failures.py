@@ -102,6 +102,15 @@ def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:
         assert c.decode[0].local_prefills == 0
 
 
+def test_d_hears_when_p_answered_well_but_refused_to_push() -> None:
+    with cluster() as c:
+        c.prefill[0].manner.refuses_push = "PD-META-005"
+        assert c.complete("x").status_code == 200
+        failed = c.decode[0].outcomes[-1]
+        assert (failed.kind, failed.code) == ("failed", "PD-META-005") and "not mine" in failed.detail
+        assert c.decode[0].local_prefills == 1
+
+
 def test_d_that_posts_a_transfer_twice_is_refused() -> None:
     with cluster() as c:
         c.prefill[0].manner.prefill_s = 1.0

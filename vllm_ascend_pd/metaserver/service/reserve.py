@@ -40,13 +40,30 @@ class Reservation(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
+class _PushError(msgspec.Struct, frozen=True):
+    code: str = "PD-META-006"
+    detail: str = ""
+
+
+class _PushAnswer(msgspec.Struct, frozen=True):
+    pd_error: _PushError | None = None
+
+
+class _PrefillAnswer(msgspec.Struct, frozen=True):
+    """P's answer to its one token: what it says about the push."""
+
+    kv_transfer_params: _PushAnswer | None = None
+
+
 _DECODER = msgspec.json.Decoder(Reservation)
+_PREFILL_DECODER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 class PrefillFailed(Exception):
-    def __init__(self, failure: Failure, why: str) -> None:
+    def __init__(self, failure: Failure, why: str, code: str = "PD-META-006") -> None:
         super().__init__(why)
         self.failure = failure
+        self.code = code
 
 
 class Heart:
@@ -117,7 +134,7 @@ class Reservations:
         try:
             await self._prefill(attempt, posted, send)
         except PrefillFailed as failed:
-            why = str(failed)
+            code, why = failed.code, str(failed)
             attempt.prefill_failed = True
             self._restart(attempt, why)
         except asyncio.CancelledError:
@@ -128,7 +145,7 @@ class Reservations:
         if why:
             emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
             attempt.exchange.stage("prefill failed", why)
-            METRICS.reservations.labels("failed" if code == "PD-META-006" else "cancelled").inc()
+            METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
             return {"event": "failed", "code": code, "detail": why}
         emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
         attempt.prefilled += 1
@@ -205,6 +222,7 @@ class Reservations:
         if reply.status == 200:
             front.fleet.seen(prefill, Evidence.SERVED)
             METRICS.legs.labels("prefill", prefill.name, "served").inc()
+            _check_push(prefill.name, text)
             return
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused = reply.status in (429, 503)
@@ -212,6 +230,16 @@ class Reservations:
         if reply.status >= 500 and not refused:
             front.fleet.seen(prefill, Evidence.BROKE, why)
         raise PrefillFailed(Failure.REFUSED if refused else Failure.PREFILL, why)
+
+
+def _check_push(name: str, text: bytes) -> None:
+    """P may answer well although it refused to push (another prompt, another model); it says so in its answer."""
+    try:
+        push = _PREFILL_DECODER.decode(text).kv_transfer_params
+    except msgspec.DecodeError as problem:
+        raise PrefillFailed(Failure.PREFILL, f"{name}: its answer is not understood ({problem})") from problem
+    if push is not None and push.pd_error is not None:
+        raise PrefillFailed(Failure.PREFILL, f"{name}: {push.pd_error.detail}", push.pd_error.code)
 
 
 def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:
