@@ -30,6 +30,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     _limits(parser.add_argument_group("limits"))
     _security(parser.add_argument_group("security"))
     _predecessor(parser.add_argument_group("flags of vllm-ascend's example proxy, accepted as they are"))
+    parser.add_argument("--trace-dir", default="", metavar="DIR", help="write stage events here, one file per worker")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level")
     parser.add_argument("--as-worker", default="", help=argparse.SUPPRESS)
     return parser
@@ -142,6 +143,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tls_cert=args.tls_cert,
         tls_key=args.tls_key,
         engine_ca=args.engine_ca,
+        trace_dir=args.trace_dir,
     )
 
 

@@ -80,6 +80,7 @@ class PushRules:
 
     def _note(self, stage: str, pair: Pair, **facts: object) -> None:
         about = {"transfer": str(pair.push.order.transfer), "push": pair.push.order.push}
+        about["contributor"] = str(self._words.contributor)
         self._actions.append(Note(stage, {**about, "d_rank": pair.destination.d_rank, **facts}))
 
     # -- asking

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd trace` on a recorded trace (a real pair, TP 2 → 1, two chunks), as one host and as several."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.support import timeline as of_the_scripts
+from vllm_ascend_pd.cli.__main__ import main
+from vllm_ascend_pd.observe import timeline
+from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace, picture, table
+from vllm_ascend_pd.observe.trace import TraceFile, emit
+
+RECORDED = Path(__file__).parent / "traces" / "tp2_to_tp1"
+TRANSFER = "f8290347/28/d4729bfa"
+TRIP_S = 0.2  # no round trip of the recording is longer
+
+
+def write(path: Path, events: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def two_hosts(tmp_path: Path, *, monotonic: float, wall: float) -> Path:
+    """P's files as another host would have written them: its monotonic clock and its wall clock are off."""
+    for path in RECORDED.glob("*.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        if path.stem.startswith("prefill"):
+            for event in events:
+                event["t"] += monotonic
+                if "wall" in event:
+                    event["wall"] += wall
+            write(tmp_path / "p-host" / path.name, events)
+        else:
+            write(tmp_path / "d-host" / path.name, events)
+    return tmp_path
+
+
+def metaserver(directory: Path) -> None:
+    start = next(e.t for e in Trace(RECORDED).events if e.stage == "reserved")
+    opened = json.loads((RECORDED / "decode-scheduler-25261.jsonl").read_text().splitlines()[0])
+    events = [
+        {**opened, "role": "metaserver"},
+        {"t": start - 0.01, "stage": "meta.decode", "ticket": "ticket-1", "decode": "127.0.0.1:1"},
+        {"t": start + 0.001, "stage": "meta.reserved", "ticket": "ticket-1", "transfer": TRANSFER},
+        {"t": start + 0.002, "stage": "meta.prefill", "ticket": "ticket-1", "transfer": TRANSFER, "prefill": "p"},
+        {"t": start + 0.5, "stage": "meta.decode", "ticket": "another", "decode": "127.0.0.1:1"},
+        {"t": start + 0.7, "stage": "meta.prefilled", "ticket": "ticket-1", "transfer": TRANSFER},
+    ]
+    write(directory / "metaserver-9.jsonl", events)
+
+
+# -- reading
+
+
+def test_the_scripts_read_traces_with_the_same_code() -> None:
+    assert of_the_scripts.Trace is timeline.Trace and of_the_scripts.picture is timeline.picture
+
+
+def test_the_way_of_the_recorded_transfer() -> None:
+    trace = Trace(RECORDED)
+    assert trace.transfers() == [TRANSFER]
+    way = trace.way(TRANSFER)
+    assert way.failure == "" and way.failed_writes == 0
+    assert way.moments[RESERVED] < way.moments["P worker begin"] < way.moments["D worker ready"] < way.moments[REPORTED]
+    assert len(way.computed) == 2 * 2 * 4  # workers, steps, layers
+    told = [e.facts["bytes"] for e in trace.events if e.stage == "done"]
+    assert way.nbytes >= sum(told) > 0
+    assert 0.0 < way.hidden() < 1.0
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "decode-worker-25456.jsonl"
+    path.write_text(path.read_text() + '{"t": 1.0, "stage": "clo')
+    assert len(Trace(tmp_path).events) == len(Trace(RECORDED).events)
+
+
+@pytest.mark.parametrize("word", [TRANSFER, "f8290347/28", "cmpl-1"])
+def test_a_transfer_is_found_by_its_id_its_beginning_or_its_request(word: str) -> None:
+    assert Trace(RECORDED).find(word) == TRANSFER
+
+
+def test_what_the_metaserver_said_of_the_ticket_belongs_to_the_transfer(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
+    metaserver(tmp_path)
+    way = Trace(tmp_path).way(TRANSFER)
+    stages = [name for name in sorted(way.moments, key=way.moments.__getitem__) if name.startswith("metaserver")]
+    assert stages == ["metaserver decode", "metaserver reserved", "metaserver prefill", "metaserver prefilled"]
+    assert way.moments["metaserver decode"] < way.moments[RESERVED]
+
+
+# -- clocks
+
+
+def test_files_of_one_host_have_one_clock() -> None:
+    (clock,) = Trace(RECORDED).clocks
+    assert clock.shift == 0.0 and len(clock.sources) == 4
+
+
+@pytest.mark.parametrize(("monotonic", "wall"), [(5000.0, 0.0), (5000.0, 2.5), (-300.0, -1.0), (0.3, 0.0)])
+def test_another_hosts_clock_is_found_from_begin_and_ready(tmp_path: Path, monotonic: float, wall: float) -> None:
+    """Whatever both of its clocks say, its events come back to where they were."""
+    trace = Trace(two_hosts(tmp_path, monotonic=monotonic, wall=wall))
+    mine, other = trace.clocks
+    assert [source.split("/")[0] for source in mine.sources] == ["d-host"] * 2
+    assert [source.split("/")[0] for source in other.sources] == ["p-host"] * 2
+    assert other.error_s is not None and 0 < other.error_s <= TRIP_S / 2
+    assert abs(other.shift + monotonic) <= other.error_s
+    was = {(e.stage, e.source.split("/")[-1], json.dumps(dict(e.facts))): e.t for e in Trace(RECORDED).events}
+    for event in trace.events:
+        if event.stage != "clock":
+            key = event.stage, event.source.split("/")[-1], json.dumps(dict(event.facts))
+            assert abs(event.t - was[key]) <= other.error_s + 1e-6
+
+
+def test_the_shortest_round_trip_decides(tmp_path: Path) -> None:
+    """One READY that took a second on its way back says little; another that took a millisecond says all."""
+    ask = {"push": "x", "contributor": "P0.0", "d_rank": 0, "transfer": "t"}
+    p = [{"t": 100.0, "stage": "clock", "wall": 1000.0}]
+    d = [{"t": 0.0, "stage": "clock", "wall": 1000.0}]
+    for seq, (sent, answered, back) in enumerate([(101.0, 1.001, 102.0), (103.0, 3.0005, 103.001)], 1):
+        p += [{"t": sent, "stage": "begin", "seq": seq, **ask}]
+        p += [{"t": back, "stage": "ready", "seq": seq, "waited": back - sent, **ask}]
+        d += [{"t": answered, "stage": "ready", "seq": seq, **ask}]
+    write(tmp_path / "decode-worker-1.jsonl", d)
+    write(tmp_path / "prefill-worker-2.jsonl", p)
+    _, clock = Trace(tmp_path).clocks
+    assert clock.shift == pytest.approx(-100.0, abs=1e-6)
+    assert clock.error_s == pytest.approx(0.0005)
+
+
+def test_a_host_that_nothing_was_said_with_is_related_by_the_wall_clock(tmp_path: Path) -> None:
+    write(tmp_path / "decode-worker-1.jsonl", [{"t": 10.0, "stage": "clock", "wall": 1000.0}])
+    write(tmp_path / "x" / "metaserver-2.jsonl", [{"t": 500.0, "stage": "clock", "wall": 1003.0}])
+    trace = Trace(tmp_path)
+    assert [event.t for event in trace.events] == [10.0, 13.0]
+    assert trace.clocks[1].error_s is None
+    assert "by the wall clock: x/metaserver-2" in table(trace)[-1]
+
+
+# -- the command
+
+
+def test_the_text_is_the_table_and_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(RECORDED)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[1].startswith(TRANSFER)
+    assert "\n".join(picture(Trace(RECORDED).way(TRANSFER))) in said
+    for stage in ("D scheduler reserved", "P worker begin", "D worker done", "D scheduler reported"):
+        assert stage in said
+    assert said.count("  layer ") == 8
+
+
+def chrome(tmp_path: Path, directory: Path, *words: str) -> list[dict[str, Any]]:
+    target = tmp_path / "trace.json"
+    assert main(["trace", str(directory), "--perfetto", str(target), *words]) == 0
+    content = json.loads(target.read_text())
+    assert content["displayTimeUnit"] == "ms"
+    events: list[dict[str, Any]] = content["traceEvents"]
+    return events
+
+
+def test_perfetto_gets_processes_spans_marks_and_arrows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = chrome(tmp_path, RECORDED)
+    assert capsys.readouterr().out == ""
+    names = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert set(names) == {path.stem for path in RECORDED.glob("*.jsonl")}
+    writes = [e for e in events if e["ph"] == "X" and e["cat"] == "layer_pushed"]
+    assert len(writes) == len([e for e in Trace(RECORDED).events if e.stage == "layer_pushed"]) > 0
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 and e["tid"] > 0 for e in events if e["ph"] == "X")
+    whole = [e for e in events if e["ph"] == "X" and e["name"] == TRANSFER]
+    assert {e["pid"] for e in whole} == {names["decode-scheduler-25261"], names["decode-worker-25456"]}
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert set(starts) == set(ends) and len(starts) == 2
+    assert all(starts[key]["ts"] <= ends[key]["ts"] and starts[key]["pid"] != ends[key]["pid"] for key in starts)
+
+
+def test_one_transfer_can_be_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(RECORDED, tmp_path / "all")
+    metaserver(tmp_path / "all")
+    events = chrome(tmp_path, tmp_path / "all", "--transfer", "f8290347/28", "--text")
+    stages = {e["name"] for e in events if e["ph"] == "i"}
+    assert {"meta.decode", "reserved", "begin", "done"} <= stages
+    assert sum(e["name"] == "meta.decode" for e in events) == 1  # the other ticket's is left out
+    assert capsys.readouterr().out.startswith(f"transfer {TRANSFER}")
+
+
+@pytest.mark.parametrize("words", [["nowhere"], [str(RECORDED), "--transfer", "unknown"]])
+def test_what_is_not_there_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *words]) == 2
+    assert capsys.readouterr().err.startswith("PD-CONF-003")
+
+
+def test_what_a_process_writes_is_what_the_command_reads(tmp_path: Path) -> None:
+    written = TraceFile(str(tmp_path), "decode-scheduler")
+    emit("reserved", transfer="d/1/u", request="r", ticket="t")
+    emit("reported", transfer="d/1/u", request="r")
+    written.close()
+    emit("reported", transfer="d/2/u", request="r")
+    trace = Trace(tmp_path)
+    assert trace.transfers() == ["d/1/u"]
+    assert list(trace.way("d/1/u").moments) == [RESERVED, REPORTED]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the clocks of trace files relate: one host has one monotonic clock, hosts are related by what they said.
+
+The wall clock of each file's first line gives a first idea. Where P and D are different hosts, each BEGIN that a READY
+answered is a measurement as NTP makes it: P's time of BEGIN, D's time of READY, P's time of READY. The one with the
+shortest round trip counts; half of that round trip is the most that it can be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+SAME_CLOCK_S = 0.05  # two hosts whose monotonic clocks agree that well with the wall clock are not told apart
+
+
+_Key = tuple[Any, Any, Any, Any]
+
+
+class _Event(Protocol):
+    @property
+    def t(self) -> float: ...
+
+    @property
+    def stage(self) -> str: ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(slots=True)
+class Clock:
+    """One host's clock. `shift` is added to its times; `error_s` is None where only the wall clocks relate it."""
+
+    sources: list[str]
+    ahead: float  # wall clock minus monotonic clock
+    shift: float = 0.0
+    error_s: float | None = None
+
+    def words(self) -> str:
+        how = "by the wall clock" if self.error_s is None else f"± {self.error_s * 1e3:.2f} ms by BEGIN and READY"
+        return f"another clock, {how}: {', '.join(self.sources)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """`offset`: D's time minus P's."""
+
+    offset: float
+    error: float
+
+
+def related(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
+    """The clocks of these files, the first one being the reference."""
+    clocks = _told_apart(pieces)
+    for clock in clocks:
+        clock.shift = clock.ahead - clocks[0].ahead
+    samples = _best(pieces, {source: index for index, clock in enumerate(clocks) for source in clock.sources})
+    known, waiting = {0}, dict(samples)
+    if clocks:
+        clocks[0].error_s = 0.0
+    while waiting:
+        pair = next((pair for pair in waiting if (pair[0] in known) != (pair[1] in known)), None)
+        if pair is None:
+            break
+        (p, d), sample = pair, waiting.pop(pair)
+        if d in known:
+            clocks[p].shift, clocks[p].error_s = (
+                clocks[d].shift + sample.offset,
+                (clocks[d].error_s or 0) + sample.error,
+            )
+        else:
+            clocks[d].shift, clocks[d].error_s = (
+                clocks[p].shift - sample.offset,
+                (clocks[p].error_s or 0) + sample.error,
+            )
+        known |= {p, d}
+    return clocks
+
+
+def _told_apart(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
+    clocks: list[Clock] = []
+    for source, events in pieces.items():
+        opened = next((e for e in events if e.stage == "clock" and "wall" in e.facts), None)
+        # Where nothing is known, the reference's.
+        ahead = opened.facts["wall"] - opened.t if opened is not None else clocks[0].ahead if clocks else 0.0
+        same = next((clock for clock in clocks if abs(clock.ahead - ahead) <= SAME_CLOCK_S), None)
+        if same is None:
+            clocks.append(Clock([source], ahead))
+        else:
+            same.sources.append(source)
+    return clocks
+
+
+def _best(pieces: Mapping[str, Sequence[_Event]], clock_of: Mapping[str, int]) -> dict[tuple[int, int], _Sample]:
+    """For each pair of a P clock and a D clock, the measurement with the shortest round trip."""
+    best: dict[tuple[int, int], _Sample] = {}
+    for p_source, d_source, sample in _samples(pieces):
+        pair = clock_of[p_source], clock_of[d_source]
+        if pair[0] != pair[1] and (pair not in best or sample.error < best[pair].error):
+            best[pair] = sample
+    return best
+
+
+def _samples(pieces: Mapping[str, Sequence[_Event]]) -> Iterator[tuple[str, str, _Sample]]:
+    asked: dict[_Key, tuple[str, float]] = {}
+    answered: dict[_Key, tuple[str, float]] = {}
+    for source, events in pieces.items():
+        for event in events:
+            if event.stage == "begin":
+                asked[_question(source, event.facts)] = source, event.t
+            elif event.stage == "ready" and "waited" not in event.facts:  # D's
+                answered[_answer(event.facts)] = source, event.t
+    for source, events in pieces.items():
+        for event in events:
+            if event.stage != "ready" or "waited" not in event.facts:
+                continue
+            question = asked.get(_question(source, event.facts))
+            answer = answered.get(_answer(event.facts))
+            if question is not None and answer is not None:
+                trip = event.t - question[1]
+                yield source, answer[0], _Sample(answer[1] - (question[1] + event.t) / 2, trip / 2)
+
+
+def _question(source: str, facts: Mapping[str, Any]) -> _Key:
+    return source, facts.get("push"), facts.get("d_rank"), facts.get("seq")
+
+
+def _answer(facts: Mapping[str, Any]) -> _Key:
+    return facts.get("contributor"), facts.get("push"), facts.get("d_rank"), facts.get("seq")

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of one transfer, merged from the trace files of P, D and the metaserver.
+
+Each process writes its own monotonic clock; `Trace` brings all of them onto one (clocks.py). Files of several hosts may
+lie in folders of their own below the directory. `vllm-ascend-pd trace` prints what is read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.observe.clocks import Clock, related
+
+RESERVED, REPORTED = "D scheduler reserved", "D scheduler reported"
+_ENDINGS = ("done", "closed", "push_closed", "reported")  # every rank has one; the last counts
+
+
+@dataclass(frozen=True)
+class Event:
+    t: float
+    stage: str
+    source: str  # the file's name: role and pid, behind its folder where there is one
+    facts: Mapping[str, Any]
+
+    @property
+    def side(self) -> str:
+        """P worker, D scheduler, metaserver …"""
+        role = self.source.rpartition("/")[2].rpartition("-")[0]
+        return role.replace("prefill-", "P ").replace("decode-", "D ")
+
+    def names(self, transfer: str) -> bool:
+        return self.facts.get("transfer") == transfer or transfer in (self.facts.get("transfers") or ())
+
+
+@dataclass(frozen=True)
+class Write:
+    """A batch that carried bytes of the transfer; a fused batch counts by its share."""
+
+    source: str
+    peer: str
+    layers: tuple[int, ...]
+    step: int
+    submitted: float
+    landed: float
+    nbytes: float
+    descriptors: float
+
+
+@dataclass
+class Way:
+    """What one transfer did."""
+
+    transfer: str
+    moments: dict[str, float] = field(default_factory=dict)  # "D worker ready" → first time (of endings: last time)
+    computed: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (source, step, layer) → hook
+    writes: list[Write] = field(default_factory=list)
+    failed_writes: int = 0
+    failure: str = ""  # code and detail with which a D worker closed it
+
+    @property
+    def nbytes(self) -> int:
+        return round(sum(write.nbytes for write in self.writes))
+
+    @property
+    def descriptors(self) -> int:
+        return round(sum(write.descriptors for write in self.writes))
+
+    def last_hooks(self) -> dict[str, float]:
+        """Per P worker: when its last layer's hook of the last step fired."""
+        last: dict[str, float] = {}
+        for (source, _, _), at in self.computed.items():
+            last[source] = max(at, last.get(source, at))
+        return last
+
+    def hidden(self) -> float:
+        """The share of the bytes that had landed on D before the writer's last layer's hook fired."""
+        last = self.last_hooks()
+        early = sum(w.nbytes for w in self.writes if w.landed <= last.get(w.source, 0.0))
+        return early / self.nbytes if self.nbytes else 0.0
+
+    def exposed_s(self) -> float:
+        """From the last hook of any worker to the last byte on D: what the push added to the prefill."""
+        hooks = self.last_hooks().values()
+        return max(0.0, max(w.landed for w in self.writes) - max(hooks)) if self.writes and hooks else 0.0
+
+
+class Trace:
+    """All events of a directory, in order of time."""
+
+    def __init__(self, directory: Path) -> None:
+        pieces = {}
+        for path in sorted(directory.rglob("*.jsonl")):
+            source = path.relative_to(directory).with_suffix("").as_posix()
+            pieces[source] = [Event(e.pop("t"), e.pop("stage"), source, e) for e in _lines(path)]
+        self.clocks: list[Clock] = related(pieces)
+        shifts = {source: clock.shift for clock in self.clocks for source in clock.sources}
+        self.events: list[Event] = []
+        for source, events in pieces.items():
+            self.events += [Event(e.t + shifts[source], e.stage, source, e.facts) for e in events]
+        self.events.sort(key=lambda event: event.t)
+
+    def transfers(self, since: float = 0.0, until: float = float("inf")) -> list[str]:
+        """Transfers reserved within a span of time, in order."""
+        reserved = (e for e in self.events if e.stage == "reserved" and since <= e.t <= until)
+        return list(dict.fromkeys(str(e.facts["transfer"]) for e in reserved))
+
+    def find(self, word: str) -> str | None:
+        """The transfer that is meant by its id, the beginning of its id, or the id of its request."""
+        for event in self.events:
+            if event.stage == "reserved" and word:
+                transfer, request = str(event.facts["transfer"]), str(event.facts.get("request", ""))
+                if transfer.startswith(word) or word in request:
+                    return transfer
+        return None
+
+    def of(self, transfer: str) -> list[Event]:
+        """The events that name the transfer, and the metaserver's that name its ticket only."""
+        tickets = {e.facts.get("ticket") for e in self.events if e.names(transfer)} - {None, ""}
+        return [
+            e
+            for e in self.events
+            if e.names(transfer) or ("transfer" not in e.facts and e.facts.get("ticket") in tickets)
+        ]
+
+    def way(self, transfer: str) -> Way:
+        way = Way(transfer)
+        named = {id(event) for event in self.of(transfer)}
+        steps = {(e.source, e.facts["step"]) for e in self.events if e.stage == "step" and e.names(transfer)}
+        submitted: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], float] = {}
+        for event in self.events:
+            if event.stage == "layer_computed":
+                if (event.source, event.facts["step"]) in steps:
+                    way.computed[event.source, event.facts["step"], event.facts["layer"]] = event.t
+            elif id(event) not in named:
+                continue
+            elif event.stage == "layer_submitted":
+                submitted[_batch(event)] = event.t
+            elif event.stage == "layer_pushed":
+                self._pushed(way, event, submitted)
+            elif event.stage != "step":
+                if event.stage == "closed" and event.facts.get("ok") is False:
+                    way.failure = f"{event.facts.get('code', '')} {event.facts.get('detail', '')}".strip()
+                name = f"{event.side} {event.stage.removeprefix('meta.')}"
+                if name not in way.moments or event.stage in _ENDINGS:
+                    way.moments[name] = event.t
+        return way
+
+    @staticmethod
+    def _pushed(way: Way, event: Event, submitted: Mapping[Any, float]) -> None:
+        if not event.facts["ok"]:
+            way.failed_writes += 1
+            return
+        share = 1.0 / len(event.facts["transfers"])
+        way.writes.append(
+            Write(
+                source=event.source,
+                peer=event.facts["peer"],
+                layers=tuple(event.facts["layers"]),
+                step=max(event.facts["steps"]),
+                submitted=submitted.get(_batch(event), event.t),
+                landed=event.t,
+                nbytes=event.facts["bytes"] * share,
+                descriptors=event.facts["descriptors"] * share,
+            )
+        )
+
+
+def _batch(event: Event) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+    facts = event.facts
+    return event.source, facts["peer"], tuple(facts["layers"]), tuple(facts["steps"])
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):  # the last one may be half written
+                with contextlib.suppress(json.JSONDecodeError):  # a process that was killed, and another behind it
+                    yield json.loads(line)
+
+
+def picture(way: Way, width: int = 64) -> list[str]:
+    """The transfer as text: a row per layer and P worker, `c` where its compute ended, `=` while its bytes were on
+    the way, `#` when they had landed; above it the other stages in order."""
+    if not way.computed or not way.writes:
+        return [f"transfer {way.transfer}: no layer was pushed"]
+    zero = min(way.moments.get(RESERVED, way.writes[0].submitted), *way.computed.values())
+    end = max(*way.computed.values(), *(w.landed for w in way.writes))
+    first = min(way.computed.values())
+    first -= (end - first) / width
+    scale = (end - first) / (width - 1)
+    rows = [f"transfer {way.transfer}, milliseconds after D reserved its blocks"]
+    for stage, at in sorted(way.moments.items(), key=lambda item: item[1]):
+        rows.append(f"  {(at - zero) * 1e3:9.1f}  {stage}")
+    for source in sorted({key[0] for key in way.computed}):
+        rows.append(
+            f"  {source}: c computed, = on the way, # landed; {(first - zero) * 1e3:.0f} to {(end - zero) * 1e3:.0f} ms"
+        )
+        rows += _layer_rows(way, source, first, scale, width)
+    rows.append(f"  {way.hidden():.1%} of {way.nbytes:,} bytes had landed before the last layer's hook fired")
+    return rows
+
+
+def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -> Iterable[str]:
+    """One row per layer; with several steps (chunks) their marks share the row."""
+    for layer in sorted({key[2] for key in way.computed if key[0] == source}):
+        cells = [" "] * width
+        for write in way.writes:
+            if write.source == source and layer in write.layers:
+                begin, landed = (round((t - first) / scale) for t in (write.submitted, write.landed))
+                cells[begin:landed] = "=" * (landed - begin)
+                cells[min(landed, width - 1)] = "#"
+        for (owner, _, index), at in way.computed.items():
+            if owner == source and index == layer:
+                column = round((at - first) / scale)
+                cells[column] = "c" if cells[column] in " =" else cells[column]
+        yield f"  layer {layer:2d} |{''.join(cells)}|"
+
+
+def table(trace: Trace) -> list[str]:
+    """A line for each transfer, and what the clocks of other hosts were taken to be."""
+    rows = [f"{'transfer':32} {'KV bytes':>12} {'descriptors':>11} {'hidden':>7} {'exposed ms':>10}"]
+    for transfer in trace.transfers():
+        way = trace.way(transfer)
+        exposed = f"{way.exposed_s() * 1e3:10.1f}"
+        row = f"{transfer:32} {way.nbytes:12,} {way.descriptors:11,} {way.hidden():7.1%} {exposed}"
+        rows.append(f"{row}  {way.failure}".rstrip())
+    return rows + [clock.words() for clock in trace.clocks[1:]]
