@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dashboards/grafana.json: it shows every metric there is, and none that does not exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.metaserver.service import metrics as metaserver
+from vllm_ascend_pd.observe.tally import METRICS, PREFIX
+
+FILE = Path(__file__).resolve().parents[2] / "dashboards" / "grafana.json"
+DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+NAME = re.compile(r"(?:vllm:ascend_pd_|ascend_pd_metaserver_)\w+")
+SUFFIXES = {"time": ("_bucket", "_sum", "_count"), "sum": ("_total",), "count": ("_total",), "level": ("",)}
+OF_PROMETHEUS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
+
+
+def existing() -> dict[str, str]:
+    """Every series that the engines and the metaserver have → its metric."""
+    series = {f"{PREFIX}{name}{end}": name for name, metric in METRICS.items() for end in SUFFIXES[metric.kind]}
+    for family in metaserver.Metrics().registry.collect():
+        series.update({f"{family.name}{end}": family.name for end in OF_PROMETHEUS[family.type]})
+    return series
+
+
+def named() -> set[str]:
+    expressions = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    return {name for expression in expressions for name in NAME.findall(expression)}
+
+
+def test_every_metric_that_a_panel_names_exists() -> None:
+    assert named() - set(existing()) == set()
+
+
+def test_every_metric_that_exists_has_a_panel() -> None:
+    series = existing()
+    assert set(series.values()) - {series[name] for name in named() if name in series} == set()
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_asks_for_one_thing_with_a_unit(panel: dict[str, Any]) -> None:
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    for target in panel["targets"]:
+        assert NAME.search(target["expr"]), target["expr"]
+        assert target["expr"].count("(") == target["expr"].count(")")
+        for counter in re.findall(r"\w+_(?:total|bucket)\b", target["expr"]):
+            assert "rate(" in target["expr"], f"{counter} only ever grows"
+
+
+def test_panels_neither_overlap_nor_share_an_id() -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        for x in range(at["x"], at["x"] + at["w"]):
+            for y in range(at["y"], at["y"] + at["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies on {taken[x, y]}"
+                taken[x, y] = panel["title"]
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
