@@ -3,42 +3,79 @@
 
 The collective is called by every rank for every layer and sub-step in which any byte crosses, whatever this rank knows
 about destinations, and even if its own gather failed: a rank that stayed away would hold up the others.
+
+Each rank puts a tag before what it sends to another: the number of the exchange, which all ranks count alike. An owner
+finds the tags of its sources behind its slot. So it notices a source whose gather failed, or that took part in another
+exchange, also where that source has nothing to do with the transfer any more and could not fail it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from vllm_ascend_pd.geometry.regroup import RegroupPlan
-from vllm_ascend_pd.regroup import ops
+from vllm_ascend_pd.geometry.coalesce import Ints
+from vllm_ascend_pd.geometry.images import BUFFER_ROW, CACHE_ROW, Rows
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, Slot
+from vllm_ascend_pd.regroup.ops import Assemble, Gather
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
 log = logging.getLogger(__name__)
 
+TAG_BYTES = 64
+TAGS = 1 << 14  # numbers before they come again; 0 is the tag of a part that failed
+_OFFSET, _SOURCE = CACHE_ROW.index("offset"), BUFFER_ROW.index("source")
+
+
+def tags_of(ranks: int) -> int:
+    """Bytes of all tags in a buffer, or behind a slot."""
+    return ranks * TAG_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """What fills one slot. The tags of `sources` end up at `tags`, behind the slot's bytes."""
+
+    own: Gather | None
+    received: Assemble | None
+    sources: tuple[int, ...]
+    tags: int
+
+    def strangers(self, slot: StagingSlot, number: int) -> list[int]:
+        """The sources whose bytes in this slot are not of the exchange with that number. Reads device memory."""
+        if not self.sources:
+            return []
+        tags = slot.memory[self.tags : self.tags + tags_of(len(self.sources))].cpu().view(torch.int64)
+        found = tags.view(len(self.sources), -1)[:, 0].tolist()
+        return [source for source, tag in zip(self.sources, found, strict=True) if tag != number]
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRows:
-    """A plan's tables as the ops want them, converted once for all layers."""
+    """A plan made ready for this rank's buffers, once for all layers."""
 
     plan: RegroupPlan
-    send: torch.Tensor
-    own: tuple[torch.Tensor, ...]  # by slot
-    received: tuple[torch.Tensor, ...]
+    send: Gather | None
+    slots: tuple[SlotRows, ...]
+    send_splits: list[int]
+    receive_splits: list[int]
+    sent_tags: list[int]  # where the tags are in the send buffer
 
-    @classmethod
-    def of(cls, plan: RegroupPlan) -> ExchangeRows:
-        return cls(
-            plan,
-            torch.from_numpy(plan.send),
-            tuple(torch.from_numpy(slot.own) for slot in plan.slots),
-            tuple(torch.from_numpy(slot.received) for slot in plan.slots),
-        )
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one exchange on this rank."""
+
+    number: int  # the tag that its bytes carry
+    error: Exception | None  # of this rank's own part
+    waited: float  # seconds inside the collective
 
 
 class Exchange:
@@ -48,44 +85,94 @@ class Exchange:
         self, group: dist.ProcessGroup, caches: Sequence[Sequence[torch.Tensor]], buffer_bytes: int, device: str
     ) -> None:
         self._group, self._caches = group, caches
-        self._send = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
-        self._receive = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
+        size = buffer_bytes + tags_of(group.size())
+        self._send = torch.empty(size, dtype=torch.uint8, device=device)
+        self._receive = torch.empty(size, dtype=torch.uint8, device=device)
+        numbers = torch.arange(TAGS, dtype=torch.int64).view(-1, 1).repeat(1, TAG_BYTES // 8)
+        self._tags = numbers.view(torch.uint8).to(device)
+        self._tag = torch.empty((1, 1, 1, TAG_BYTES), dtype=torch.uint8, device=device)
         self.buffer_bytes = buffer_bytes
         self.collectives = 0
+        self.seconds = 0.0  # inside collectives
+        self.nbytes = 0  # sent to other ranks
 
-    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Exception | None:
+    def prepare(self, plan: RegroupPlan, slot: torch.Tensor) -> ExchangeRows:
+        """Make a plan ready. `slot` is any slot's memory: all are alike."""
+        cache = (*self._caches[0], self._tag)
+        sends, receives = _Tagged(plan.send_splits), _Tagged(plan.receive_splits)
+        rows = sends.shifted(plan.send, _OFFSET)
+        tags = [(len(cache) - 1, 0, 0, 0, 1, 1, at, TAG_BYTES, TAG_BYTES) for at in sends.tags]
+        rows = np.concatenate([rows, np.array(tags, dtype=np.int64).reshape(-1, len(CACHE_ROW))])
+        return ExchangeRows(
+            plan=plan,
+            send=Gather(rows, cache, self._send) if len(rows) else None,
+            slots=tuple(self._slot(planned, receives, slot) for planned in plan.slots),
+            send_splits=sends.splits,
+            receive_splits=receives.splits,
+            sent_tags=sends.tags,
+        )
+
+    def _slot(self, planned: Slot, receives: _Tagged, slot: torch.Tensor) -> SlotRows:
+        own = Gather(planned.own, self._caches[0], slot) if len(planned.own) else None
+        tags = -(-planned.nbytes // TAG_BYTES) * TAG_BYTES
+        if not len(planned.received):
+            return SlotRows(own, None, (), tags)
+        sources = receives.ranks_of(planned.received, _SOURCE)
+        moved = [
+            (TAG_BYTES, 1, 1, receives.tag_of[source], TAG_BYTES, TAG_BYTES, at, TAG_BYTES, TAG_BYTES)
+            for source, at in zip(sources, range(tags, tags + tags_of(len(sources)), TAG_BYTES), strict=True)
+        ]
+        rows = np.concatenate([receives.shifted(planned.received, _SOURCE), np.array(moved, dtype=np.int64)])
+        return SlotRows(own, Assemble(rows, self._receive, slot), sources, tags)
+
+    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
         """One layer of one sub-step. Slots that are None drop what would have gone there.
 
         An error in this rank's own part is returned after the collective; an error of the collective is raised.
         """
         error: Exception | None = None
+        number = self.collectives % (TAGS - 1) + 1
         caches = self._caches[layer]
         try:
-            if len(rows.send):
-                ops.gather(caches, rows.send, self._send)
-        except (RuntimeError, ValueError) as failed:
+            self._gather(rows, caches, number)
+        except Exception as failed:  # whatever it is: the others are waiting
+            log.exception("this rank's part of an exchange failed")
             error = failed
-        self._all_to_all(rows.plan)
+            self._disown(rows)
+        began = time.monotonic()
+        self._all_to_all(rows)
+        waited = time.monotonic() - began
+        self.seconds += waited
         try:
-            for slot, own, received in zip(slots, rows.own, rows.received, strict=True):
+            for slot, one in zip(slots, rows.slots, strict=True):
                 if slot is None:
                     continue
-                if len(own):
-                    ops.gather(caches, own, slot.memory)
-                if len(received):
-                    ops.assemble(self._receive, received, slot.memory)
-        except (RuntimeError, ValueError) as failed:
+                if one.own is not None:
+                    one.own(caches, slot.memory)
+                if one.received is not None:
+                    one.received(self._receive, slot.memory)
+        except Exception as failed:
+            log.exception("this rank's part of an exchange failed")
             error = error or failed
-        if error is not None:
-            log.error("this rank's part of an exchange failed: %s", error)
-        return error
+        return Outcome(number, error, waited)
 
-    def _all_to_all(self, plan: RegroupPlan) -> None:
+    def _gather(self, rows: ExchangeRows, caches: Sequence[torch.Tensor], number: int) -> None:
+        if rows.send is not None:
+            self._tag.view(-1).copy_(self._tags[number])
+            rows.send((*caches, self._tag), self._send)
+
+    def _disown(self, rows: ExchangeRows) -> None:
+        """What lies in the send buffer is nobody's: say so to those who get it."""
+        for at in rows.sent_tags:
+            self._send[at : at + TAG_BYTES].copy_(self._tags[0])
+
+    def _all_to_all(self, rows: ExchangeRows) -> None:
+        plan = rows.plan
         if not plan.exchanges:
             return
-        send, receive = plan.send_splits, plan.receive_splits
-        equal = plan.equal_splits
+        send, receive, equal = rows.send_splits, rows.receive_splits, plan.equal_splits
         self.collectives += 1
+        self.nbytes += sum(send)
         dist.all_to_all_single(
             self._receive[: sum(receive)],
             self._send[: sum(send)],
@@ -93,6 +180,31 @@ class Exchange:
             input_split_sizes=None if equal else send,
             group=self._group,
         )
+
+
+class _Tagged:
+    """The splits of one buffer with a tag before each that is not empty, and what that shifts."""
+
+    def __init__(self, splits: Sequence[int]) -> None:
+        self.splits = [size + TAG_BYTES if size else 0 for size in splits]
+        self._ends = np.cumsum(np.array(splits, dtype=np.int64))
+        self._shift = np.cumsum([TAG_BYTES if size else 0 for size in splits], dtype=np.int64)
+        begin = np.cumsum(np.array(self.splits, dtype=np.int64)) - self.splits
+        self.tag_of = {rank: int(begin[rank]) for rank, size in enumerate(splits) if size}
+        self.tags = list(self.tag_of.values())
+
+    def ranks_of(self, rows: Rows, column: int) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in np.unique(self._ranks(rows, column)))
+
+    def shifted(self, rows: Rows, column: int) -> Rows:
+        rows = rows.copy()
+        if len(rows):
+            rows[:, column] += self._shift[self._ranks(rows, column)]
+        return rows
+
+    def _ranks(self, rows: Rows, column: int) -> Ints:
+        found: Ints = np.searchsorted(self._ends, rows[:, column], side="right")
+        return found
 
 
 def new_group(tp_size: int, pp_size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:

@@ -7,19 +7,22 @@ import logging
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.config import PushConfig, RegroupConfig
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.regroup.exchange import Exchange, new_group
+from vllm_ascend_pd.regroup.exchange import Exchange, new_group, tags_of
 from vllm_ascend_pd.regroup.ops import cell_view
 from vllm_ascend_pd.regroup.staging import Staging
 
 log = logging.getLogger(__name__)
 
-GROUP_TIMEOUT_S = 60.0
+# Above what vLLM waits for its workers (300 s): a rank that was stopped for a while delays exchanges and breaks nothing,
+# and one that died is known at once from its closed connections.
+GROUP_TIMEOUT_S = 600.0
 ALIGNMENT = 4096
 
 
@@ -49,12 +52,21 @@ def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -
 
     Every rank of the engine must call this: it makes a process group.
     """
-    geometry, regroup = caches.geometry, config.regroup
-    if place.tp_size == 1 or geometry.kv_heads == 1 or regroup.regroup == "never":
+    if place.tp_size == 1 or caches.geometry.kv_heads == 1 or config.regroup.regroup == "never":
         return None
+    group = new_group(place.tp_size, place.pp_size, place.rank, device.collectives, GROUP_TIMEOUT_S)
+    return assembled(config.regroup, place, caches, device, group)
+
+
+def assembled(
+    config: RegroupConfig, place: Place, caches: Caches, device: Device, group: dist.ProcessGroup
+) -> RegroupParts:
+    """Buffers and slots for a group that is there. What is allocated here is all there will ever be."""
+    geometry = caches.geometry
     slot = slot_bytes(geometry, place)
-    count = regroup.staging_slots * regroup.staging_destinations + regroup.staging_spares
-    memory = torch.empty(slot * count + ALIGNMENT, dtype=torch.uint8, device=device.name)
+    stride = slot + -(-tags_of(place.tp_size) // ALIGNMENT) * ALIGNMENT
+    count = config.staging_slots * config.staging_destinations + config.staging_spares
+    memory = torch.empty(stride * count + ALIGNMENT, dtype=torch.uint8, device=device.name)
     skip = -memory.data_ptr() % ALIGNMENT
     heads = len(geometry.head_range(place.rank % place.tp_size))
     views = [
@@ -64,20 +76,24 @@ def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -
         ]
         for parts in caches.tensors
     ]
-    group = new_group(place.tp_size, place.pp_size, place.rank, device.collectives, GROUP_TIMEOUT_S)
     log.info(
-        "regroup: %d staging slots of %.1f MiB (%d for each of %d destinations, %d spares), buffers of %.1f MiB",
+        "regroup: %d staging slots of %.1f MiB (%d for each of %d destinations, %d spares), 2 buffers of %.1f MiB",
         count,
         slot / 2**20,
-        regroup.staging_slots,
-        regroup.staging_destinations,
-        regroup.staging_spares,
+        config.staging_slots,
+        config.staging_destinations,
+        config.staging_spares,
         2 * slot / 2**20,
     )
-    return RegroupParts(
-        Exchange(group, views, 2 * slot, device.name),
-        Staging(memory[skip : skip + slot * count], slot, regroup.staging_slots, regroup.staging_spares),
+    staging = Staging(
+        memory[skip : skip + stride * count],
+        slot,
+        config.staging_slots,
+        config.staging_spares,
+        stride=stride,
+        waits=not device.exchanges_inline,
     )
+    return RegroupParts(Exchange(group, views, 2 * slot, device.name), staging)
 
 
 def slot_bytes(geometry: CacheGeometry, place: Place) -> int:

@@ -34,9 +34,13 @@ class Pieces:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def add(self, push: str, d_rank: int, unit: Unit, piece: Piece) -> None:
+    def add(self, push: str, d_rank: int, unit: Unit, piece: Piece) -> bool:
+        """False if these bytes are staged already: the first slot keeps them."""
+        if (push, d_rank, unit) in self._pieces:
+            return False
         piece.slot.users += 1
         self._pieces[push, d_rank, unit] = piece
+        return True
 
     def get(self, push: str, d_rank: int, unit: Unit) -> Piece | None:
         return self._pieces.get((push, d_rank, unit))

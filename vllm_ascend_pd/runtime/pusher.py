@@ -43,6 +43,7 @@ class Sealed:
 
     step: int
     pushes: tuple[str, ...]
+    behind_exchanges: bool = False
 
 
 class Work(Protocol):
@@ -63,7 +64,9 @@ class Pusher:
     def __init__(self, name: str, work: Work, transport: Transport, device: Device) -> None:
         self._work, self._transport, self._device = work, transport, device
         self._inbox: queue.SimpleQueue[Computed | Staged | Sealed | None] = queue.SimpleQueue()
-        self._waiting: deque[Computed | Staged | Sealed] = deque()
+        # What is pushed directly does not wait for exchanges, which hang on other ranks.
+        self._computed: deque[Computed | Staged | Sealed] = deque()
+        self._exchanged: deque[Computed | Staged | Sealed] = deque()
         self._flying: list[Batch] = []
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -90,8 +93,9 @@ class Pusher:
         try:
             self._device.attach_thread()
             while not self._stop:
-                self._take_news(POLL_S if self._flying or self._waiting else IDLE_S)
-                self._announce()
+                self._take_news(POLL_S if self._flying or self._computed or self._exchanged else IDLE_S)
+                self._announce(self._computed)
+                self._announce(self._exchanged)
                 self._submit()
                 self._poll()
         except Exception as error:
@@ -104,15 +108,17 @@ class Pusher:
         try:
             item = self._inbox.get(timeout=timeout)
             while True:
-                if item is not None:
-                    self._waiting.append(item)
+                if isinstance(item, Staged) or (isinstance(item, Sealed) and item.behind_exchanges):
+                    self._exchanged.append(item)
+                elif item is not None:
+                    self._computed.append(item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return
 
-    def _announce(self) -> None:
-        while self._waiting:
-            head = self._waiting[0]
+    def _announce(self, waiting: deque[Computed | Staged | Sealed]) -> None:
+        while waiting:
+            head = waiting[0]
             if isinstance(head, Sealed):
                 self._work.sealed(head)
             elif not head.event.done():
@@ -121,7 +127,7 @@ class Pusher:
                 self._work.staged(head)
             else:
                 self._work.computed(head)
-            self._waiting.popleft()
+            waiting.popleft()
 
     def _submit(self) -> None:
         busy: dict[Hashable, int] = {}

@@ -31,6 +31,7 @@ from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
 from vllm_ascend_pd.protocol.push import Claim, Sender
 from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.staging import StagingSlot
 from vllm_ascend_pd.runtime.batches import Batch, Triples, aimed, grouped, joined, spans_of, unit_of
 from vllm_ascend_pd.runtime.loop import LoopThread
 from vllm_ascend_pd.runtime.orders import OrderBook
@@ -109,6 +110,7 @@ class PushRuntime:
         self._armed = float("inf")
         self._parts = regroup
         self._regrouper: Regrouper | None = None
+        self._first_layer = 0  # of this stage, counted through the whole engine
         self._pieces = Pieces(regroup.staging, config.quiet_s) if regroup is not None else None
         transport.register([*caches.storages, *([regroup.staging.region] if regroup is not None else [])])
         self._loop = LoopThread(f"pd-push-{site.contributor}")
@@ -140,7 +142,9 @@ class PushRuntime:
         if self._regrouper is not None:
             self._regrouper.end(step.ended)
             if step.catch_ups:
-                self._regrouper.catch_up([Unit(*exchange) for exchange in step.catch_ups], self._device.record())
+                # Layers are told apart by their place in the whole engine: each stage makes its own exchanges again.
+                again = [Unit(number, layer - self._first_layer, part) for number, layer, part in step.catch_ups]
+                self._regrouper.catch_up(again, self._device.record())
 
     def layer_computed(self, name: str, tensor_address: int | None) -> None:
         """A layer's hook fired. Costs one event and one queue entry; layers are known by name, else by address."""
@@ -163,15 +167,25 @@ class PushRuntime:
         for push in step.final:
             if push in self._members:
                 self._members[push].sealed = time.monotonic()
-        sealed = Sealed(step.number, step.final)
+        exchanged = tuple(push for push in step.final if push in self._members and self._members[push].exchanges)
+        self._pusher.put(Sealed(step.number, tuple(push for push in step.final if push not in exchanged)))
         if self._regrouper is not None:
-            self._regrouper.forward(sealed)  # behind the step's exchanges
-        else:
-            self._pusher.put(sealed)
+            self._regrouper.forward(Sealed(step.number, exchanged, behind_exchanges=True))
 
     def missed_exchanges(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""
-        return [(u.step, u.layer, u.part) for u in self._regrouper.wanted()] if self._regrouper is not None else []
+        if self._regrouper is None:
+            return []
+        self.tally.level("staging_quarantined", self._regrouper.staging.quarantined)
+        return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in self._regrouper.wanted()]
+
+    def stats(self) -> dict[str, int | float]:
+        """Of the exchanges: counts since the start, and what is held at this moment. Empty without a regrouper."""
+        if self._regrouper is None or self._pieces is None:
+            return {}
+        with self._lock:
+            held = {"pieces": len(self._pieces), "unsealed": len(self._unsealed)}
+        return {**self._regrouper.stats(), **held}
 
     def take_failures(self) -> list[tuple[str, str]]:
         """Transfers whose push failed here, with the code, since the last call."""
@@ -216,6 +230,7 @@ class PushRuntime:
 
     def _open_engine(self, engine: CacheGeometry) -> None:
         rank, room = self._site.contributor.rank, self._parts.room if self._parts is not None else None
+        self._first_layer = sum(len(names) for names in engine.stages[: self._site.contributor.stage])
         self._orders = OrderBook(engine, self._caches.geometry, rank, self._config.regroup, room)
         self._planner = StepPlanner(engine, self._site.contributor.rank)
         if self._parts is not None:
@@ -318,6 +333,8 @@ class PushRuntime:
             now = time.monotonic()
             if work is not None:
                 work.forget()
+            if self._regrouper is not None:
+                self._regrouper.forget(push)
             if self._pieces is not None and not sender.outstanding(push):
                 self._pieces.drop(now, push)
             if sender.outstanding(push):
@@ -346,29 +363,47 @@ class PushRuntime:
 
     def staged(self, item: Staged) -> None:
         """Offer what an exchange has brought; bytes of pushes that ended or started over meanwhile are dropped."""
-        plan, unit, pieces = item.part.rows.plan, item.unit, self._pieces
-        if pieces is None:
+        pieces, regrouper = self._pieces, self._regrouper
+        if pieces is None or regrouper is None:
             return
+        if self._leads:
+            self.tally.time("regroup_time_seconds", item.waited)
+        strangers = [item.strangers(index) if item.error is None else [] for index in range(len(item.slots))]
         with self._deciding() as deciding:
-            now = time.monotonic()
             if item.error is not None:
-                for work in item.part.works:
-                    if work.push in self._works:
-                        deciding.actions += deciding.sender.abort(now, work.push, "PD-XFER-006", str(item.error))
-            for index, (planned, slot) in enumerate(zip(plan.slots, item.slots, strict=True)):
+                self._fail_exchanged(deciding, item.part.works, str(item.error))
+            for index, (slot, ranks) in enumerate(zip(item.slots, strangers, strict=True)):
                 if slot is None:
                     continue
-                sums = self._summer.staged(planned, item.part.jobs, slot) if self._summer is not None else {}
-                for member, writes in planned.writes.items():
-                    work = item.part.works[member]
-                    piece = Piece(slot, writes, sums.get(member))
-                    if piece.nbytes and work.push in self._works and unit.step in work.exchanged:
-                        pieces.add(work.push, planned.d_rank, unit, piece)
-                        deciding.actions += deciding.sender.offer(now, work.push, planned.d_rank, unit, piece.nbytes)
+                if ranks:
+                    why = f"prefill ranks {', '.join(map(str, ranks))} did not give their part"
+                    self._fail_exchanged(deciding, item.part.pushes(index), why)
+                elif item.error is None:
+                    self._offer_staged(deciding, item, index, slot)
                 pieces.unused(slot)
-                if self._regrouper is not None:
-                    self._regrouper.arrived(unit, index)
-            self._seal_late(deciding, now)
+                regrouper.arrived(item.unit, index)
+            self._seal_late(deciding, time.monotonic())
+        if trace.enabled():
+            trace.emit("staged", **item.facts())
+
+    def _offer_staged(self, deciding: _Deciding, item: Staged, index: int, slot: StagingSlot) -> None:
+        if self._pieces is None:
+            return
+        planned, unit = item.part.rows.plan.slots[index], item.unit
+        sums = self._summer.staged(planned, item.part.jobs, slot) if self._summer is not None else {}
+        for member, writes in planned.writes.items():
+            work, rank = item.part.works[member], planned.d_rank
+            piece = Piece(slot, writes, sums.get(member))
+            if not piece.nbytes or work.push not in self._works or unit.step not in work.exchanged:
+                continue
+            if self._pieces.add(work.push, rank, unit, piece):
+                now = time.monotonic()
+                deciding.actions += deciding.sender.offer(now, work.push, rank, unit, piece.nbytes)
+
+    def _fail_exchanged(self, deciding: _Deciding, works: Iterable[PushWork], why: str) -> None:
+        for work in works:
+            if work.push in self._works:
+                deciding.actions += deciding.sender.abort(time.monotonic(), work.push, "PD-XFER-006", why)
 
     def sealed(self, item: Sealed) -> None:
         with self._deciding() as deciding:
@@ -545,6 +580,8 @@ class PushRuntime:
         self._closed.add(action.push)
         if self._pieces is not None:
             self._pieces.drop(time.monotonic(), action.push)
+        if self._regrouper is not None:
+            self._regrouper.forget(action.push)
         transfer = str(work.reservation.transfer)
         trace.emit("push_closed", transfer=transfer, ok=action.ok, code=action.code, detail=action.detail)
         now = time.monotonic()

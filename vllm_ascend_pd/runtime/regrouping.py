@@ -5,6 +5,9 @@ Everything that decides whether a rank takes part comes from the step's metadata
 in the same order: steps, layers in registered order, sub-steps. What a rank knows by itself (a failed push, a
 destination without a slot) only decides whether it keeps the bytes. Bytes that found no slot are missed; the scheduler
 orders the same exchange again (`catch_up`) once there is room.
+
+Locks: the runtime's lock may be held when this file is called and `Missed` or `Staging` are asked, never the other way.
+The exchange thread takes the runtime's lock only through `alive`, with no lock of its own held.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 from vllm_ascend_pd.geometry.substeps import sub_steps
+from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.messages import Endpoint
-from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows
+from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
+from vllm_ascend_pd.runtime.missed import Missed
 from vllm_ascend_pd.runtime.work import PushWork, Unit
 
 log = logging.getLogger(__name__)
@@ -65,7 +70,25 @@ class Staged:
     unit: Unit
     part: SubStep
     slots: tuple[StagingSlot | None, ...]
+    number: int = 0  # the tag that its bytes carry
+    waited: float = 0.0  # seconds inside the collective
     error: Exception | None = None
+
+    def strangers(self, slot: int) -> list[int]:
+        """The ranks that did not give what they should have to this slot."""
+        staging = self.slots[slot]
+        return [] if staging is None else self.part.rows.slots[slot].strangers(staging, self.number)
+
+    def facts(self) -> dict[str, Any]:
+        """For the trace."""
+        filled = [planned for planned, slot in zip(self.part.rows.plan.slots, self.slots, strict=True) if slot]
+        transfers = {str(self.part.works[member].reservation.transfer) for slot in filled for member in slot.writes}
+        return {
+            **self.unit._asdict(),
+            "bytes": sum(slot.nbytes for slot in filled),
+            "slots": len(filled),
+            "transfers": sorted(transfers),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +98,7 @@ class _Run:
     event: Event
     unit: Unit
     part: SubStep
-    only: frozenset[int] | None = None
+    again: bool = False
 
 
 class Regrouper:
@@ -96,11 +119,10 @@ class Regrouper:
         self._planner = RegroupPlanner(engine, rank)
         self._layers, self._exchange, self._device = layers, exchange, device
         self._sink, self._alive = sink, alive
-        self._buffer_bytes = exchange.buffer_bytes
-        self._lock = threading.Lock()
-        self._steps: dict[int, _Step] = {}
-        self._missing: dict[Unit, set[int]] = {}
-        self._asked: set[Unit] = set()
+        self._steps: dict[int, _Step] = {}  # only the engine's thread touches it
+        self._missed = Missed()
+        self._made = 0
+        self._latest = 0  # the newest step of which something was exchanged
         self._broken: Exception | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,11 +135,11 @@ class Regrouper:
     def plan(self, step: int, works: Sequence[PushWork], jobs: Sequence[Job]) -> None:
         """Plan a step's exchanges. `works` and `jobs` must be the same on every rank."""
         parts: list[SubStep] = []
-        for cut in sub_steps(self._planner, jobs, self.staging.slot_bytes, self._buffer_bytes, step):
-            rows = ExchangeRows.of(self._planner.plan(cut.jobs, cut.rotation))
+        slot = self.staging.sample
+        for cut in sub_steps(self._planner, jobs, self.staging.slot_bytes, self._exchange.buffer_bytes, step):
+            rows = self._exchange.prepare(self._planner.plan(cut.jobs, cut.rotation), slot)
             parts.append(SubStep(len(parts) + 1, rows, cut.jobs, [works[index] for index in cut.members]))
-        with self._lock:
-            self._steps[step] = _Step(step, parts, {work.push for work in works})
+        self._steps[step] = _Step(step, parts, {work.push for work in works})
 
     def computed(self, step: int, layer: int, event: Event) -> None:
         """A layer's hook fired. Exchanges go in registered order, whatever the order of the hooks."""
@@ -136,11 +158,8 @@ class Regrouper:
         """The scheduler orders these exchanges again; this rank keeps what it missed."""
         for unit in units:
             step = self._steps.get(unit.step)
-            if step is None:
-                continue
-            with self._lock:
-                missed = frozenset(self._missing.get(unit, ()))
-            self._put(_Run(event, unit, step.parts[unit.part - 1], missed))
+            if step is not None and 0 <= unit.layer < self._layers and 0 < unit.part <= len(step.parts):
+                self._put(_Run(event, unit, step.parts[unit.part - 1], again=True))
 
     def forward(self, item: object) -> None:
         """To the sink, after everything that was put before."""
@@ -149,52 +168,48 @@ class Regrouper:
     def end(self, pushes: Iterable[str]) -> None:
         """The scheduler has done with these pushes; a step without pushes is forgotten."""
         ended = set(pushes)
-        with self._lock:
-            for step in list(self._steps.values()):
-                step.pushes -= ended
-                if not step.pushes:
-                    del self._steps[step.number]
-                    for unit in [unit for unit in self._missing if unit.step == step.number]:
-                        del self._missing[unit]
-                        self._asked.discard(unit)
+        for step in list(self._steps.values()):
+            step.pushes -= ended
+            if not step.pushes:
+                del self._steps[step.number]
+                self._missed.forget_step(step.number)
 
     def wanted(self) -> list[Unit]:
         """Exchanges that were missed here and have room now; each is asked for once."""
-        found: list[Unit] = []
-        with self._lock:
-            for unit, slots in self._missing.items():
-                step = self._steps.get(unit.step)
-                if step is None or unit in self._asked or len(found) >= MOST_CATCH_UPS:
-                    continue
-                part = step.parts[unit.part - 1]
-                if all(self.staging.has_room(part.endpoint(slot)) for slot in slots):
-                    self._asked.add(unit)
-                    found.append(unit)
-        return found
+        return self._missed.wanted(self.staging.room, MOST_CATCH_UPS)
+
+    # -- any thread
 
     def owes(self, push: str) -> bool:
         """Whether something of this push was missed and is still to be exchanged again."""
-        with self._lock:
-            for unit, slots in self._missing.items():
-                step = self._steps.get(unit.step)
-                if step is not None and any(
-                    work.push == push for slot in slots for work in step.parts[unit.part - 1].pushes(slot)
-                ):
-                    return True
-        return False
+        return self._missed.owes(push)
 
     def arrived(self, unit: Unit, slot: int) -> None:
         """What was missed has been staged and offered; until this the push is owed to."""
-        with self._lock:
-            missed = self._missing.get(unit)
-            if missed is not None:
-                missed.discard(slot)
-                if not missed:
-                    del self._missing[unit]
-                    self._asked.discard(unit)
+        self._missed.arrived(unit, slot)
+
+    def forget(self, push: str) -> None:
+        """This push has closed or starts over: nothing of what was exchanged for it so far is wanted."""
+        self._missed.forget_push(push)
+
+    def stats(self) -> dict[str, int | float]:
+        """Counts since the start, and what is held at this moment."""
+        return {
+            "exchanges": self._made,
+            "collectives": self._exchange.collectives,
+            "collective_seconds": self._exchange.seconds,
+            "exchanged_bytes": self._exchange.nbytes,
+            "missed": self._missed.total,
+            "missing": len(self._missed),
+            "steps": len(self._steps),
+            "slots": self.staging.count,
+            "slots_taken": self.staging.taken,
+            "slots_quarantined": self.staging.quarantined,
+        }
 
     def close(self, timeout: float) -> None:
-        """Idempotent. A thread that is inside a collective leaves it by the group's timeout at the latest."""
+        """Idempotent. Exchanges that are due are made first, else other ranks would wait for this one; a thread that is
+        still inside a collective when the time is over leaves it when the group's timeout or its members' end comes."""
         if self._thread is not None:
             self._inbox.put(None)
             self._thread.join(timeout)
@@ -213,38 +228,80 @@ class Regrouper:
             self._sink(item)
 
     def _run(self) -> None:
-        self._device.attach_thread()
+        trouble = self._attach()
         while (item := self._inbox.get()) is not None:
-            if isinstance(item, _Run):
-                self._make(item)
-            else:
-                self._sink(item)
-
-    def _make(self, run: _Run) -> None:
-        """Take slots, exchange, hand over. Slots are taken first: what finds none is missed, not waited for."""
-        slots = tuple(self._slot(run, index) for index in range(len(run.part.rows.plan.slots)))
-        error = self._broken
-        if error is None:
             try:
-                error = self._exchange.run(run.part.rows, run.unit.layer, slots)
-            except RuntimeError as failed:
-                # The group is unusable from here on: a rank is gone, or the collective timed out.
+                if isinstance(item, _Run):
+                    self._make(item, trouble)
+                else:
+                    self._sink(item)
+            except Exception:  # this thread ends only when it is told to: other ranks wait for it
+                log.exception("after an exchange")
+
+    def _attach(self) -> Exception | None:
+        try:
+            self._device.attach_thread()
+        except Exception as failed:
+            log.exception("the exchange thread cannot use the device")
+            return failed
+        return None
+
+    def _make(self, run: _Run, trouble: Exception | None = None) -> None:
+        """Take slots, exchange, hand over. Slots are taken first: what finds none is missed, not waited for.
+
+        Whatever fails here, the collective is called and the result handed over, or a push would be sealed without it.
+        """
+        slots: list[StagingSlot | None] = [None] * len(run.part.rows.plan.slots)
+        trouble = trouble or self._broken or self._take_slots(run, slots)
+        outcome = self._exchanged(run, slots)
+        error = trouble or self._broken or outcome.error
+        event = run.event
+        try:
+            event = self._device.record()
+        except Exception as failed:
+            log.exception("no event could be recorded behind an exchange")
+            error = error or failed
+        self._made += 1
+        if run.again:
+            self._missed.made_again(run.unit)
+        self._sink(Staged(event, run.unit, run.part, tuple(slots), outcome.number, outcome.waited, error))
+        if trace.enabled():
+            facts = {**run.unit._asdict(), "bytes": sum(run.part.rows.send_splits), "waited": outcome.waited}
+            trace.emit("exchanged", **facts, again=run.again, ok=error is None)
+
+    def _exchanged(self, run: _Run, slots: Sequence[StagingSlot | None]) -> Outcome:
+        if self._broken is None:
+            try:
+                return self._exchange.run(run.part.rows, run.unit.layer, slots)
+            except Exception as failed:
+                # The group is of no use from here on: a rank is gone, or the collective timed out.
                 log.exception("an exchange failed: every regrouped push of this worker fails from now on")
-                self._broken = error = failed
-        self._sink(Staged(self._device.record(), run.unit, run.part, slots, error))
+                self._broken = failed
+        return Outcome(0, self._broken, 0.0)
+
+    def _take_slots(self, run: _Run, slots: list[StagingSlot | None]) -> Exception | None:
+        try:
+            if run.unit.step > self._latest:
+                self._latest = run.unit.step
+                self.staging.new_step()
+            for index in range(len(slots)):
+                slots[index] = self._slot(run, index)
+        except Exception as failed:
+            log.exception("a staging slot could not be taken")
+            return failed
+        return None
 
     def _slot(self, run: _Run, index: int) -> StagingSlot | None:
         part, unit = run.part, run.unit
-        if run.only is not None and index not in run.only:
+        if run.again and not self._missed.waits(unit, index):
             return None
-        if not any(self._alive(work.push, unit.step) for work in part.pushes(index)):
+        pushes = [work.push for work in part.pushes(index) if self._alive(work.push, unit.step)]
+        if not pushes:
+            self._missed.arrived(unit, index)
             return None
         slot = self.staging.take(part.endpoint(index), part.rows.plan.slots[index].nbytes)
         if slot is None:
-            self._miss(unit, index)
+            self._missed.miss(unit, index, part.endpoint(index), pushes)
+        else:
+            self._missed.coming(unit, index)
         return slot
-
-    def _miss(self, unit: Unit, index: int) -> None:
-        with self._lock:
-            self._missing.setdefault(unit, set()).add(index)
-            self._asked.discard(unit)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regroup exchange among real processes over gloo: every ratio and layout, D's memory right to the last byte."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from regroup_kit import Cache, DecodeSite, Prompt, config
+from regroup_prefill import PrefillSite
+from regroup_worker import Fleet, There
+
+pytestmark = pytest.mark.timeout(240)
+
+MOST_RANKS = 8
+# heads of the model, ranks of P, ranks of D
+RATIOS = [(4, 2, 1), (8, 4, 1), (8, 4, 2), (8, 8, 2), (6, 3, 2), (12, 6, 4), (2, 8, 1)]
+# layout of P, layout of D, K and V in one tensor, dtype
+FORMS = [
+    ("token", "token", False, "bfloat16"),
+    ("token", "token", True, "float16"),
+    ("token", "head", False, "int8"),
+    ("head", "token", True, "float8_e4m3fn"),
+    ("head", "head", False, "float8_e5m2"),
+    ("plane", "plane", True, "bfloat16"),
+]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet(MOST_RANKS)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+class Engines:
+    """A prefill engine of processes and its decode engines."""
+
+    def __init__(self, fleet: Fleet, p: Cache, *ds: Cache, folder: Path, **keys: Any) -> None:
+        self._fleet = fleet
+        self.d = [DecodeSite(d, folder=folder, push=config(**keys)) for d in ds]
+        self.p = fleet.engine(p, **keys)
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fleet.shut(self.p)
+        for site in self.d:
+            site.close()
+
+    def push(self, work: Sequence[tuple[int, int, int, list[int]]], hook: str = "name") -> list[Prompt]:
+        """(decode engine, first token, tokens, chunks) of each prompt. Chunk by chunk, all prompts in the same steps."""
+        prompts = [self.d[site].reserve(tokens, first=first) for site, first, tokens, _ in work]
+        for site in self.d:
+            site.step()
+        self.p.admit(*prompts)
+        for counts in itertools.zip_longest(*(chunks for *_, chunks in work)):
+            self.p.compute(
+                *[(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count], hook=hook
+            )
+        assert self.p.ended(*prompts)
+        return prompts
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        for site in self.d:
+            site.check(*[prompt for prompt in prompts if prompt.site is site])
+        self.p.finished(*prompts)
+        assert self.p.is_quiet(), self.p.stats()
+
+    def exchanges(self) -> list[tuple[int, int, int]]:
+        """(step, layer, sub-step) of all exchanges, those made again left out. Every rank made the same in one order."""
+        made = [worker.exchanges() for worker in self.p.workers if isinstance(worker, There)]
+        first, called = made[0]
+        assert all(exchanges == first for exchanges, _ in made), "the ranks are not of one mind"
+        assert all(each == called for _, each in made), "a rank called a collective alone"
+        assert [stats["collectives"] for stats in self.p.stats()] == [called] * len(made)
+        assert called in (0, len(first)), "not one collective for each exchange"
+        found = list(dict.fromkeys(first))
+        assert len(first) == len(found) + self.p.catch_ups, "an exchange was made twice, and nobody had ordered it"
+        return found
+
+
+WORK = [
+    (0, 0, 3, [3]),  # less than a block: one owner, the others own nothing
+    (0, 0, 40, [11, 29]),  # whole blocks
+    (0, 16, 61, [20, 21, 20]),  # a prefix hit on D, a partial last chunk
+    (0, 0, 97, [33, 1, 63]),  # blocks that no number of ranks divides
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]} to {form[1]}, {form[3]}")
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio[1]} to {ratio[2]} with {ratio[0]} heads")
+def test_every_ratio_and_layout(
+    fleet: Fleet, tmp_path: Path, ratio: tuple[int, int, int], form: tuple[str, str, bool, str]
+) -> None:
+    heads, p_tp, d_tp = ratio
+    p_layout, d_layout, packed, dtype = form
+    p = Cache(p_layout, p_tp, heads, 8 if p_layout != "head" else 16, packed, dtype)
+    d = Cache(d_layout, d_tp, heads, 8 if d_layout != "head" else 16, packed, dtype)
+    with Engines(fleet, p, d, folder=tmp_path) as pair:
+        pair.check(pair.push(WORK))
+        assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+MIXED = [
+    (4, 2, (1, 2)),
+    (8, 4, (2, 1)),
+    (8, 8, (2, 4)),
+    (12, 6, (4, 3)),
+    (2, 8, (1, 2)),
+    (6, 3, (2, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda m: f"{m[1]} to {' and '.join(map(str, m[2]))}")
+def test_one_exchange_serves_decode_engines_of_different_tp(
+    fleet: Fleet, tmp_path: Path, mixed: tuple[int, int, tuple[int, ...]]
+) -> None:
+    heads, p_tp, d_tps = mixed
+    ds = [Cache("token", tp, heads, block) for tp, block in zip(d_tps, (8, 16, 4), strict=False)]
+    with Engines(fleet, Cache("token", p_tp, heads), *ds, folder=tmp_path, verify="full") as engines:
+        work = [(site, first, tokens, chunks) for site in range(len(ds)) for _, first, tokens, chunks in WORK]
+        engines.check(engines.push(work))
+        assert engines.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+def test_nothing_is_called_where_nothing_crosses(fleet: Fleet, tmp_path: Path) -> None:
+    """Every rank writes from slots what it holds itself: P of TP 2 to D of TP 4."""
+    with Engines(fleet, Cache(tp=2), Cache(tp=4), folder=tmp_path) as pair:
+        pair.check(pair.push(WORK))
+        assert pair.exchanges()
+        assert all(worker.exchanges()[1] == 0 for worker in pair.p.workers)
+
+
+def test_a_prefix_hit_much_longer_than_a_step_is_cut_into_sub_steps(fleet: Fleet, tmp_path: Path) -> None:
+    """Slots are sized for steps of 256 tokens; 900 leave at once."""
+    with Engines(fleet, Cache(tp=4), Cache(tp=2), folder=tmp_path) as pair:
+        pair.check(pair.push([(0, 0, 900, [900]), (0, 0, 30, [30])]))
+        found = pair.exchanges()
+        assert len({part for _, _, part in found}) > 2
+        assert found == [(1, layer, part) for layer in (0, 1) for part in range(1, 1 + len(found) // 2)]
+
+
+@pytest.mark.parametrize("hook", ["address", "none", "shuffled"])
+def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path: Path, hook: str) -> None:
+    with Engines(fleet, Cache(tp=4, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
+        pair.check(pair.push(WORK, hook))
+        assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in range(5)]
+
+
+def test_stages_exchange_by_themselves(fleet: Fleet, tmp_path: Path) -> None:
+    with Engines(fleet, Cache(tp=2, pp=2, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
+        pair.check(pair.push(WORK))
