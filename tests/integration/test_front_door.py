@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metaserver before a real pair, asked by the unmodified `openai` client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+
+
+@dataclass
+class Door:
+    url: str
+    prefill: Engine
+    decode: Engine
+    client: openai.OpenAI
+    single: openai.OpenAI  # the prefill engine asked directly: what one engine answers
+
+    def prefilled(self) -> float:
+        """Prefills that D had done elsewhere, by the metaserver's own count."""
+        page = httpx.get(self.url + "/metrics", trust_env=False).text
+        name = 'ascend_pd_metaserver_reservations_total{end="prefilled"}'
+        return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
+
+
+@pytest.fixture(scope="module")
+def door(cluster: Cluster) -> Iterator[Door]:
+    model, port = ensure("gqa"), cluster.port()
+    url = f"http://127.0.0.1:{port}"
+    prefill, decode = cluster.start(
+        EngineSpec("door-p", model, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("door-d", model, role="kv_consumer", extra=cluster.push_config(url)),
+    )
+    front = cluster.metaserver([prefill], [decode], port)  # ready means: its canary has moved a block
+    clients = [openai.OpenAI(base_url=f"{u}/v1", api_key="-", max_retries=0, timeout=120) for u in (url, prefill.url)]
+    yield Door(url, prefill, decode, *clients)
+    for client in clients:
+        client.close()
+    cluster.stop(front, prefill, decode)
+
+
+def both(door: Door, ask: Callable[[openai.OpenAI], Any]) -> None:
+    """The pair says what one engine says, and the prefill was P's."""
+    before = door.prefilled()
+    through = ask(door.client)
+    assert door.prefilled() > before
+    assert through == ask(door.single)
+
+
+def test_completions_and_chat_say_what_one_engine_says(door: Door) -> None:
+    prompt, messages = "one two three " * 30, [{"role": "user", "content": "how are you " * 20}]
+    both(door, lambda c: c.completions.create(prompt=prompt, **WORDS).choices[0].text)
+    both(door, lambda c: c.chat.completions.create(messages=messages, **WORDS).choices[0].message.content)
+    stream = {"stream": True, **WORDS}
+    both(door, lambda c: [p.choices[0].text for p in c.completions.create(prompt="s" + prompt, **stream)])
+    messages = [{"role": "user", "content": "and how are you " * 20}]
+    pieces = "".join(
+        p.choices[0].delta.content or "" for p in door.client.chat.completions.create(messages=messages, **stream)
+    )
+    assert pieces == door.single.chat.completions.create(messages=messages, **WORDS).choices[0].message.content
+
+
+def test_list_prompts_and_several_choices(door: Door) -> None:
+    prompts = ["the first prompt " * 20, "the second prompt " * 20]
+    both(door, lambda c: [x.text for x in c.completions.create(prompt=prompts, **WORDS).choices])
+    before = door.prefilled()
+    asked = {**WORDS, "temperature": 1.0, "n": 2, "seed": 1}
+    assert len(door.client.completions.create(prompt="two answers " * 20, **asked).choices) == 2
+    assert door.prefilled() == before + 2
+
+
+def test_an_engines_errors_reach_the_client_as_they_are(door: Door) -> None:
+    with pytest.raises(openai.NotFoundError):
+        door.client.completions.create(prompt="x", **{**WORDS, "model": "another"})
+    with pytest.raises(openai.BadRequestError):
+        door.client.completions.create(prompt=[5] * 5000, **WORDS)
+
+
+def test_a_client_that_leaves_ends_the_request_on_d(door: Door) -> None:
+    stream = door.client.completions.create(prompt="leave this one " * 20, **{**WORDS, "max_tokens": 1500}, stream=True)
+    next(iter(stream))
+    stream.close()
+    end = time.monotonic() + 10
+    while _running(door.decode):
+        assert time.monotonic() < end, "the abort did not arrive"
+        time.sleep(0.1)
+
+
+def _running(engine: Engine) -> float:
+    page = httpx.get(engine.url + "/metrics", trust_env=False).text
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
