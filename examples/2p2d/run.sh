@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Two prefill and two decode engines and a metaserver on one host, until ctrl-C. Never run on NPUs.
+#   examples/2p2d/run.sh --model DIR [more flags of scripts/prefill.sh and scripts/decode.sh]
+#   then: examples/check.sh http://127.0.0.1:8000 DIR
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+set -a
+# shellcheck source=examples/ascend.env
+. examples/ascend.env
+set +a
+
+dry=
+for word in "$@"; do if [ "$word" = --dry-run ]; then dry=1; fi; done
+pids=()
+start() {
+  if [ -n "$dry" ]; then
+    "$@"
+  else
+    setsid "$@" &
+    pids+=($!)
+  fi
+}
+stop() {
+  for pid in "${pids[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
+  wait
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
+
+start scripts/metaserver.sh ${dry:+--dry-run} --prefill http://127.0.0.1:8001 --prefill http://127.0.0.1:8003 \
+  --decode http://127.0.0.1:8002 --decode http://127.0.0.1:8004
+start scripts/prefill.sh --port 8001 --devices 0 "$@"
+start scripts/decode.sh --port 8002 --devices 1 "$@"
+start scripts/prefill.sh --port 8003 --devices 2 "$@"
+start scripts/decode.sh --port 8004 --devices 3 "$@"
+if [ -z "$dry" ]; then wait -n; fi # one that ends by itself ends all

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The prefill host of two. See README.md in this folder. Never run on NPUs.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+set -a
+# shellcheck source=examples/ascend.env
+. examples/ascend.env
+set +a
+: "${PREFILL_HOST:?the address of this host}" "${SECRET_FILE:=/etc/vllm-ascend-pd/secret}"
+exec scripts/prefill.sh --host "$PREFILL_HOST" --port 8001 --side-channel-port 18100 --secret-file "$SECRET_FILE" "$@"

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples as far as a machine without NPUs and without a cluster can check them: flags, keys, ports, schemas."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from vllm_ascend_pd.cli.__main__ import parser
+from vllm_ascend_pd.cli.metaserver import settings_of
+from vllm_ascend_pd.config import PushConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+HOSTS = {"PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}
+SCRIPTS = [
+    ("1p1d/run.sh", ["--model", "m"]),
+    ("2p2d/run.sh", ["--model", "m"]),
+    ("unequal-tp/gqa.sh", ["--model", "m"]),
+    ("unequal-tp/mla.sh", ["--model", "m"]),
+    ("two-hosts/prefill.sh", ["--model", "m"]),
+    ("two-hosts/decode.sh", ["--model", "m"]),
+    ("two-hosts/metaserver.sh", []),
+]
+TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
+IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
+
+
+def dry(script: str, words: list[str]) -> list[list[str]]:
+    """The command lines that a script would run."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS
+    made = subprocess.run(
+        [EXAMPLES / script, *words, "--dry-run"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    return [shlex.split(line) for line in made.stdout.splitlines()]
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def commands_of_containers() -> Iterator[tuple[str, str]]:
+    """Where, and the shell command that a container runs."""
+    for name, service in documents(EXAMPLES / "docker-compose" / "compose.yaml")[0]["services"].items():
+        yield f"compose {name}", service["command"][-1]
+    for path in MANIFESTS:
+        for document in documents(path):
+            for container in _containers(document):
+                yield f"{path.name} {container['name']}", container["args"][-1]
+
+
+def _containers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = document.get("spec", {})
+    pod = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+    return pod["spec"]["containers"] if pod else []
+
+
+def check(words: list[str], where: str) -> None:
+    """A command line of ours: the flags exist, the configuration is accepted, ports keep out of Mooncake's range."""
+    if "--kv-transfer-config" in words:
+        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        assert config["kv_connector"] == "AscendPushConnector", where
+        keys = config["kv_connector_extra_config"]
+        push = PushConfig.parse(keys)
+        assert not push.ignored, where
+        assert push.channel.side_channel_port not in TAKEN, where
+        assert (config["kv_role"] == "kv_consumer") == bool(push.metaserver.metaserver_urls), where
+    elif "metaserver" in words:
+        start = words.index("metaserver")
+        assert settings_of(
+            parser().parse_args([w for w in words[start:] if "/run/secrets" not in w and "token" not in w])
+        )
+    else:
+        raise AssertionError(f"{where}: {words}")
+    ports = [int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-port") or word == "--port"]
+    assert ports and all(port not in TAKEN for port in ports), where
+
+
+@pytest.mark.parametrize(("script", "words"), SCRIPTS, ids=[script for script, _ in SCRIPTS])
+def test_a_script_starts_what_our_commands_accept(script: str, words: list[str]) -> None:
+    commands = dry(script, words)
+    assert commands
+    for command in commands:
+        check(command, script)
+
+
+def test_a_scripts_engines_have_ports_of_their_own_and_the_metaserver_names_them() -> None:
+    for script, words in SCRIPTS[:4]:
+        first, *engines = dry(script, words)
+        ports = [engine[engine.index("--port") + 1] for engine in engines]
+        assert len(ports) == len(set(ports))
+        named = re.findall(r"http://127\.0\.0\.1:(\d+)", " ".join(first))
+        assert sorted(named) == sorted(ports), script
+
+
+def test_unequal_sizes_are_unequal_and_not_configured_twice() -> None:
+    for script, sizes in (("unequal-tp/gqa.sh", ["4", "2"]), ("unequal-tp/mla.sh", ["2", "1"])):
+        _, *engines = dry(script, ["--model", "m"])
+        assert [engine[engine.index("--tensor-parallel-size") + 1] for engine in engines] == sizes
+        assert "tp_size" not in str(engines)
+
+
+@pytest.mark.parametrize(("where", "command"), list(commands_of_containers()), ids=lambda value: value[:24])
+def test_a_container_starts_what_our_commands_accept(where: str, command: str) -> None:
+    installed, _, started = command.partition("exec ")
+    assert "pip install --no-deps" in installed
+    check(shlex.split(started), where)
+
+
+def test_every_container_and_the_npu_job_use_one_image() -> None:
+    texts = [path.read_text() for path in (*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml")]
+    texts.append((ROOT / ".github" / "workflows" / "npu.yml").read_text())
+    assert {image for text in texts for image in re.findall(r"image: (\S+)", text)} == {IMAGE}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_fits_the_schema(path: Path) -> None:
+    schema = json.loads((EXAMPLES / "kubernetes" / "schema.json").read_text())
+    for document in documents(path):
+        jsonschema.validate(document, schema)
+        for container in _containers(document):
+            names = {port.get("name") for port in container.get("ports", ())}
+            probes = [container[key] for key in container if key.endswith("Probe")]
+            assert {probe["httpGet"]["port"] for probe in probes} <= names
+
+
+def test_the_schema_refuses_a_key_that_does_not_exist() -> None:
+    schema = json.loads((EXAMPLES / "kubernetes" / "schema.json").read_text())
+    document = documents(EXAMPLES / "kubernetes" / "prefill.yaml")[0]
+    document["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["hostNetwrk"] = True
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema)
+
+
+def test_what_a_pod_mounts_and_refers_to_is_there() -> None:
+    all_documents = [document for path in MANIFESTS for document in documents(path)]
+    maps = {document["metadata"]["name"] for document in all_documents if document["kind"] == "ConfigMap"}
+    for document in all_documents:
+        spec = document.get("spec", {})
+        pod = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+        if pod is None:
+            continue
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        for container in pod["spec"]["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+            assert {source["configMapRef"]["name"] for source in container.get("envFrom", ())} <= maps
+
+
+def settings() -> dict[str, str]:
+    lines = (EXAMPLES / "ascend.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_the_ascend_settings_are_the_same_everywhere_and_keep_their_own_rule() -> None:
+    shared = settings()
+    (of_the_cluster,) = [
+        document["data"]
+        for document in documents(EXAMPLES / "kubernetes" / "metaserver.yaml")
+        if document["metadata"]["name"] == "pd-ascend"
+    ]
+    assert of_the_cluster == shared
+    both_ms = int(shared["ASCEND_CONNECT_TIMEOUT"]) + int(shared["ASCEND_TRANSFER_TIMEOUT"])
+    assert 2 * both_ms < PushConfig().wire.transfer_timeout_s * 1000
+    assert int(shared["ASCEND_BASE_PORT"]) == TAKEN.start
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "npu.yml").read_text())["jobs"]["selfcheck"]
+    assert {key: value for key, value in job["env"].items() if key in shared}.items() <= shared.items()
+
+
+def test_workflows_run_what_is_there() -> None:
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        assert all("timeout-minutes" in job for job in jobs.values()), path.name
+    assert (ROOT / ".ci" / "run").is_file()
+
+
+def test_what_never_ran_says_so() -> None:
+    for path in (*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml"):
+        assert "NEVER RUN" in path.read_text().split("apiVersion")[0], path.name
+    for path in EXAMPLES.glob("*/README.md"):
+        assert "**Never run" in path.read_text(), path
