@@ -271,6 +271,7 @@ class DecodeSite:
         self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
         self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
         self.requests: dict[str, Request] = {}
+        self.used: set[int] = set()  # blocks of requests that are over
         self.seen: list[Counter[str]] = [Counter() for _ in range(tp)]
         self.outcomes: dict[str, list[Loaded]] = {}
         self.done: dict[str, list[Loaded]] = {}
@@ -333,8 +334,10 @@ class DecodeSite:
         return [report for name in names for report in self.done[name]]
 
     def release(self, request: Request) -> None:
-        """The request is over here: its blocks go back."""
+        """The request is over here: its blocks go back, with whatever they hold."""
+        del self.requests[request.name]
         self.pool.give(request.d_blocks)
+        self.used.update(request.d_blocks)
 
     def check(self, *requests: Request) -> None:
         """These requests' KV is all there, and nothing else was touched, except blocks of requests not named."""
@@ -348,11 +351,14 @@ class DecodeSite:
     ) -> None:
         expected = np.full_like(view, UNTOUCHED)
         free = np.zeros(view.shape, dtype=bool)
+        free[list(self.used.difference(*(request.d_blocks for request in requests)))] = True
         for request in self.requests.values():
             if request not in requests:
                 free[request.d_blocks] = True
                 continue
             tokens = np.arange(request.first, request.tokens)
+            if self.used.intersection(request.d_blocks):  # only what must be there can be told of used blocks
+                free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[tokens // self.block - request.first // self.block]
             wanted = request.content[layer, region][tokens][:, cache.heads]
             expected[ids, :, tokens % self.block] = wanted

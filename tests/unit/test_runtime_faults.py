@@ -265,7 +265,6 @@ def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request
         d.book.request_finished(first.name)
         d.received(first)
         d.release(first)
-        del d.requests[first.name]
         second = d.reserve("second", 32, seed=77)
         assert set(second.d_blocks) == set(first.d_blocks)
         d.step()
@@ -460,3 +459,34 @@ def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
     p, d = PrefillSite(PLANES, 1, device=device), DecodeSite(PLANES, 1, device=device)
     with sites(p, d):
         until(lambda: {"pd-writer-P0.0", "pd-receive-0"} <= set(device.attached), str(device.attached))
+
+
+# -- one rank knows more than another
+
+
+def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() -> None:
+    """Ranks that hold the same head divide a step's tokens among them. What each of them owns must follow from the
+    step alone: a rank that leaves out a request which it knows to have failed would leave holes in the others'."""
+    model = Model("latent", heads=1)
+    p, d = PrefillSite(model, 2), DecodeSite(model, 1)
+    with sites(p, d), traced() as events:
+        failed, fine = d.reserve("failed", 64), d.reserve("fine", 64)
+        d.step()
+        for request in (failed, fine):
+            assert p.admit(request) is None
+        p.compute((failed, 8), (fine, 8))
+        until(lambda: sum(stage == "ready" for stage, _ in events) >= 8, "READY of two ranks, told by both sides")
+        knows, ignorant = (worker._runtime for worker in p.workers.values())
+        assert knows is not None and ignorant is not None
+        deaf = threading.Event()
+        ignorant._loop.post(deaf.wait, 20.0)  # it hears nothing of what happens now
+        (push,) = (work.push for work in knows._works.values() if work.request_id == failed.p_name)
+        knows._abort(push, "PD-XFER-002", "as if its writes had failed")
+        until(lambda: any(stage == "push_closed" for stage, _ in events), "the end of the push on the rank that knows")
+        for _ in range(7):
+            p.compute((failed, 8), (fine, 8))
+        deaf.set()
+        (report,) = d.received(fine)
+        assert report.ok, report
+        d.check(fine)
+        assert not d.received(failed)[0].ok

@@ -285,10 +285,8 @@ class PushRuntime:
             if hi <= lo:
                 continue
             job = work.job(lo, hi, instances.setdefault(r.endpoints, len(instances)))
-            if work.exchanges:
-                exchanged.append((work, job))  # whatever we know of the push: all ranks must plan alike
-            elif work.ranks and piece.push in self._works:
-                direct.append((work, job))
+            # Whatever we know of the push: ranks share the tokens of all jobs, so all must plan the same jobs.
+            (exchanged if work.exchanges else direct).append((work, job))
         self._plan_direct(step.rotation, direct)
         if exchanged and self._regrouper is not None:
             self._regrouper.plan(step.rotation, [work for work, _ in exchanged], [job for _, job in exchanged])
@@ -304,7 +302,8 @@ class PushRuntime:
             plans = self._planner.plan([job for _, job in jobs], rotation)
             with self._lock:
                 for (work, _), plan in zip(jobs, plans, strict=True):
-                    work.plans[rotation] = plan
+                    if work.push in self._works:
+                        work.plans[rotation] = plan
 
     def _need_orders(self) -> OrderBook:
         if self._orders is None:
@@ -578,6 +577,7 @@ class PushRuntime:
         if work is None:
             return
         self._closed.add(action.push)
+        self._unsealed.discard(action.push)
         if self._pieces is not None:
             self._pieces.drop(time.monotonic(), action.push)
         if self._regrouper is not None:
