@@ -198,6 +198,15 @@ def test_the_predecessors_health_page_is_there(one: Cluster) -> None:
     assert one.http.get("/healthcheck").json() == {"status": "ok", "prefill_instances": 1, "decode_instances": 1}
 
 
+def test_resetting_the_prefix_cache_reaches_every_engine() -> None:
+    with cluster(prefill=2) as c:
+        answer = c.http.post("/reset_prefix_cache", json={})
+        assert answer.status_code == 200 and set(answer.json()["engines"].values()) == {"200"}
+        assert all(e.seen[-1].route == "/reset_prefix_cache" for e in (*c.prefill, *c.decode))
+        c.prefill[0].served.kill()
+        assert c.http.post("/reset_prefix_cache", json={}).status_code == 502
+
+
 def test_a_virtual_request_is_answered(one: Cluster) -> None:
     answer = one.complete("warm up", kv_transfer_params={"do_virtual": True})
     assert answer.status_code == 200 and texts(answer)

@@ -7,6 +7,7 @@ name, so that no web page a user opens there can reach it.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable
@@ -19,11 +20,13 @@ from starlette.routing import Route
 
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.service.faults import error_body
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
+from vllm_ascend_pd.metaserver.service.upstream import Upstream, UpstreamError
 
 Operation = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 _MAX_BODY = 64 << 10
+_RESET_S = 10.0
 
 
 class Refusal(Exception):
@@ -51,11 +54,13 @@ class Admin:
     def __init__(
         self,
         fleet: Fleet,
+        upstream: Upstream,
         token: str,
         perform: Callable[[Operation], Awaitable[None]],
         state: Callable[[], dict[str, Any]],
     ) -> None:
         self._fleet = fleet
+        self._upstream = upstream
         self._token = token
         self._perform = perform
         self._state = state
@@ -66,6 +71,7 @@ class Admin:
             Route("/instances", self._guarded(self._list), methods=["GET"]),
             Route("/instances", self._guarded(self._add), methods=["POST"]),
             Route("/instances/{name}", self._guarded(self._remove), methods=["DELETE"]),
+            Route("/reset_prefix_cache", self._guarded(self._reset), methods=["POST"]),
             Route("/instances/{name}/{op}", self._guarded(self._drain), methods=["POST"]),
         ]
 
@@ -124,6 +130,23 @@ class Admin:
         _require_json(request)
         await self._perform({"op": op, "name": name})
         return JSONResponse(self._facts(name))
+
+    async def _reset(self, request: Request) -> Response:
+        """The predecessor's route: every engine forgets its prefixes."""
+        _require_json(request)
+        instances = list(self._fleet)
+        ends = await asyncio.gather(*(self._reset_one(instance) for instance in instances))
+        engines = {instance.name: end for instance, end in zip(instances, ends, strict=True)}
+        return JSONResponse({"engines": engines}, 200 if all(end == "200" for end in ends) else 502)
+
+    async def _reset_one(self, instance: Instance) -> str:
+        try:
+            reply = await self._upstream.send(instance.origin, "POST", b"/reset_prefix_cache", [], b"", _RESET_S)
+            async with reply:
+                await reply.rest(_MAX_BODY)
+        except UpstreamError as problem:
+            return problem.why
+        return str(reply.status)
 
     def _known(self, request: Request) -> str:
         name: str = request.path_params["name"]

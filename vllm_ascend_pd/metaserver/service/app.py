@@ -69,7 +69,7 @@ class Worker:
         self._prober = Prober(settings, self.fleet, self.upstream)
         self._heart = Heart(settings.heartbeat_s)
         self._reservations = Reservations(self.front, self._heart)
-        self._admin = Admin(self.fleet, settings.admin_token, self.hub.perform, self.total)
+        self._admin = Admin(self.fleet, self.upstream, settings.admin_token, self.hub.perform, self.total)
 
     def report(self, details: bool) -> dict[str, Any]:
         problem = self.file.problem if self.file is not None else ""
@@ -78,13 +78,15 @@ class Worker:
     def total(self) -> dict[str, Any]:
         return state.total([self.report(details=True), *self.hub.others()])
 
-    def app(self) -> Starlette:
+    def app(self) -> Doors:
+        """The busy routes are looked up before Starlette, whose middleware would cost as much as the relay itself."""
         generate = Endpoint(self._generate)
+        busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, "/v1/metaserver": Endpoint(self._reserve)}
+        return Doors(busy, self._starlette())
+
+    def _starlette(self) -> Starlette:
         return Starlette(
             routes=[
-                Route(bodies.COMPLETIONS, generate, methods=["POST"]),
-                Route(bodies.CHAT, generate, methods=["POST"]),
-                Route("/v1/metaserver", Endpoint(self._reserve), methods=["POST"]),
                 Route("/health", self._health),
                 Route("/healthcheck", self._healthcheck),
                 Route("/readiness", self._readiness),
@@ -162,6 +164,18 @@ class Worker:
     async def _metrics(self, _: Request) -> Response:
         METRICS.waiting.set(self.front.turnstile.keeper.waiting)
         return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+class Doors:
+    """The ASGI application: POSTs to the busy routes, and everything else."""
+
+    def __init__(self, busy: dict[str, Endpoint], rest: Starlette) -> None:
+        self._busy = busy
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._busy.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (endpoint or self._rest)(scope, receive, send)
 
 
 class Endpoint:

@@ -152,6 +152,7 @@ class Fleet:
         gone = self._instances.pop(name, None)
         if gone is not None:
             gone.draining = True
+            METRICS.instance(gone.name, gone.role.value)
         return gone
 
     def replace(self, specs: Iterable[Spec], source: str) -> None:

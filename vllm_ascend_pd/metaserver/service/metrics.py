@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
@@ -11,60 +12,55 @@ PREFIX = "ascend_pd_metaserver_"
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 
+class Children:
+    """A metric family whose children are looked up by a dict: `labels` of the library costs several times as much."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+        self._children: dict[tuple[object, ...], Any] = {}
+
+    def labels(self, *values: object) -> Any:
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._family.labels(*values)
+        return child
+
+
 class Metrics:
     """One per process. Label values are routes, instances and words of this package: a client cannot make new ones."""
 
     def __init__(self) -> None:
-        shared = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
-        self.registry = registry = CollectorRegistry()
-        self._shared = shared
-        self.requests = Counter(
-            PREFIX + "requests", "Requests of clients, by route and status", ("route", "status"), registry=registry
-        )
-        self.legs = Counter(
-            PREFIX + "legs",
-            "Requests sent to engines, by how they ended",
-            ("role", "instance", "end"),
-            registry=registry,
-        )
-        self.retries = Counter(PREFIX + "retries", "Attempts repeated, by what failed", ("failure",), registry=registry)
-        self.broken_streams = Counter(
-            PREFIX + "broken_streams", "Streams that ended with an error frame", registry=registry
-        )
-        self.client_left = Counter(PREFIX + "client_left", "Clients that left before the end", registry=registry)
-        self.reservations = Counter(
-            PREFIX + "reservations", "Reservations posted by D, by how the prefill ended", ("end",), registry=registry
-        )
-        self.ttft = Histogram(
-            PREFIX + "ttft_seconds",
-            "From a client's request to its first byte",
-            ("route",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.leg_seconds = Histogram(
-            PREFIX + "leg_ttft_seconds",
-            "From sending a leg to its first byte (prefill: to its end)",
-            ("role",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._shared = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests of clients, by route and status", "route", "status")
+        self.legs = self._counter("legs", "Requests sent to engines, by how they ended", "role", "instance", "end")
+        self.retries = self._counter("retries", "Attempts repeated, by what failed", "failure")
+        self.reservations = self._counter("reservations", "Reservations posted by D, by how they ended", "end")
+        self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
+        self.client_left = self._counter("client_left", "Clients that left before the end")
+        self.ttft = self._histogram("ttft_seconds", "From a client's request to its first byte", "route")
+        self.leg_seconds = self._histogram("leg_ttft_seconds", "From sending a leg to its answer", "role")
         self.running = self._gauge("requests_running", "Requests of clients under way")
         self.waiting = self._gauge("requests_waiting", "Requests of clients that wait for their turn")
-        self.tokens = self._gauge("tokens_in_flight", "Estimated tokens at an instance", ("role", "instance"))
-        self.up = self._gauge("instance_up", "1: takes requests", ("role", "instance"), "max")
-        self.circuit = self._gauge("circuit_open", "Workers whose circuit is open", ("role", "instance"))
-        self.ready = self._gauge("ready", "1: a pair has moved a block since it came up", (), "max")
+        self.tokens = self._gauge("tokens_in_flight", "Estimated tokens at an instance", "role", "instance")
+        self.up = self._gauge("instance_up", "1: takes requests", "role", "instance", across="livemax")
+        self.circuit = self._gauge("circuit_open", "Workers whose circuit is open", "role", "instance")
+        self.ready = self._gauge("ready", "1: a pair has moved a block since it came up", across="livemax")
 
-    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = (), across: str = "sum") -> Gauge:
-        mode = "livemax" if across == "max" else "livesum"
-        return Gauge(PREFIX + name, text, labels, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        return _family(Counter(PREFIX + name, text, labels, registry=self.registry), labels)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Any:
+        return _family(Histogram(PREFIX + name, text, labels, buckets=_SECONDS, registry=self.registry), labels)
+
+    def _gauge(self, name: str, text: str, *labels: str, across: Any = "livesum") -> Any:
+        gauge = Gauge(PREFIX + name, text, labels, registry=self.registry, multiprocess_mode=across)
+        return _family(gauge, labels)
 
     def instance(self, name: str, role: str) -> None:
-        """Show an instance from its first moment on."""
-        self.tokens.labels(role, name).set(0)
-        self.up.labels(role, name).set(0)
-        self.circuit.labels(role, name).set(0)
+        """Show an instance from its first moment on; and as gone when it is removed."""
+        for gauge in (self.tokens, self.up, self.circuit):
+            gauge.labels(role, name).set(0)
 
     def page(self) -> bytes:
         registry = self.registry
@@ -72,6 +68,10 @@ class Metrics:
             registry = CollectorRegistry()
             multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
+
+
+def _family(family: Any, labels: tuple[str, ...]) -> Any:
+    return Children(family) if labels else family
 
 
 METRICS = Metrics()
