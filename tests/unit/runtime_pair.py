@@ -404,13 +404,14 @@ class PrefillSite:
         blocks: int = 64,
         push: PushConfig | None = None,
         make_transport: MakeTransport = MemoryTransport,
-        device: Device | None = None,
+        device: Device | Callable[[int], Device] | None = None,
         secrets: Secrets | None = None,
         seed: int = 1,
     ) -> None:
         self.model, self.tp, self.block = model, tp, block
         self.config = push or config()
         device = device or model.device()
+        device_of = device if callable(device) else lambda _: device
         self.book = PushBook(model=NAME)
         self.pool = Pool(blocks, seed)
         self.workers: dict[tuple[int, int], PrefillWorker] = {}
@@ -423,7 +424,7 @@ class PrefillSite:
                 shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
                 engine = engine_of(self.config, make_transport, secrets)
                 place = Place(stage * tp + rank, tp, pp, 8192)
-                worker = PrefillWorker(engine, shape, device, Contributor(stage, rank), place)
+                worker = PrefillWorker(engine, shape, device_of(rank), Contributor(stage, rank), place)
                 worker.register_kv_caches(cache.tensors)
                 self.workers[stage, rank], self.caches[stage, rank] = worker, cache
         self.geometry = merge_geometries({key: worker.handshake() for key, worker in self.workers.items()})  # type: ignore[misc]

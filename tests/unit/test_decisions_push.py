@@ -79,12 +79,23 @@ def test_a_prefix_hit_on_prefill_is_part_of_the_first_slice() -> None:
     assert piece.new_blocks.tolist() == [5, 6, 7]
 
 
-@pytest.mark.parametrize("sealed", [False, True], ids=["in the middle", "after its last chunk"])
-def test_a_preempted_request_starts_over_with_its_new_blocks(sealed: bool) -> None:
+def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> None:
+    """Ranks that are done with it are done for good; the others must not push half of it again."""
+    book = admitted(10)
+    book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
+    step(book)
+    book.preempted("r")
+    meta = step(book)
+    assert meta.preempted == ("push",) and [abort.push for abort in meta.aborts] == ["push"]
+    assert book.scheduled("r", 0, 10, [4, 5, 6], replaces=True) is None
+    book.preempted("r")
+    assert book.finished("r", holds_blocks=True, why="") and step(book).empty, "said once; its blocks are held"
+    assert book.released("r")
+
+
+def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)
-    if sealed:
-        book.scheduled("r", 6, 4, [3], replaces=False)
     step(book)
     book.preempted("r")
     assert step(book).preempted == ("push",)
@@ -324,6 +335,8 @@ class AnySequence(RuleBasedStateMachine):
             return
         request = self.requests[name]
         self.book.preempted(name)
+        if request.sealed:
+            self.must_abort.add(f"push-{name}")
         request.table, request.computed, request.running, request.sealed = [], 0, False, False
         if idle:
             self.deliver()
@@ -359,6 +372,7 @@ class AnySequence(RuleBasedStateMachine):
             if piece.restart:
                 heard.blocks, heard.watermark, heard.final = [], 0, False
             assert not heard.final and piece.before == heard.watermark < piece.after <= heard.end
+            assert piece.push not in self.must_abort, "an aborted push gets nothing more"
             heard.blocks += piece.new_blocks.tolist()
             heard.watermark, heard.final = piece.after, piece.final
             assert piece.final == (piece.after == heard.end)

@@ -177,12 +177,18 @@ class PushBook:
         return piece
 
     def preempted(self, request_id: str) -> None:
-        """The request lost its blocks: what reads them must be drained before they are overwritten."""
+        """The request lost its blocks: what reads them must be drained before they are overwritten.
+
+        It starts over when it comes back, unless its last chunk is out already: ranks that have finished with it are done
+        for good, and what the others would push later is not what they still owe (who owns what differs by step).
+        """
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.started or tracked.aborted:
             return
-        tracked.restart, tracked.sealed, tracked.watermark = True, False, 0
         self._pending.preempted.append(tracked.push)
+        if tracked.sealed:
+            self._abort(tracked, "the request was preempted after its last chunk")
+        tracked.restart, tracked.sealed, tracked.watermark = True, False, 0
 
     def finished(self, request_id: str, *, holds_blocks: bool, why: str) -> bool:
         """The request ended. Returns whether its blocks must be held until the workers report it."""
@@ -190,7 +196,7 @@ class PushBook:
         if tracked is None or not tracked.started:
             return False  # the workers never heard of it: D learns from the end of the HTTP call
         if not tracked.sealed or not holds_blocks:
-            self._pending.aborts.append(PushAbort(tracked.push, "PD-XFER-002", why))
+            self._abort(tracked, why)
         if holds_blocks:
             self._holding[request_id] = tracked.push
         else:
@@ -229,6 +235,11 @@ class PushBook:
             ended=tuple(pending.ended),
             catch_ups=tuple(sorted(pending.catch_ups)),
         )
+
+    def _abort(self, tracked: _Tracked, why: str) -> None:
+        if not tracked.aborted:
+            tracked.aborted = True
+            self._pending.aborts.append(PushAbort(tracked.push, "PD-XFER-002", why))
 
 
 def _malformed(reservation: Reservation) -> str:
