@@ -77,6 +77,8 @@ class Verifier:
     def first_difference(self, transfer: TransferId, sums: Mapping[str, int]) -> str | None:
         """The first layer whose bytes are not what was sent; None if all are."""
         bind = self._binds[transfer]
+        if not sums:
+            return f"{self._geometry.layers[0]} (prefill sent no checksums: set verify to full there too)"
         for index, name in enumerate(self._geometry.layers):
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
