@@ -188,3 +188,47 @@ def test_a_prefill_engine_that_verifies_serves_a_decode_engine_that_does_not() -
         p.prefill(request)
         assert d.received(request)[0].ok
         d.check(request)
+
+
+def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothing_when_it_wakes() -> None:
+    """D waits for its answer until the hold is over, then revokes access, frees the blocks and serves others."""
+    push = config(lease_s=0.6, margin_s=0.1, quiet_s=0.3)
+    release = threading.Event()
+
+    class Stopped(MemoryTransport):
+        def land(self, write: Write) -> WriteState:
+            return super().land(write) if release.is_set() else WriteState.PENDING
+
+    p = PrefillSite(TUPLES, 1, push=push, make_transport=Stopped)
+    other = PrefillSite(TUPLES, 1, push=push, seed=8)
+    d = DecodeSite(TUPLES, 1, push=push)
+    with sites(p, other, d), traced() as events:
+        request = d.reserve("r", 40)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
+        (worker,) = p.workers.values()
+        runtime = worker._runtime
+        assert runtime is not None
+        awake = threading.Event()
+        runtime._loop.post(awake.wait, 30.0)
+        session = d.workers[0]._runtime._transport.session  # type: ignore[union-attr]
+        d.book.request_finished(request.name)
+        assert not d.received(request)[0].ok
+        assert d.workers[0]._runtime._transport.session != session  # type: ignore[union-attr]
+        assert [facts["proof"] for stage, facts in events if stage == "quiet"] == ["revoked"]
+        before = [view.copy() for views in d.ranks[0].views for view in views]
+        release.set()
+        awake.set()
+        p.compute((request, 20))
+        p.finish(request)
+        p.released_blocks_of(request)
+        after = [view for views in d.ranks[0].views for view in views]
+        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "it wrote after it was shut out"
+        later, again = d.reserve("later", 30), d.reserve("again", 30)
+        d.step()
+        other.prefill(later)
+        p.prefill(again)
+        assert all(report.ok for report in d.received(later, again)), "both are served under the new session"
+        d.check(later, again)
