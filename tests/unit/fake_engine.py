@@ -118,6 +118,7 @@ class Manner:
     policy: str = "recompute"  # as D: what a failed load leads to ("recompute" or "fail")
     before_post_s: float = 0.0  # as D: until it reserves
     recompute_s: float = 0.0  # what a prefill of its own costs D
+    late_choice: bool = False  # as D: the last choice's prefill is asked for after the first byte
     deaf: bool = False  # as D: keeps its posts open although its request is gone
     health: int = 200
     push: bool = True  # as P: whether the KV really arrives
@@ -229,10 +230,9 @@ class FakeEngine:
 
     async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:
         """D's side: reserve for every prompt and choice, wait for all. False: the request fails."""
-        prompts = _prompts(body)
-        outcomes = await asyncio.gather(
-            *(self._reserve(prompt, params) for prompt in prompts for _ in range(body.get("n") or 1))
-        )
+        wanted = [prompt for prompt in _prompts(body) for _ in range(body.get("n") or 1)]
+        now = wanted[:-1] if self.manner.late_choice else wanted
+        outcomes = await asyncio.gather(*(self._reserve(prompt, params) for prompt in now))
         failed = [o for o in outcomes if o is not None and o.kind == "failed"]
         if not failed:
             return True
@@ -283,6 +283,8 @@ class FakeEngine:
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(self.manner.gap_s)
+        if self.manner.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
+            await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await _piece(send, b"data: [DONE]\n\n", last=True)
 
 

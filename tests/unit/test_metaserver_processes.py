@@ -184,6 +184,10 @@ def test_tls_works_both_ways(tmp_path: Path) -> None:
         (["--prefiller-hosts", "a", "b", "--prefiller-ports", "1"], "--prefiller-hosts"),
         (["--tls-cert", "x"], "--tls-cert"),
         (["--instances", "/nowhere.yaml"], "/nowhere.yaml"),
+        (
+            ["--instances", "/nowhere.yaml", "--workers", "2", "--port", str(random.randrange(20_000, 32_000))],
+            "/nowhere",
+        ),
         (["--admin-token-file", "/nowhere"], "/nowhere"),
         (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "/nowhere"),
     ],

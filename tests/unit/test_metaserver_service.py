@@ -198,3 +198,26 @@ def test_prompt_logprobs_are_computed_by_d_alone() -> None:
         c.complete("x", prompt_logprobs=1)
         c.complete("x", echo=True, logprobs=1)
         assert not c.legs()
+
+
+def test_a_stream_does_not_hold_its_prompt() -> None:
+    with cluster() as c:
+        c.decode[0].manner.gap_s = 0.3
+        with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 1_000_000, "stream": True}) as answer:
+            pieces = answer.iter_bytes()
+            next(pieces)
+            (exchange,) = c.worker.front.journal.exchanges
+            assert not exchange.request.fields
+            assert b"[DONE]" in b"".join(pieces)
+        until(lambda: c.worker.front.journal.last)
+        assert "xxxx" not in repr(c.worker.front.journal.last)
+
+
+def test_the_last_of_several_choices_still_finds_its_prompt() -> None:
+    """With few seats D posts for the second choice when the first already streams."""
+    with cluster() as c:
+        c.decode[0].manner.late_choice = True
+        answer = c.complete("two", n=2, stream=True)
+        assert answer.status_code == 200
+        until(lambda: len(c.legs()) == 2)
+        assert all(leg["prompt"] == "two" for leg in c.legs())

@@ -182,6 +182,17 @@ async def test_silence_before_and_within_an_answer_ends_it() -> None:
         assert raised.value.failure is Failure.TIMEOUT
 
 
+async def test_a_slow_reader_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SWEEP_S", 0.05)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n"
+    async with talking(says(head, *[b"x"] * 20, pause_s=0.05), idle_s=0.3) as (_, origin, upstream):
+        reply, body = await ask(upstream, origin), b""
+        while piece := await reply.read():
+            body += piece
+            await asyncio.sleep(0.2)  # there is always something to read, so a read never waits
+        assert len(body) == 20
+
+
 async def test_cancelling_and_closing_are_seen_by_the_engine() -> None:
     async with talking(says()) as (server, origin, upstream):
         asking = asyncio.create_task(ask(upstream, origin, timeout_s=60.0))

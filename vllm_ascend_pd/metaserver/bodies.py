@@ -50,6 +50,7 @@ class Request:
     fields: Mapping[str, msgspec.Raw]
     stream: bool
     shape: Shape
+    copies: int  # transfers that it may bring: prompts × choices
     prefill_tokens: int
     decode_tokens: int
     remote: bool  # a prefill elsewhere serves it; else D must see the whole prompt itself
@@ -62,8 +63,9 @@ def parse(route: str, body: bytes) -> Request:
     fields = parse_fields(body)
     fields.pop(FORBIDDEN, None)
     prompt = bytes(fields.get("messages" if route == CHAT else "prompt", b""))
-    shape, tokens = _measure(prompt, chat=route == CHAT)
-    copies = _number(fields, "n", 1)
+    prompts, tokens = _measure(prompt, chat=route == CHAT)
+    shape = Shape.BATCH if prompts > 1 else Shape.ONE
+    choices = _number(fields, "n", 1)
     limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
     forced_tool = bytes(fields.get("tool_choice", b"null")) not in (b"null", b'"none"', b'"auto"')
     return Request(
@@ -71,8 +73,9 @@ def parse(route: str, body: bytes) -> Request:
         fields=fields,
         stream=_flag(fields, "stream"),
         shape=shape,
+        copies=prompts * choices,
         prefill_tokens=tokens,
-        decode_tokens=tokens + min(limit, 1 << 20) * min(copies, 1024),
+        decode_tokens=tokens + min(limit, 1 << 20) * min(choices, 1024),
         remote=bool(prompt) and not _needs_own_prompt(fields),
         # A forced tool call is parsed from the answer, and one token of it is no tool call: P gets the ids.
         send_tokens=shape is Shape.BATCH or (route == CHAT and forced_tool),
@@ -132,16 +135,15 @@ def _value(body: bytes) -> Any:
         return json.loads(body)
 
 
-def _measure(raw: bytes, chat: bool) -> tuple[Shape, int]:
-    """Shape and estimated tokens of a prompt that is text, token ids, or a list of either."""
+def _measure(raw: bytes, chat: bool) -> tuple[int, int]:
+    """Prompts, and estimated tokens, of what is text, token ids, or a list of either."""
     if chat or raw[:1] != b"[":
-        return Shape.ONE, len(raw) // _BYTES_PER_TOKEN + 1
+        return 1, len(raw) // _BYTES_PER_TOKEN + 1
     inner = raw[1:64].lstrip()[:1]
     if inner in (b'"', b"["):
         several = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        tokens = sum(_measure(bytes(item), chat=False)[1] for item in several)
-        return (Shape.BATCH if len(several) > 1 else Shape.ONE), tokens
-    return Shape.ONE, raw.count(b",") + 1
+        return len(several), sum(_measure(bytes(item), chat=False)[1] for item in several)
+    return 1, raw.count(b",") + 1
 
 
 def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:

@@ -117,15 +117,15 @@ class Worker:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
-        body = await read_body(receive, self.settings.max_body_bytes)
-        try:
-            request = bodies.parse(scope["path"], body)
+        try:  # the body is given no name here: this frame lives as long as the stream
+            request = bodies.parse(scope["path"], await read_body(receive, self.settings.max_body_bytes))
         except bodies.BodyError as problem:
             METRICS.requests.labels(scope["path"], 400).inc()
             await tell(send, fault(400, str(problem)))
             return
         interrupt = Interrupt()
         exchange = Exchange(request, headers, request_id, interrupt, send)
+        del request
         METRICS.running.inc()
         try:
             await while_connected(receive, interrupt, self.front.serve(exchange))
@@ -133,7 +133,7 @@ class Worker:
             METRICS.running.dec()
             if interrupt.left:
                 METRICS.client_left.inc()
-            METRICS.requests.labels(request.route, exchange.status if not interrupt.left else "left").inc()
+            METRICS.requests.labels(exchange.request.route, exchange.status if not interrupt.left else "left").inc()
 
     async def _reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(receive, _MAX_RESERVATION_BYTES)

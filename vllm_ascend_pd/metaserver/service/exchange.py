@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_ascend_pd.metaserver import bodies
@@ -101,15 +101,37 @@ class Exchange:
     def stage(self, name: str, detail: str = "") -> None:
         self.stages.append((name, time.monotonic() - self.started, detail))
 
+    def forget_prompt(self) -> None:
+        """No attempt and no post of D can need it any more: a stream may go on for long."""
+        self.request = replace(self.request, fields={})
+
+    def story(self) -> Story:
+        r = self.request
+        return Story(
+            self.request_id[:128], r.route, self.started_wall, self.number, self.status, r.prefill_tokens, self.stages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What is told about a request. No prompt in it."""
+
+    request_id: str
+    route: str
+    started: float
+    attempts: int
+    status: int
+    tokens: int
+    stages: list[tuple[str, float, str]]
+
     def facts(self) -> dict[str, Any]:
-        """For the status page. No prompt in it."""
         return {
             "id": self.request_id,
-            "route": self.request.route,
-            "started": self.started_wall,
-            "attempts": self.number,
+            "route": self.route,
+            "started": self.started,
+            "attempts": self.attempts,
             "status": self.status,
-            "tokens": self.request.prefill_tokens,
+            "tokens": self.tokens,
             "stages": [{"stage": name, "at": round(at, 6), "detail": detail} for name, at, detail in self.stages],
         }
 
@@ -138,11 +160,11 @@ class Journal:
     def __init__(self) -> None:
         self.tickets: dict[str, Attempt] = {}
         self.exchanges: set[Exchange] = set()
-        self.last: deque[Exchange] = deque(maxlen=_LAST_REQUESTS)
+        self.last: deque[Story] = deque(maxlen=_LAST_REQUESTS)
 
     def begin(self, exchange: Exchange) -> None:
         self.exchanges.add(exchange)
 
     def end(self, exchange: Exchange) -> None:
         self.exchanges.discard(exchange)
-        self.last.append(exchange)
+        self.last.append(exchange.story())

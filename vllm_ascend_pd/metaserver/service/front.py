@@ -9,7 +9,6 @@ import time
 from collections import deque
 from typing import Any
 
-from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
 from vllm_ascend_pd.metaserver.service import relay
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Journal, uncancel
@@ -122,14 +121,14 @@ class Front:
 
     async def _attempt(self, exchange: Exchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
-        body = bodies.for_decode(exchange.request, self._params(attempt))
+        params = self._params(attempt)
         self.journal.tickets[attempt.ticket] = attempt
         emit("meta.decode", ticket=attempt.ticket, decode=decode.name)
         exchange.stage("decode", decode.name)
         well = False
         try:
             with self.fleet.leg(decode, exchange.request.decode_tokens):
-                await relay.decode(self, attempt, body)
+                await relay.decode(self, attempt, params)
             well = True
         except asyncio.CancelledError:
             failed = exchange.interrupt.take_failure()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, Headers, error_frame, fault
@@ -31,11 +32,11 @@ _ERROR_BYTES = 1 << 20
 _ERROR_EVENT = b'data: {"error"'
 
 
-async def decode(front: Front, attempt: Attempt, body: bytes) -> None:
+async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None) -> None:
     """Raises AttemptFailed as long as the client has seen nothing."""
     exchange = attempt.exchange
     sent = time.monotonic()
-    reply, first = await _open(front, attempt, body)
+    reply, first = await _open(front, attempt, params)
     with contextlib.closing(reply):
         now = time.monotonic()
         METRICS.leg_seconds.labels("decode").observe(now - sent)
@@ -43,6 +44,8 @@ async def decode(front: Front, attempt: Attempt, body: bytes) -> None:
         emit("meta.first_byte", ticket=attempt.ticket, decode=attempt.decode.name)
         exchange.stage("first byte")
         exchange.committed, exchange.status = True, reply.status
+        if exchange.request.copies == 1:  # the others' posts may still come
+            exchange.forget_prompt()
         head = client_head(reply.headers, exchange.request_id)
         if exchange.request.stream and reply.status == 200:
             await _stream(front, attempt, reply, head, first)
@@ -51,10 +54,11 @@ async def decode(front: Front, attempt: Attempt, body: bytes) -> None:
         exchange.stage("end")
 
 
-async def _open(front: Front, attempt: Attempt, body: bytes) -> tuple[Reply, bytes]:
+async def _open(front: Front, attempt: Attempt, params: dict[str, Any] | None) -> tuple[Reply, bytes]:
     """D's answer once there is something for the client: all of it, or the first piece of a stream."""
     instance, exchange = attempt.decode, attempt.exchange
     timeout = front.settings.first_byte_timeout_s
+    body = bodies.for_decode(exchange.request, params)
     try:
         reply = await front.upstream.send(
             instance.origin, "POST", exchange.request.route.encode(), exchange.headers, body, timeout

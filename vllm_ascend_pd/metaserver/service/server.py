@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
 
 def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None = None) -> int:
     """Until a signal. The last socket is the one that this worker's requests carry."""
-    host = settings.advertise_host or callable_host(settings.host)
+    host = callable_host(settings.advertise_host or settings.host)
     worker = Worker(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
     config = uvicorn.Config(
         worker.app(),
@@ -101,7 +101,7 @@ def callable_host(host: str) -> str:
     """An address that D can call: this machine's own where it listens on all of them."""
     if host in ("0.0.0.0", "::", ""):
         return _outward_address()
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _outward_address() -> str:

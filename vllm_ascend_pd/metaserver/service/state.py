@@ -32,8 +32,8 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
     }
     if details:
         newest = sorted(front.journal.exchanges, key=lambda e: e.started)[-_IN_FLIGHT_SHOWN:]
-        report["in_flight"] = [exchange.facts() for exchange in newest]
-        report["last"] = [exchange.facts() for exchange in front.journal.last]
+        report["in_flight"] = [exchange.story().facts() for exchange in newest]
+        report["last"] = [story.facts() for story in front.journal.last]
     return report
 
 

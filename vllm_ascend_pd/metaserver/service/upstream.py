@@ -94,7 +94,7 @@ class Reply:
             if self._ended:
                 return b""
             if self._connection is not None:
-                self._connection.deadline = self._loop.time() + (timeout_s or self._idle_s)
+                self._connection.wait(timeout_s or self._idle_s)
             self._waiter = self._loop.create_future()
             await self._waiter
         pieces, self._pieces = self._pieces, []
@@ -146,7 +146,7 @@ class _Connection(asyncio.Protocol):
         self.deadline = 0.0
         self.idle_since = 0.0
         self._pool = pool
-        self._idle_s = idle_s
+        self._idle_s = self._patience_s = idle_s
         self._transport: asyncio.Transport | None = None
         self._head: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
@@ -168,6 +168,11 @@ class _Connection(asyncio.Protocol):
         self._pool.busy.add(self)
         self._transport.writelines(data)
         return self._head
+
+    def wait(self, patience_s: float) -> None:
+        """From now on silence of this length is a failure."""
+        self._patience_s = patience_s
+        self.deadline = self.loop.time() + patience_s
 
     def resume(self) -> None:
         if self._paused and self._transport is not None:
@@ -193,6 +198,8 @@ class _Connection(asyncio.Protocol):
             self.abort()  # nothing was asked: what it says cannot be trusted to belong to the next answer
             return
         self._heard = True
+        if self._reply is not None:
+            self.deadline = self.loop.time() + self._patience_s
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as problem:
