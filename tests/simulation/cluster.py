@@ -183,6 +183,9 @@ class Cluster:
         for rank in engine.ranks:
             self.network.died(rank.process, [r for d in self.decode for r in d.ranks])
         self.world.after(self.world.rng.choice((0.01, 1.0, 30.0)), engine.boot)
+        if self.settings.faults.stop_decode and self.world.rng.random() < 0.5:
+            # While what the dead have sent is still on its way.
+            self.world.after(self.world.rng.uniform(0.2, 2.0), self._stop_decode)
 
     def _kill_decode(self) -> None:
         engine = self.world.rng.choice(self.decode)

@@ -24,7 +24,7 @@ from vllm_ascend_pd.protocol.tables import (
     Rule,
     WriterState,
 )
-from vllm_ascend_pd.protocol.timing import RunningClock
+from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.words import ready
 
 
@@ -180,21 +180,13 @@ class SealedPushRestarted(Sender):
         return super().restart(now, push)
 
 
-class AuthorityFromReady(Sender):
-    """P counts its authority from when the answer came, not from when it asked."""
-
-    def _authorise(self, now: float, pair: Pair, cue: Any) -> None:
-        if cue.message.seq in pair.sent:
-            pair.sent[cue.message.seq] = now
-        super()._authorise(now, pair, cue)
-
-
-class _NeverStopped(RunningClock):
+class _CountsAll(RunningClock):
     def observe(self, now: float) -> bool:
-        if self._last is not None:
-            self.seconds += max(0.0, now - self._last)
-        self._last = now
-        return False
+        before = self._last
+        stopped = super().observe(now)
+        if before is not None and now > before:
+            self.seconds += now - before - min(now - before, OBSERVED_GAP_S)
+        return stopped
 
 
 class HoldWhileStopped(Receiver):
@@ -202,7 +194,7 @@ class HoldWhileStopped(Receiver):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._fence_of.clock = _NeverStopped()
+        self._fence_of.clock = _CountsAll()
 
 
 class _Trusting(Fence):
@@ -260,7 +252,6 @@ MORE = (
     Mutation("cancel answered at once", sender=CancelAnsweredAtOnce),
     Mutation("DONE from a lost source", sender=DoneFromLostSource),
     Mutation("sealed push restarted", sender=SealedPushRestarted),
-    Mutation("authority counted from READY", sender=AuthorityFromReady),
     Mutation("hold runs while D is stopped", receiver=HoldWhileStopped),
     Mutation("answer believed right after a stop", receiver=AnswerBelievedAfterStop),
     Mutation("gone is quiet", receiver=GoneIsQuiet),

@@ -69,15 +69,23 @@ class Wire:
         """In the source's process: the last byte leaves."""
         target = flight.target.process
         if target.paused:
-            # The bytes wait in the target's buffers; the source gives up when its timeout is over.
+            # The source gives up when its timeout is over; the bytes wait in the target's buffers.
             self._world.fault("write to a stopped decode")
             left = max(0.0, submitted + self._timeout_s - self._world.now)
             flight.source.process.post(left, self._back, flight, False)
-            target.post(0.0, self._read_late, flight)
+            self._reach(flight, False)
             return
         self.land(flight)
         ok = flight.session == flight.target.session and target.alive
         flight.source.process.post(self._world.rng.uniform(0.00005, 0.002), self._back, flight, ok)
+
+    def _reach(self, flight: Flight, partly: bool) -> None:
+        """The bytes are at the target's machine. A stopped process reads them some time after it goes on."""
+        target = flight.target.process
+        if target.paused:
+            target.post(0.0, self._read_late, flight, partly)
+        else:
+            target.run(self.land, flight, partly)
 
     def _fail(self, flight: Flight, after: float) -> None:
         """-1 comes back after `after`, and the bytes land then, or partly, or never."""
@@ -90,13 +98,10 @@ class Wire:
             return
         last = min(after + self._physical_s, self._timeout_s + self._physical_s)
         when = rng.choice((rng.uniform(after, last), after + 0.001, last))
-        flight.source.process.post(when, self._late, flight, kind == "lands partly")
+        flight.source.process.post(when, self._reach, flight, kind == "lands partly")
 
-    def _late(self, flight: Flight, partly: bool) -> None:
-        flight.target.process.post(0.0, self.land, flight, partly)
-
-    def _read_late(self, flight: Flight) -> None:
-        flight.target.process.post(self._world.rng.uniform(0, UNHURRIED_S), self.land, flight)
+    def _read_late(self, flight: Flight, partly: bool) -> None:
+        flight.target.process.post(self._world.rng.uniform(0, UNHURRIED_S), self.land, flight, partly)
 
     def source_died(self, source: PrefillRank) -> None:
         """What was on its way when the writer died still arrives, or does not."""
@@ -105,7 +110,7 @@ class Wire:
             if not flight.landed and rng.random() < 0.5:
                 self._world.fault("write lands after its writer's death")
                 after = rng.choice((0.001, rng.uniform(0, self._physical_s), self._physical_s))
-                flight.target.process.post(after, self.land, flight, rng.random() < 0.3)
+                self._world.after(after, self._reach, flight, rng.random() < 0.3)
         source.flights.clear()
 
     def land(self, flight: Flight, partly: bool = False) -> None:
