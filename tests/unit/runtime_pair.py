@@ -117,7 +117,7 @@ class HeldDevice(TokenMajorDevice):
 @dataclass(frozen=True)
 class Model:
     """`opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
-    vllm-ascend has them. `stacked`: K and V in one tensor."""
+    vllm-ascend has them; `uneven`: with a V half as wide as K. `stacked`: K and V in one tensor."""
 
     layout: str = "opaque"
     heads: int = 2
@@ -130,14 +130,22 @@ class Model:
 
     @property
     def regions(self) -> int:
-        return 2 if self.layout in ("token", "stacked") else 1
+        return len(self.widths)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a cell, by region."""
+        even = (self.dim, self.dim)
+        return {"opaque": (2 * self.dim,), "latent": (self.dim,), "uneven": (self.dim, self.dim // 2)}.get(
+            self.layout, even
+        )
 
     @property
     def width(self) -> int:
-        return 2 * self.dim if self.layout == "opaque" else self.dim
+        return self.widths[0]
 
     def device(self) -> Device:
-        return TokenMajorDevice() if self.layout in ("token", "stacked") else CpuDevice()
+        return CpuDevice() if self.layout in ("opaque", "latent") else TokenMajorDevice()
 
     def content(self, tokens: int, seed: int) -> np.ndarray:
         """A prompt's KV: [layer, region, token, head, width]."""
@@ -161,8 +169,8 @@ class RankCache:
         elif model.layout == "latent":
             parts = [[torch.empty(blocks, 1, block, model.width)] for _ in names]
             self.tensors = {name: part[0] for name, part in zip(names, parts, strict=True)}
-        elif model.layout == "token":
-            pairs = [tuple(torch.empty(blocks, block, n, model.width) for _ in "kv") for _ in names]
+        elif model.layout in ("token", "uneven"):
+            pairs = [tuple(torch.empty(blocks, block, n, width) for width in model.widths) for _ in names]
             self.tensors = dict(zip(names, pairs, strict=True))
             parts = [[tensor.permute(0, 2, 1, 3) for tensor in pair] for pair in pairs]
         else:
@@ -360,7 +368,7 @@ class DecodeSite:
             if self.used.intersection(request.d_blocks):  # only what must be there can be told of used blocks
                 free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[tokens // self.block - request.first // self.block]
-            wanted = request.content[layer, region][tokens][:, cache.heads]
+            wanted = request.content[layer, region][tokens][:, cache.heads, : view.shape[-1]]
             expected[ids, :, tokens % self.block] = wanted
             landed = view[ids, :, tokens % self.block]
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
@@ -512,7 +520,8 @@ class PrefillSite:
         tokens = np.arange(begin, end)
         ids = np.asarray(request.p_blocks)[tokens // self.block]
         for region, view in enumerate(cache.views[own]):
-            view[ids, :, tokens % self.block] = request.content[layer, region][tokens][:, cache.heads]
+            content = request.content[layer, region][tokens][:, cache.heads, : view.shape[-1]]
+            view[ids, :, tokens % self.block] = content
 
     def collect(self) -> None:
         ended, self.ended = self.ended, []

@@ -180,6 +180,12 @@ def test_an_origin_is_a_metaserver(url: str) -> None:
     assert PushConfig.parse({"metaserver_urls": (url,)}).metaserver.metaserver_urls == (url,)
 
 
+def test_what_is_unsafe_is_off_until_it_is_asked_for() -> None:
+    defaults = PushConfig()
+    assert defaults.metaserver.tls_verify and not defaults.channel.allow_unauthenticated
+    assert defaults.metaserver.metaserver_urls == (), "no metaserver is called that was not named"
+
+
 def test_the_quiet_time_is_the_transports_and_the_extra() -> None:
     assert PushConfig.parse({"transfer_timeout_s": 7, "quiet_extra_s": 3}).quiet_s == 10
     assert PushConfig().quiet_s == 40

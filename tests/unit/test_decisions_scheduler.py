@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import logging
+import threading
 from typing import Any
 
 import msgspec
@@ -227,10 +229,11 @@ def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
 
 
 class Metaserver:
-    """Takes what D posts and says `prefilled` at once."""
+    """Takes what D posts and says `prefilled`, at once or when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, answers: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.answers = answers
         self.served = Served(self._app, "a metaserver")
         self.url = f"http://{self.served.address}"
 
@@ -242,7 +245,12 @@ class Metaserver:
             if not message.get("more_body"):
                 break
         self.bodies.append(msgspec.json.decode(body))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
+        )
+        while not self.answers:
+            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
+            await asyncio.sleep(0.5)
         await send({"type": "http.response.body", "body": b'{"event":"prefilled"}\n'})
 
 
@@ -311,6 +319,31 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
         scheduler.close()
 
 
+def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
+    """The predecessor had 32 threads, each blocked for a whole prefill."""
+    from runtime_pair import until
+
+    server = Metaserver(answers=False)
+    scheduler = decode(server.url)
+    try:
+        threads = {thread.name for thread in threading.enumerate()}
+        count = 300
+        for i in range(count):
+            asked = request(f"r{i}", ticket(server.url))
+            assert scheduler.wanted(asked, 0) == len(TOKENS)
+            scheduler.allocated(asked, [1, 2, 3], len(TOKENS))
+        until(lambda: len(server.bodies) == count, "all of them posted while none is answered")
+        assert {thread.name for thread in threading.enumerate()} <= threads
+        assert len(scheduler.build_step().binds) == count
+        server.answers = True
+        settles: list[Any] = []
+        until(lambda: settles.extend(scheduler.build_step().settles) or len(settles) == count, "all outcomes")
+    finally:
+        server.answers = True
+        scheduler.close()
+        server.served.stop()
+
+
 def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.LogCaptureFixture) -> None:
     server = Metaserver()
     scheduler = decode("http://10.1.2.3:4")
@@ -328,8 +361,6 @@ def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.Log
 
 
 def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
-    import threading
-
     before = threading.enumerate()
     scheduler = decode("http://127.0.0.1:1", attach=False)
     assert threading.enumerate() == before

@@ -41,6 +41,7 @@ SHAPES = [
     pytest.param("token", 6, 3, 1, 2, id="tuples 3 to 2"),
     pytest.param("token", 4, 2, 1, 1, id="tuples 2 to 1"),
     pytest.param("stacked", 2, 1, 1, 2, id="stacked 1 to 2"),
+    pytest.param("uneven", 4, 2, 1, 1, id="V narrower than K, 2 to 1"),
 ]
 
 
