@@ -114,10 +114,12 @@ CELLS = {"apart": (256, 256), "packed": (512,), "mla": (1024, 128), "odd": (72, 
 
 
 def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], tokens: int = 700) -> Cluster:
-    """Two D's of different TP, prefixes already there, partial last blocks."""
+    """Two D's of different TP, prefixes already there, partial last blocks. "head>token": P and D are laid out so."""
+    p_kind, _, d_kind = kind.partition(">")
 
-    def side(tp: int, pad: int) -> CacheGeometry:
-        return geometry(kind, heads=heads, tp=tp, block=32, cells=cells, pad=pad)
+    def side(layout: str, tp: int, pad: int) -> CacheGeometry:
+        return geometry(layout, heads=heads, tp=tp, block=32, cells=cells, pad=pad)
 
     prompts = [(0, 0, tokens), (1, 32, 109), (0, 64, 65 + tokens // 3), (1, 0, 1)]
-    return Cluster(side(p_tp, 0), [side(d_tp, 32), side(p_tp, 0)], prompts, seed=4)
+    ds = [side(d_kind or p_kind, d_tp, 32), side(d_kind or p_kind, p_tp, 0)]
+    return Cluster(side(p_kind, p_tp, 0), ds, prompts, seed=4)

@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "npu-native"
 EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
 OURS = ("acl", "Hccl", "Msprof", "rt")
-COVERAGE = ("-O1", "-g", "--coverage")
+COUNTED = ("-O1", "-g", "--coverage")  # the binding counts its lines: see `uncovered`
 
 
 def interpreter() -> Path | None:
@@ -75,14 +75,13 @@ def _stubs(names: Sequence[str]) -> str:
 class Build:
     """One set of libraries in a folder that is named by what they are made of."""
 
-    def __init__(self, python: Path, *, coverage: bool = False) -> None:
+    def __init__(self, python: Path) -> None:
         self.python = python
         self._packages = _packages(python)
-        self._extra = COVERAGE if coverage else ("-O2",)
         self.folder = CACHE / self._fingerprint()
 
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(" ".join((*self._extra, str(self.python))).encode())
+        digest = hashlib.sha256(str(self.python).encode())
         versions = [(self._packages[name] / "version.py").read_bytes() for name in ("torch", "torch_npu")]
         sources = [
             p for folder in (HERE, ROOT / "csrc") for p in sorted(folder.rglob("*")) if p.suffix in (".h", ".cpp")
@@ -121,6 +120,28 @@ class Build:
                 raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
         return folder / "out" / "_C_npu.so"
 
+    def forget_counts(self) -> None:
+        for counts in self.folder.glob("*.gcda"):
+            counts.unlink()
+
+    def uncovered(self) -> dict[str, tuple[float, list[str]]]:
+        """Of each source of the binding: the share of lines that ran since `forget_counts`, and those that did not."""
+        [notes] = self.folder.glob("*binding.gcno")
+        command = ["gcov", "--json-format", "--stdout", str(notes)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=self.folder)
+        found = {}
+        for file in json.loads(done.stdout)["files"]:
+            path = Path(file["file"])
+            if ROOT / "csrc" not in path.parents:
+                continue
+            ran: dict[int, int] = {}
+            for line in file["lines"]:
+                ran[line["line_number"]] = max(ran.get(line["line_number"], 0), line["count"])
+            text = path.read_text().splitlines()
+            missed = [f"{number}: {text[number - 1].strip()}" for number, count in sorted(ran.items()) if not count]
+            found[str(path.relative_to(ROOT / "csrc"))] = (1 - len(missed) / len(ran), missed)
+        return found
+
     def ensure(self) -> Build:
         if not (self.folder / "done").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,11 +171,11 @@ class Build:
             extra = ["-x", "c", stubs] if name == EMPTY[0] else ["-x", "c", "/dev/null"]
             # torch_npu looks some functions up by library: let each of them find all.
             self._run(f"lib{name}.so", *extra, "-Wl,--no-as-needed", *here, "-lascendcl")
-        self._run("libvapd_kernels.so", *self._extra, *strict, stand_ins / "launch.cpp", *here, "-lascendcl")
+        self._run("libvapd_kernels.so", "-O2", *strict, stand_ins / "launch.cpp", *here, "-lascendcl")
         torch_headers = [torch / "include", torch / "include/torch/csrc/api/include"]
         self._run(
             "_C_npu.so",
-            *self._extra,
+            *COUNTED,
             *strict,
             *[flag for folder in torch_headers for flag in ("-isystem", folder)],
             ROOT / "csrc/npu/binding.cpp",

@@ -70,7 +70,7 @@ def refuses(words: str, call: Callable[[], object]) -> None:
 
 def equal_to_cpu() -> None:
     """Every layout, rows from the host and programs on the device, gather, scatter and assemble."""
-    for kind in ("token", "head", "opaque"):
+    for kind in ("token", "head", "opaque", "head>token"):
         for cells in CELLS:
             cluster = pair(kind, 8, 4, 2, CELLS[cells], tokens=150)
             plan, cache = plans_of(cluster)[1], cluster.ranks[1]

@@ -15,6 +15,7 @@ from native_build import built
 from native_cases import CELLS, RATIOS, Case, assemble_case, pair, regroup_cases
 
 Result = dict[str, object]
+KINDS = ["token", "head", "opaque", "token>head", "head>token"]  # P>D where they differ
 
 
 def runner(flavour: str, *arguments: str | Path, timeout: float = 200) -> list[Result]:
@@ -37,18 +38,17 @@ def written(cases: Sequence[Case], folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("cells", CELLS)
-@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_compute_what_the_plan_says(kind: str, cells: str, tmp_path: Path) -> None:
     """Every ratio of ranks, gather, assemble and scatter, on 1 to 48 cores; 8:3 is a program for 8 cores run on 3."""
     paths = []
     for heads, p_tp, d_tp in RATIOS:
         cluster = pair(kind, heads, p_tp, d_tp, CELLS[cells], tokens=333)
-        name = f"{kind}-{cells}-{heads}-{p_tp}to{d_tp}"
-        paths += written([*regroup_cases(name, cluster, [0, p_tp - 1])], tmp_path)
+        paths += written([*regroup_cases(f"{cells}-{heads}-{p_tp}to{d_tp}", cluster, [0, p_tp - 1])], tmp_path)
     run(paths, cores="1,3,40,48,8:3", seeds=2)
 
 
-@pytest.mark.parametrize("kind", ["token", "head"])
+@pytest.mark.parametrize("kind", ["token", "head", "head>token"])
 def test_kernels_under_the_address_sanitizer(kind: str, tmp_path: Path) -> None:
     paths = []
     for heads, p_tp, d_tp in RATIOS[2:8:2]:
@@ -61,7 +61,7 @@ def test_kernels_under_the_address_sanitizer(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", ["plain", "asan"])
 @pytest.mark.parametrize("cells", CELLS)
-@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_on_every_number_of_cores(kind: str, cells: str, flavour: str, tmp_path: Path) -> None:
     for heads, p_tp, d_tp in RATIOS:
         cluster = pair(kind, heads, p_tp, d_tp, CELLS[cells])
@@ -88,6 +88,15 @@ def test_random_boxes_of_all_widths(flavour: str, tmp_path: Path) -> None:
         received = random.integers(0, 256, source, dtype=np.uint8)
         cases.append(assemble_case(f"box{index}", received, np.array(rows, dtype=np.int64), target + 5))
     run(written(cases, tmp_path), cores="1,2,48", seeds=3, flavour=flavour)
+
+
+def test_sources_that_one_copy_cannot_step_through(tmp_path: Path) -> None:
+    """Blocks that overlap in the source, on the inner axis and on the outer one."""
+    received = np.random.default_rng(2).integers(0, 256, 40_000, dtype=np.uint8)
+    boxes = [(64, 3, 100, 0, 9000, 16, 0, 6400, 64), (64, 3, 100, 0, 16, 192, 20_000, 64, 192)]
+    boxes += [(96, 2, 90, 40, 32, 96, 40_000, 90 * 128, 128), (50, 3, 7, 1, 10, 2, 70_000, 7 * 50, 50)]
+    case = assemble_case("overlapping", received, np.array(boxes, dtype=np.int64), 72_000)
+    run([case.write(tmp_path)], cores="1,2,48", seeds=4)
 
 
 def llama_70b(tp: int) -> object:

@@ -71,6 +71,18 @@ def test_the_op_of_the_default_path_is_declared_as_expected(build: Build) -> Non
     )
 
 
+def test_every_line_of_the_binding_runs(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+    build.forget_counts()
+    for name in ("equal_to_cpu", "refusals"):
+        assert scenario(build, name) == "ok"
+    found = build.uncovered()
+    with capsys.disabled():
+        print()
+        for file, (share, missed) in sorted(found.items()):
+            print(f"  {file}: {share:.0%} of the lines ran", *(f"    {line}" for line in missed), sep="\n")
+    assert found["npu/binding.cpp"][0] == 1
+
+
 @pytest.mark.slow
 def test_the_cmake_path_builds_a_library_that_works(build: Build, tmp_path: Path) -> None:
     if shutil.which("cmake") is None:

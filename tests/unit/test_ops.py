@@ -293,3 +293,68 @@ def test_fake_kernels_refuse_what_the_real_ones_refuse() -> None:
         torch.ops.vllm_ascend_pd.assemble(out, rows[:, :3], out)
     with pytest.raises(RuntimeError, match=r"rows must be int64"):
         torch.ops.vllm_ascend_pd.assemble(out, rows.int(), out)
+
+
+# ---- tables made ready once per step
+
+
+def test_a_table_serves_layer_after_layer() -> None:
+    rows = np.array([[1, 2, 1, 3, 2, 4, 32, 16, 32], [0, 0, 0, 0, 1, 1, 1024, 0, 0]])
+    layers = [[torch.randint(0, 256, (3, 4, 8, 16), dtype=torch.uint8) for _ in range(2)] for _ in range(3)]
+    work = ops.Gather(rows, layers[0], torch.empty(2048, dtype=torch.uint8))
+    for caches in layers:
+        out, wanted = torch.zeros(2048, dtype=torch.uint8), torch.zeros(2048, dtype=torch.uint8)
+        work(caches, out)
+        ops.gather(caches, torch.from_numpy(rows), wanted)
+        assert torch.equal(out, wanted)
+        assert bool(out.any())
+    boxes = np.array([[8, 2, 4, 0, 8, 16, 64, 8, 16]])
+    received, staged = torch.randint(0, 256, (256,), dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    ops.Assemble(boxes, received, staged)(received, staged)
+    assert torch.equal(staged[64:128], received[:64])
+
+
+VIEWS = [3, 4, 8, 16, 512, 128, 16]  # blocks, heads, tokens, cell, strides of block, head, token
+
+
+def tile_gather(
+    rows: torch.Tensor, program: torch.Tensor, *, views: list[int] | None = None, cores: int = 40, size: int = 4096
+) -> int:
+    return int(torch.ops.vllm_ascend_pd.tile_gather(VIEWS if views is None else views, rows, size, cores, program))
+
+
+def test_a_launch_program_is_written_only_where_it_fits() -> None:
+    rows = torch.tensor([[0, 2, 1, 0, 3, 8, 0, 128, 16]])
+    short = torch.full((3, ops.PROGRAM_WORDS), 7)
+    needed = tile_gather(rows, short)
+    assert needed > 3
+    assert bool((short == 7).all())
+    program = torch.full((needed + 1, ops.PROGRAM_WORDS), 7)
+    assert tile_gather(rows, program) == needed
+    assert bool((program[needed] == 7).all())
+    header, cores = program[0].tolist(), 40
+    assert header[1] == cores
+    assert header[2] == needed - header[3]
+    assert header[4] == 3 * 8 * 16
+    starts = program.flatten()[ops.PROGRAM_WORDS :][: cores + 1].tolist()
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (0, header[2])
+
+
+def test_tiling_refuses_what_the_ops_refuse() -> None:
+    good, program = torch.tensor([[0, 2, 1, 0, 3, 8, 0, 128, 16]]), torch.zeros((99, 12), dtype=torch.int64)
+    bad = good.clone()
+    bad[0, 1] = 3
+
+    def refuses(words: str, rows: torch.Tensor = good, table: torch.Tensor = program, **changed: object) -> None:
+        with pytest.raises(RuntimeError, match=words):
+            tile_gather(rows, table, **changed)  # type: ignore[arg-type]
+
+    refuses(r"rows\[0\]: block = 3, but it must be in \[0, 3\)", bad)
+    refuses("ends past the 100 bytes there are", size=100)
+    refuses("cores = 0, but it must be in", cores=0)
+    refuses("8 numbers are no list of views", views=[*VIEWS, 1])
+    refuses("0 caches, but there must be 1 to 8", views=[])
+    refuses(r"caches\[0\]: token stride = 8.*cells overlap", views=[*VIEWS[:6], 8])
+    refuses(r"rows has shape \[1, 8\], but it must be \[n, 9\]", good[:, :8].contiguous())
+    refuses(r"rows has shape \[99, 9\], but it must be \[n, 12\]", table=torch.zeros((99, 9), dtype=torch.int64))
