@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import SetupError
+from setuptools.errors import ExecError, SetupError
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)
@@ -146,13 +146,28 @@ class BuildExtension(build_ext):
         print(f"vllm_ascend_pd: torch {torch.version} in {torch.folder}; NPU kernels: {'yes' if npu else 'no'}")
         super().run()
         if npu:
-            self.build_npu(npu)
+            self.build_npu(torch, npu)
 
-    def build_npu(self, npu: NpuToolchain) -> None:
-        missing(
-            f"NPU kernels for {npu.soc} cannot be built by this version.",
-            "Set VLLM_ASCEND_PD_NPU=0 for a build without them.",
-        )
+    def build_npu(self, torch: Torch, npu: NpuToolchain) -> None:
+        """The NPU library lies beside the extension. It is optional unless VLLM_ASCEND_PD_NPU=1 asks for it."""
+        output = Path(self.get_ext_fullpath("vllm_ascend_pd._C")).resolve().parent
+        folder = Path(self.build_temp).resolve() / "npu"
+        options = {
+            "ASCEND_HOME_PATH": npu.cann,
+            "SOC_VERSION": npu.soc,
+            "TORCH_DIR": torch.folder.resolve(),
+            "TORCH_NPU_DIR": npu.torch_npu.resolve(),
+            "OUTPUT_DIR": output,
+        }
+        defines = [f"-D{name}={value}" for name, value in options.items()]
+        try:
+            self.spawn(["cmake", "-S", str(ROOT / "csrc/npu"), "-B", str(folder), *defines])
+            self.spawn(["cmake", "--build", str(folder)])
+        except (ExecError, OSError) as error:
+            remedy = "See the output above; VLLM_ASCEND_PD_NPU=0 builds without them."
+            if os.environ.get("VLLM_ASCEND_PD_NPU") == "1":
+                missing(f"the NPU kernels for {npu.soc} do not build ({error}).", remedy)
+            print(f"vllm_ascend_pd: the NPU kernels for {npu.soc} do not build ({error}): going on without. {remedy}")
 
     @staticmethod
     def check_compiler() -> None:

@@ -103,22 +103,29 @@ class Build:
         env["OMP_NUM_THREADS"] = "1"
         return env
 
-    def cmake(self, folder: Path) -> Path:
-        """The binding as csrc/npu/CMakeLists.txt builds it, over a CANN whose kernel compiler is the emulation."""
-        options = {
-            "ASCEND_HOME_PATH": HERE / "stand_ins/cann",
+    def setup_py(self, folder: Path) -> Path:
+        """The library as setup.py and csrc/npu/CMakeLists.txt build it, over a CANN whose kernel compiler is the emulation."""
+        environment = self.environment() | {
+            "ASCEND_HOME_PATH": str(HERE / "stand_ins/cann"),
             "SOC_VERSION": "ascend910b1",
-            "TORCH_DIR": self._packages["torch"],
-            "TORCH_NPU_DIR": self._packages["torch_npu"],
-            "OUTPUT_DIR": folder / "out",
-            "STAND_IN_LIBRARIES": self.folder,
+            "STAND_IN_LIBRARIES": str(self.folder),
+            "VLLM_ASCEND_PD_NPU": "1",
         }
-        defines = [f"-D{name}={value}" for name, value in options.items()]
-        for command in (["cmake", "-S", ROOT / "csrc/npu", "-B", folder, *defines], ["cmake", "--build", folder]):
-            done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, check=False)
-            if done.returncode != 0:
-                raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
-        return folder / "out" / "_C_npu.so"
+        command = [
+            str(self.python),
+            "setup.py",
+            "build_ext",
+            "--build-lib",
+            str(folder),
+            "--build-temp",
+            f"{folder}/tmp",
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+        return folder / "vllm_ascend_pd" / "_C_npu.so"
 
     def forget_counts(self) -> None:
         for counts in self.folder.glob("*.gcda"):

@@ -84,8 +84,8 @@ def test_every_line_of_the_binding_runs(build: Build, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_the_cmake_path_builds_a_library_that_works(build: Build, tmp_path: Path) -> None:
+def test_setup_py_builds_a_library_that_works(build: Build, tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
-    library = build.cmake(tmp_path)
+    library = build.setup_py(tmp_path)
     assert scenario(build, "dtypes", VLLM_ASCEND_PD_NPU_LIBRARY=str(library)) == "ok"
