@@ -53,13 +53,14 @@ def ports(count: int) -> int:
 
 @contextmanager
 def running(
-    *flags: str, workers: int = 1, scheme: str = "http", verify: ssl.SSLContext | bool = False
+    *flags: str, workers: int = 1, canary: bool = False, scheme: str = "http", verify: ssl.SSLContext | bool = False
 ) -> Iterator[Running]:
     port = ports(workers + 1)
     urls = [f"{scheme}://127.0.0.1:{port + i}" for i in range(workers + 1)]
     prefill, decode = FakeEngine("p"), FakeEngine("d", metaservers=tuple(urls))
     engines = ["--prefill", prefill.served.url, "--decode", decode.served.url]
-    listening = ["--port", str(port), "--workers", str(workers), "--probe-every", "0.2", "--no-canary"]
+    listening = ["--port", str(port), "--workers", str(workers), "--probe-every", "0.2"]
+    listening += [] if canary else ["--no-canary"]
     process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=subprocess.PIPE)
     http = httpx.Client(base_url=urls[0], timeout=20, trust_env=False, verify=verify)
     try:
@@ -148,6 +149,31 @@ def _state(url: str, name: str) -> str:
     except httpx.TransportError:
         return "unreachable"
     return next((i["state"] for i in instances if i["name"] == name), "unknown")
+
+
+def test_one_canary_proves_a_pair_for_all_workers_also_for_one_that_comes_later() -> None:
+    with running(workers=2, canary=True) as r:
+        urls = [w["url"] for w in r.http.get("/status").json()["workers"]]
+        for url in urls:
+            until(lambda url=url: _is_ready(url))
+        assert len(r.prefill.generations()) == 1
+        r.prefill.served.kill()
+        for url in urls:
+            until(lambda url=url: not _is_ready(url))
+        r.prefill.served.start()
+        second = r.workers()[1]
+        second.kill()
+        until(lambda: len(r.workers()) == 2 and second.pid not in [w.pid for w in r.workers()])
+        for url in urls:
+            until(lambda url=url: _is_ready(url), 20)
+        assert len(r.prefill.generations()) == 2
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/readiness", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_workers_end_when_their_supervisor_is_killed() -> None:

@@ -24,7 +24,7 @@ from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send
 from vllm_ascend_pd.metaserver.service.faults import Headers, fault
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
-from vllm_ascend_pd.metaserver.service.hub import Hub
+from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.passing import pass_on
@@ -100,7 +100,7 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         running = {"probes": self._prober.run(), "heart": self._heart.run(), "hub": self.hub.run()}
-        if self.hub.worker == 0:
+        if self.hub.worker == CANARY_WORKER:
             running["canary"] = self.canary.run()
         if self.file is not None:
             running["instances file"] = self.file.watch()
@@ -157,7 +157,7 @@ class Worker:
 
     async def _readiness(self, _: Request) -> Response:
         ready = self.canary.ready()
-        pairs = [{"prefill": p, "decode": d} for p, _, d, _ in self.canary.proven()]
+        pairs = [{"prefill": p, "decode": d} for p, d in self.canary.proven()]
         body = {"ready": ready, "proven_pairs": pairs, "last_error": "" if ready else self.canary.last_error}
         return JSONResponse(body, 200 if ready else 503)
 

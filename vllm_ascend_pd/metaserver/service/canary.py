@@ -32,23 +32,25 @@ _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.25
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
-Proof = tuple[str, int, str, int]
+Pair = tuple[str, str]
+Proof = tuple[str, int, str, int]  # names, and which coming up of theirs
 
 
 class Canary:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._proofs: set[Proof] = set()
-        self._elsewhere: set[Proof] = set()
+        self._told: list[Pair] | None = None  # by the worker that flies the canaries, if that is not this one
         self._failures = 0
         self.last_error = ""
 
     # -- what is known
 
-    def proven(self) -> list[Proof]:
+    def proven(self) -> list[Pair]:
         """Pairs that are up, and have moved a block since."""
-        known = self._proofs | self._elsewhere
-        return [_proof(p, d) for p, d in self._pairs() if _proof(p, d) in known]
+        if self._told is not None:
+            return self._told
+        return [(p.name, d.name) for p, d in self._pairs() if _proof(p, d) in self._proofs]
 
     def ready(self) -> bool:
         if self._front.closing:
@@ -57,9 +59,9 @@ class Canary:
             return bool(self.proven())
         return bool(self._pairs())
 
-    def learn(self, proofs: list[Proof]) -> None:
-        """What other workers have proven."""
-        self._elsewhere = {(p, int(i), d, int(j)) for p, i, d, j in proofs}
+    def learn(self, pairs: list[Pair]) -> None:
+        """What the worker that flies the canaries has proven."""
+        self._told = pairs
 
     def _pairs(self) -> list[tuple[Instance, Instance]]:
         """All pairs that could serve, in a mixed order."""

@@ -25,6 +25,7 @@ from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 
 log = logging.getLogger(__name__)
+CANARY_WORKER = 0  # one worker proves pairs for all
 REPORT_EVERY_S = 0.25
 MAX_LINE_BYTES = 16 << 20
 _ECHO_S = 5.0
@@ -106,11 +107,12 @@ class Hub:
             self._count()
 
     def _count(self) -> None:
-        """Take the others' load and proofs into our own view."""
+        """Take the others' load, and what is proven, into our own view."""
         load: dict[str, float] = {}
         for report in self._others.values():
             for facts in report["instances"]:
                 load[facts["name"]] = load.get(facts["name"], 0.0) + facts["tokens_in_flight"]
         for instance in self._fleet:
             instance.load_elsewhere = load.get(instance.name, 0.0)
-        self._canary.learn([tuple(proof) for report in self._others.values() for proof in report["proofs"]])
+        if CANARY_WORKER in self._others:
+            self._canary.learn([tuple(pair) for pair in self._others[CANARY_WORKER]["proven"]])

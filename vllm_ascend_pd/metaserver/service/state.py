@@ -22,7 +22,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
         "worker": worker,
         "url": front.own_url,
         "ready": canary.ready(),
-        "proofs": canary.proven(),
+        "proven": canary.proven(),
         "canary_error": canary.last_error,
         "file_error": file_problem,
         "closing": front.closing,
@@ -38,7 +38,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
 
 
 def total(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The sum. The first report is the asked worker's own: membership and proofs are taken from it."""
+    """The sum. The first report is the asked worker's own: membership and what is proven are taken from it."""
     mine, *others = reports
     everyone = [mine, *others]
     instances = [dict(facts) for facts in mine["instances"]]
@@ -51,6 +51,7 @@ def total(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
         facts["last_error"], facts["last_error_at"] = latest["last_error"], latest["last_error_at"]
     return {
         "ready": mine["ready"],
+        "proven": mine["proven"],
         "canary_error": mine["canary_error"],
         "file_error": mine["file_error"],
         "running": sum(r["running"] for r in everyone),
