@@ -74,9 +74,11 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
             ensure("gqa"),
             role="kv_producer",
             tp=2,
-            chunk=64,
+            chunk=96,
             kv_bytes=72 * BLOCK * 2048,
             extra=cluster.push_config(),
+            # A prompt takes half a step, so others run beside it; who is more urgent may take its blocks.
+            arguments=("--long-prefill-token-threshold", "48", "--scheduling-policy", "priority"),
         )
     )
     pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
@@ -117,13 +119,15 @@ def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]],
 
 
 def restarted(events: list[Event]) -> set[str]:
-    """Transfers whose push began again at token 0."""
-    begun: set[str] = set()
+    """Transfers whose push a worker began again at token 0."""
+    begun: set[tuple[str, str]] = set()
     again: set[str] = set()
     for event in events:
         if event.stage == "step" and event.facts["before"] == 0:
-            transfer = event.facts["transfer"]
-            (again if transfer in begun else begun).add(transfer)
+            transfer = str(event.facts["transfer"])
+            if (event.source, transfer) in begun:
+                again.add(transfer)
+            begun.add((event.source, transfer))
     return again
 
 
@@ -224,16 +228,16 @@ class TestFromTp2:
         two[0].check([fresh_prompt(30 + 17 * i) for i in range(16)], name="2→1, 16 at once")
 
     def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair], cluster: Cluster) -> None:
-        """24 requests that decode on P itself grow all at once, until the prompt that came last loses its blocks."""
+        """30 more urgent requests decode on P itself. Half-way the prompt that is being pushed loses its blocks, and they
+        are overwritten before it gets others."""
         pair = two[0]
         for number in range(6):
-            tokens = fresh_prompt(1000)
+            tokens = fresh_prompt(1800)
             (want,) = reference_answers(pair.prefill, [tokens], 12)
             since = time.monotonic()
-            growing = [body_of(fresh_prompt(8), 80) for _ in range(24)]
-            load = threading.Thread(target=gather, args=(pair.prefill.url, growing), name="growing")
+            growing = [body_of(fresh_prompt(24), 80, priority=-1) for _ in range(30)]
+            load = threading.Timer(0.15, gather, args=(pair.prefill.url, growing))
             load.start()
-            time.sleep(0.1)
             got = complete(pair.front.url, body_of(tokens, 12))
             load.join()
             pair.tally.check(f"preempted, round {number}", tokens, want.tokens, got.tokens, pair.prefill.url)
