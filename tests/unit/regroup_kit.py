@@ -123,12 +123,23 @@ def _content(seed: int, tokens: int, layers: int, heads: int, cells: tuple[int, 
 
 
 class Device(CpuDevice):
-    """Host memory that lies as a layout says. With `inline` exchanges run in the layer's hook, as on an NPU."""
+    """Host memory that lies as a layout says. With `inline` exchanges run in the layer's hook, as on an NPU. What is
+    recorded is done at once, but not while the test keeps it `busy`."""
 
     def __init__(self, layout: str, inline: bool = False) -> None:
         self.token_major = layout == "token"
         self.exchanges_inline = inline
+        self.busy = False
         self._opaque = layout == "plane"
+
+    def record(self) -> Any:
+        device = self
+
+        class Recorded:
+            def done(self) -> bool:
+                return not device.busy
+
+        return Recorded()
 
     def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
         return ("planes", True) if self._opaque else ("plain", False)
@@ -279,6 +290,7 @@ class DecodeSite:
         self.pool, self._count = Pool(blocks, 2), 0
         self.ranks: list[RankMemory] = []
         self.runtimes: list[ReceiveRuntime] = []
+        self.transports: list[MemoryTransport] = []
         geometries: list[CacheGeometry] = []
         for rank in range(cache.tp):
             memory, transport = self._memory(rank, blocks, folder)
@@ -288,6 +300,7 @@ class DecodeSite:
             caches = memory.described(device)
             site = Site(self.incarnation, rank, NAME, LOOPBACK, 0, "")
             self.runtimes.append(ReceiveRuntime(push or config(), site, caches, device, transport, None))
+            self.transports.append(transport)
             geometries.append(caches.geometry)
         self.geometry = geometries[0]
         self.prompts: list[Prompt] = []
@@ -337,6 +350,10 @@ class DecodeSite:
         """What was reserved since the last step is bound on all ranks."""
         binds, self._binds = tuple(self._binds), []
         self.tell(DecodeStep(binds=binds, incarnation=self.incarnation))
+
+    @property
+    def sessions(self) -> set[str]:
+        return {transport.session for transport in self.transports}
 
     def tell(self, step: DecodeStep) -> None:
         for runtime in self.runtimes:

@@ -26,8 +26,8 @@ from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, RegroupParts, assembled
 from vllm_ascend_pd.runtime.pushing import PushRuntime, PushSite
-from vllm_ascend_pd.transport.base import Transport
-from vllm_ascend_pd.transport.memory import MemoryTransport
+from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 Parts = Callable[[PushConfig, Place, Caches, Device], "RegroupParts | None"]
 Layer = Callable[[int], None]  # writes the KV of one of this worker's layers
@@ -71,7 +71,7 @@ class PrefillRank:
         self.names = cache.stage(contributor.stage)
         self.memory = RankMemory(cache, self.names, contributor.rank, blocks)
         self.memory.fill(7)
-        device = Device(cache.layout, inline)
+        device = self.device = Device(cache.layout, inline)
         caches = self.memory.described(device)
         self.geometry = caches.geometry
         push = push or config()
@@ -279,7 +279,8 @@ class PrefillSite:
 
         def all_reported() -> bool:
             self.idle()
-            return all([prompt.site.ended(prompt) for prompt in prompts])
+            found = [prompt.site.ended(prompt) for prompt in prompts]
+            return all(found)
 
         def told() -> Any:
             return {prompt.name: prompt.site.reports.get(prompt.name) for prompt in prompts}
@@ -315,6 +316,22 @@ class PrefillSite:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+
+
+class Wire(MemoryTransport):
+    """Writes to some sessions do not return, or fail; the test says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[str] = set()
+        self.broken: set[str] = set()
+
+    def land(self, write: Write) -> WriteState:
+        if write.session in self.held:
+            return WriteState.PENDING
+        if write.session in self.broken:
+            return WriteState.FAILED
+        return super().land(write)
 
 
 # ---- gloo among ranks of one process

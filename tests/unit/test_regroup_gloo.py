@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from regroup_kit import Cache, DecodeSite, Prompt, config
-from regroup_prefill import PrefillSite
 from regroup_worker import Fleet, There
 
 pytestmark = pytest.mark.timeout(240)
@@ -128,6 +127,20 @@ def test_one_exchange_serves_decode_engines_of_different_tp(
         work = [(site, first, tokens, chunks) for site in range(len(ds)) for _, first, tokens, chunks in WORK]
         engines.check(engines.push(work))
         assert engines.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio[1]} to {ratio[2]} with {ratio[0]} heads")
+def test_ranks_that_own_nothing_or_send_nothing_take_part(
+    fleet: Fleet, tmp_path: Path, ratio: tuple[int, int, int]
+) -> None:
+    """A prompt of one short block has one owner for each D rank: the others get nothing, and it sends nothing."""
+    heads, p_tp, d_tp = ratio
+    with Engines(fleet, Cache("token", p_tp, heads), Cache("token", d_tp, heads), folder=tmp_path) as pair:
+        for tokens in (3, 8, 9):
+            prompts = pair.push([(0, 0, tokens, [tokens])])
+            pair.d[0].check(*pair.d[0].prompts)
+            pair.p.finished(*prompts)
+        assert {layer for _, layer, _ in pair.exchanges()} == {0, 1}
 
 
 def test_nothing_is_called_where_nothing_crosses(fleet: Fleet, tmp_path: Path) -> None:

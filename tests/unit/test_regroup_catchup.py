@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Catch-up exchanges: what found no staging slot is exchanged again in a later step, from the paged cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from regroup_kit import Cache, DecodeSite, config, traced, until
+from regroup_prefill import PrefillSite, Wire, engine, running
+
+from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
+from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
+from vllm_ascend_pd.runtime.missed import Missed
+from vllm_ascend_pd.runtime.work import Unit
+
+LAYERS = 6
+SMALL = config(staging_slots=1, staging_spares=0, staging_destinations=1, verify="full")
+
+
+def slotless(cache: Cache, **keys: object) -> tuple[PrefillSite, list[Wire]]:
+    """P with one slot for each rank; its writes return when the test says so."""
+    wires = [Wire() for _ in range(cache.tp * cache.pp)]
+    return engine(cache, push=SMALL, transports=wires, **keys), wires  # type: ignore[arg-type]
+
+
+def hold(wires: list[Wire], *sites: DecodeSite) -> None:
+    for wire in wires:
+        wire.held = set().union(*(site.sessions for site in sites))
+
+
+def missing(p: PrefillSite) -> int:
+    return int(sum(stats["missing"] for stats in p.stats()))
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2), (2, 4)])
+def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
+    cache = Cache(tp=p_tp, heads=8, layers=LAYERS)
+    p, wires = slotless(cache)
+    d = DecodeSite(Cache(tp=d_tp, heads=8, layers=LAYERS), push=config(verify="full"))
+    with running(p, d), traced() as events:
+        hold(wires, d)
+        prompts = [d.reserve(60), d.reserve(90, first=8), d.reserve(33)]
+        d.step()
+        p.admit(*prompts)
+        p.compute((prompts[0], 30), (prompts[1], 40))
+        p.compute((prompts[0], 30), (prompts[1], 50), (prompts[2], 33))
+        until(lambda: all(stats["exchanges"] == 2 * LAYERS for stats in p.stats()))
+        assert missing(p) > LAYERS, "nothing was missed: the test shows nothing"
+        hold(wires)
+        assert p.ended(*prompts)
+        d.check(*prompts)
+        p.finished(*prompts)
+        assert p.is_quiet(), str(p.stats())
+    again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
+    assert len(again) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
+
+
+def test_the_owners_are_those_of_the_first_time() -> None:
+    """By the bytes that each rank writes: as many as without a catch-up."""
+    totals = []
+    for slots in (1, LAYERS):
+        push = config(staging_slots=slots, staging_spares=0, staging_destinations=1)
+        wires = [Wire(), Wire()]
+        p = engine(Cache(tp=2, layers=LAYERS), push=push, transports=wires)
+        d = DecodeSite(Cache(layers=LAYERS))
+        with running(p, d), traced() as events:
+            hold(wires, d)
+            prompt = d.reserve(51)
+            d.step()
+            p.admit(prompt)
+            p.compute((prompt, 51))
+            until(lambda p=p: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+            hold(wires)
+            assert p.ended(prompt)
+            assert bool(p.catch_ups) == (slots == 1)
+            p.finished(prompt)
+        closed = [facts["bytes"] for stage, facts in events if stage == "closed" and "d_rank" in facts]
+        totals.append(sorted(closed))
+        assert len(closed) == 2
+    assert totals[0] == totals[1]
+
+
+class Short(Staging):
+    """Has no slot for anybody while `short`."""
+
+    short = True
+
+    def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
+        return None if self.short else super().take(destination, nbytes)
+
+
+def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
+    """One rank asks for an exchange, another one for the same a step later, while the first answer is on its way."""
+
+    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+        made.staging.__class__ = Short
+        return made
+
+    p = engine(Cache(tp=2, layers=LAYERS), push=config(staging_slots=3 * LAYERS), parts=replaced)
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d), traced() as events:
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 64))
+        until(lambda: missing(p) == 2 * LAYERS)
+        for rank in p.ranks:
+            rank.device.busy = True
+            assert isinstance(rank.parts, RegroupParts)
+            assert isinstance(rank.parts.staging, Short)
+            rank.parts.staging.short = False
+        for _ in range(3):
+            p.book.missed([(1, layer, 1) for layer in range(LAYERS)])
+            p.idle()
+        until(lambda: all(stats["exchanges"] == 4 * LAYERS for stats in p.stats()))
+        assert [stats["slots_taken"] for stats in p.stats()] == [LAYERS, LAYERS]
+        for rank in p.ranks:
+            rank.device.busy = False
+        assert p.ended(prompt)
+        d.check(prompt)
+        p.finished(prompt)
+        assert p.is_quiet(), str(p.stats())
+    pushed = [facts["bytes"] for stage, facts in events if stage == "layer_pushed"]
+    assert sum(pushed) == LAYERS * 64 * 4 * 64, "a byte was written twice"
+
+
+@pytest.mark.parametrize("when", ["before anything is exchanged again", "while it is exchanged again"])
+def test_a_preemption_forgets_what_was_missed(when: str) -> None:
+    p, _ = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
+    with running(p, d):
+        prompt, other = d.reserve(64), d.reserve(64)
+        p.admit(prompt, other)
+        p.compute((prompt, 40), (other, 40))  # D's workers have not heard of them: their slots stay taken
+        until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+        assert missing(p) > 0
+        if when.startswith("while"):
+            p.book.missed([(1, layer, 1) for layer in range(LAYERS)])
+        p.preempt(prompt)
+        d.step()
+        p.compute((other, 24))
+        p.compute((prompt, 50))
+        p.compute((prompt, 14))
+        assert p.ended(prompt, other)
+        d.check(prompt, other)
+        p.finished(prompt, other)
+        assert p.is_quiet(), str(p.stats())
+
+
+class Late(Exchange):
+    """Gathers only when it may: an exchange that lags behind the engine."""
+
+    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
+        assert MAY_GATHER.wait(20)
+        return super().run(rows, layer, slots)
+
+
+MAY_GATHER = threading.Event()
+
+
+def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
+    """It gathers what the blocks' next owner has put there."""
+
+    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+        made.exchange.__class__ = Late
+        return made
+
+    MAY_GATHER.clear()
+    p = engine(Cache(tp=2, layers=LAYERS), push=config(verify="full"), parts=replaced)
+    d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
+    with running(p, d), traced() as events:
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        until(lambda: [stage for stage, _ in events].count("ready") >= 2)
+        p.preempt(prompt)
+        MAY_GATHER.set()
+        p.compute((prompt, 64))
+        assert p.ended(prompt), "a checksum of the wrong bytes was counted"
+        d.check(prompt)
+        p.finished(prompt)
+        assert p.is_quiet(), str(p.stats())
+
+
+@pytest.mark.parametrize("how", ["preempted", "aborted"])
+def test_what_was_missed_is_forgotten_with_its_push_at_once(how: str) -> None:
+    p, _ = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d):
+        prompt = d.reserve(64)
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+        assert missing(p) > 0
+        if how == "preempted":
+            p.preempt(prompt)
+        else:
+            p.finish(prompt, aborted=True)
+            p.idle()
+        until(lambda: missing(p) == 0, seconds=10)
+        assert p.catch_ups == 0
+
+
+def test_nothing_is_exchanged_again_for_pushes_that_have_ended() -> None:
+    p, _ = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d):
+        prompt = d.reserve(64)
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+        assert missing(p) > 0
+        p.finish(prompt, aborted=True)
+        p.let_go(prompt)
+        before = p.catch_ups
+        for _ in range(5):
+            p.idle()
+        assert p.catch_ups == before
+        assert p.is_quiet(), str(p.stats())
+
+
+def test_a_stage_makes_only_its_own_layers_again() -> None:
+    """Two stages of 3 and 2 layers: an exchange is named by its layer in the whole engine."""
+    p, wires = slotless(Cache(tp=2, pp=2, layers=5))
+    d = DecodeSite(Cache(layers=5))
+    with running(p, d), traced() as events:
+        hold(wires, d)
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 64))
+        until(lambda: [stats["exchanges"] for stats in p.stats()] == [3, 3, 2, 2])
+        assert missing(p) > 0
+        hold(wires)
+        assert p.ended(prompt)
+        d.check(prompt)
+        p.finished(prompt)
+        assert p.is_quiet(), str(p.stats())
+    again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
+    assert len(again) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
+
+
+# ---- the ledger
+
+
+class Ledger(RuleBasedStateMachine):
+    """Missed against a plain set of (unit, slot, destination, pushes, coming)."""
+
+    shares = Bundle("shares")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missed = Missed()
+        self.model: dict[tuple[Unit, int], tuple[int, set[str], bool]] = {}
+        self.asked: set[Unit] = set()
+
+    @rule(
+        target=shares,
+        step=st.integers(1, 2),
+        layer=st.integers(0, 2),
+        slot=st.integers(0, 1),
+        pushes=st.sets(st.sampled_from("abc"), min_size=1),
+    )
+    def miss(self, step: int, layer: int, slot: int, pushes: set[str]) -> tuple[Unit, int]:
+        unit = Unit(step, layer, 1)
+        _, known, _ = self.model.get((unit, slot), (slot, pushes, False))
+        self.model[unit, slot] = (slot, known, False)
+        self.missed.miss(unit, slot, Endpoint("d", slot), pushes)
+        return unit, slot
+
+    @rule(share=shares)
+    def coming(self, share: tuple[Unit, int]) -> None:
+        self.missed.coming(*share)
+        if share in self.model:
+            destination, pushes, _ = self.model[share]
+            self.model[share] = (destination, pushes, True)
+
+    @rule(share=shares)
+    def arrived(self, share: tuple[Unit, int]) -> None:
+        self.missed.arrived(*share)
+        self.model.pop(share, None)
+
+    @rule(share=shares)
+    def made_again(self, share: tuple[Unit, int]) -> None:
+        self.missed.made_again(share[0])
+        self.asked.discard(share[0])
+
+    @rule(push=st.sampled_from("abc"))
+    def forget_push(self, push: str) -> None:
+        self.missed.forget_push(push)
+        for share, (destination, pushes, coming) in list(self.model.items()):
+            if pushes - {push}:
+                self.model[share] = (destination, pushes - {push}, coming)
+            else:
+                del self.model[share]
+
+    @rule(step=st.integers(1, 2))
+    def forget_step(self, step: int) -> None:
+        self.missed.forget_step(step)
+        self.model = {share: facts for share, facts in self.model.items() if share[0].step != step}
+        self.asked = {unit for unit in self.asked if unit.step != step}
+
+    @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), most=st.integers(1, 4))
+    def wanted(self, room: list[int], most: int) -> None:
+        found = self.missed.wanted(lambda endpoint: room[endpoint.port], most)
+        assert len(found) == len(set(found)) <= most
+        waiting = {
+            destination: {
+                unit for (unit, _), (where, _, coming) in self.model.items() if where == destination and not coming
+            }
+            for destination in (0, 1)
+        }
+        for unit in found:
+            assert unit not in self.asked, "asked for twice"
+            assert any(unit in units and room[destination] for destination, units in waiting.items())
+        for destination, units in waiting.items():
+            if room[destination] > len(units) and most == 4:
+                left = units - self.asked - set(found)
+                assert not left or len(found) == most, "there was room, and nobody asked"
+        self.asked.update(found)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.missed) == len(self.model)
+        for push in "abc":
+            owed = any(push in pushes for _, pushes, _ in self.model.values())
+            assert self.missed.owes(push) == owed
+        for (unit, slot), (_, _, coming) in self.model.items():
+            assert self.missed.waits(unit, slot) == (not coming)
+
+
+TestLedger = Ledger.TestCase
+
+
+def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
+    """A destination that is stalled for minutes leaves tens of thousands behind: nobody walks through them."""
+    missed = Missed()
+    for step in range(500):
+        for layer in range(80):
+            missed.miss(Unit(step, layer, 1), 0, "stalled", ["a push"])
+    missed.miss(Unit(999, 0, 1), 1, "well", ["another"])
+    asked: list[str] = []
+
+    def room(destination: object) -> int:
+        asked.append(str(destination))
+        return 4 if destination == "well" else 0
+
+    assert missed.wanted(room, 64) == [Unit(999, 0, 1)]
+    assert sorted(asked) == ["stalled", "well"]
+    assert np.all([missed.owes(push) for push in ("a push", "another")])
+    missed.forget_push("a push")
+    assert len(missed) == 1
