@@ -53,6 +53,7 @@ async def main(args: argparse.Namespace) -> None:
             {
                 "requests": len(out),
                 "rate": len(out) / took,
+                "ttfb_p10_ms": 1000 * first[len(first) // 10],
                 "ttfb_p50_ms": 1000 * first[len(first) // 2],
                 "ttfb_p99_ms": 1000 * first[int(len(first) * 0.99)],
                 "load_cpu": (time.process_time() - cpu) / took,
