@@ -24,6 +24,7 @@ from vllm_ascend_pd.transport.base import Transport
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,10 @@ class Engine:
             )
         admission.check_engine(vllm_config, push)
         host = push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or LOOPBACK
+        if host in WILDCARDS and not push.channel.advertise_host:
+            why = "it is every address of this host, and peers need one"
+            remedy = "Set side_channel_host to one address, or advertise_host beside it."
+            raise ConfigError("PD-CONF-003", key="side_channel_host", value=host, why=why, remedy=remedy)
         check_exposure(
             host, secured=bool(push.channel.secret_file), allow_unauthenticated=push.channel.allow_unauthenticated
         )

@@ -234,6 +234,14 @@ def test_an_address_that_others_reach_needs_a_secret(monkeypatch: pytest.MonkeyP
     assert "s" * 40 not in repr(engine)
 
 
+def test_peers_are_told_one_address(tmp_path: Path) -> None:
+    keys = {"secret_file": write(tmp_path / "secret", b"s" * 40)}
+    for every in ("0.0.0.0", "::"):
+        refused = refusal(vllm_config(extra={**keys, "side_channel_host": every}))
+        assert refused.code == "PD-CONF-003" and repr(every) in refused.sentence and "advertise_host" in refused.remedy
+        Engine.of(vllm_config(extra={**keys, "side_channel_host": every, "advertise_host": "10.1.2.3"}))
+
+
 def test_ports_beyond_the_last_one_are_noticed_at_the_start() -> None:
     refused = refusal(vllm_config("kv_consumer", {"side_channel_port": 65535}, tensor_parallel_size=2))
     assert refused.code == "PD-CONF-003" and "side_channel_port" in refused.sentence
