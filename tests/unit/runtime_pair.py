@@ -101,15 +101,15 @@ class HeldDevice(TokenMajorDevice):
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self.recorded = 0
+        self.seen_done = 0
 
     def record(self) -> Any:
-        self.recorded += 1
-        gate = self.open
+        device = self
 
         class Held:
             def done(self) -> bool:
-                return gate.is_set()
+                device.seen_done += device.open.is_set()
+                return device.open.is_set()
 
         return Held()
 
@@ -339,6 +339,7 @@ class DecodeSite:
             return all(name in self.done for name in names)
 
         until(all_done, f"reports of {names}, so far {self.outcomes}", seconds)
+        self.step()  # nothing comes twice
         return [report for name in names for report in self.done[name]]
 
     def release(self, request: Request) -> None:
@@ -499,6 +500,7 @@ class PrefillSite:
             return all(name in self.sent for name in names)
 
         until(all_out, f"{names} sent, seen {self.seen}", seconds)
+        self.idle()  # nothing comes twice
 
     def _deliver(self, ranges: list[tuple[Request, int, int]], hook: Hook) -> PrefillStep:
         step = self.book.take_step(self.geometry)

@@ -409,15 +409,23 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
     """No handshake, no transfer, no waiting: nothing that a hook calls blocks, whatever D does."""
     asked = pair.load()
     pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
-    runtime = pair.prefill_worker._roles.prefill_worker._runtime  # type: ignore[union-attr]
-    assert runtime is not None
+    worker, (mine, _) = pair.prefill_worker, pair.caches
+    worker.bind_connector_metadata(pair.prefill.build_connector_meta(output("r-p", len(TOKENS), [1, 6])))
+    runtime = worker._roles.prefill_worker._runtime  # type: ignore[union-attr]
+    assert runtime is not None and runtime._step is not None
+
+    def forward() -> None:
+        for name, tensor in mine.items():
+            worker.save_kv_layer(name, tensor, None)
+        worker.wait_for_save()
+
     with runtime._lock:  # somebody else decides for a long time
-        done = threading.Thread(target=lambda: [runtime.layer_computed(name, None) for name in LAYERS], name="hooks")
-        done.start()
-        done.join(10.0)
-        assert not done.is_alive()
-    pair.prefilled(asked)
+        hooks = threading.Thread(target=forward, name="forward", daemon=True)
+        hooks.start()
+        hooks.join(10.0)
+        assert not hooks.is_alive()
     until(pair.results)
+    assert torch.equal(pair.caches[1][LAYERS[1]][[3, 5]], mine[LAYERS[1]][[1, 6]])
 
 
 def test_polite_waiting_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:

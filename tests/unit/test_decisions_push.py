@@ -107,6 +107,16 @@ def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
     assert [*first.new_blocks, *second.new_blocks] == [11, 12, 13]
 
 
+def test_a_resumption_that_nobody_announced_starts_over() -> None:
+    """Older versions name resumed requests only: all blocks of a request that is known already mean a new start."""
+    book = admitted(10)
+    book.scheduled("r", 0, 6, [1, 2], replaces=True)
+    step(book)
+    book.scheduled("r", 4, 6, [1, 12, 13], replaces=True)
+    (piece,) = step(book).slices
+    assert (piece.before, piece.after, piece.restart, piece.new_blocks.tolist()) == (0, 10, True, [1, 12, 13])
+
+
 def test_a_request_preempted_and_resumed_in_one_step_starts_over() -> None:
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)

@@ -127,6 +127,27 @@ def test_layers_whose_hook_is_called_oddly_are_pushed(layout: str, hook: Hook) -
         d.check(request)
 
 
+def test_a_layer_without_a_name_is_known_by_its_address_at_once() -> None:
+    """Not only by the sweep at the end of the step: the hooks come in reverse here, and so do the layers."""
+    model = Model("token")
+    p, d = PrefillSite(model, 1), DecodeSite(model, 1)
+    with sites(p, d), traced() as events:
+        later: list[tuple[PrefillWorker, Any]] = []
+
+        def at_the_end(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            later.append((worker, tensor))
+            if len(later) == model.layers:
+                for each, cache in reversed(later):
+                    each.save_layer("", cache)
+
+        request = d.reserve("r", 23)
+        d.step()
+        p.prefill(request, hook=at_the_end)
+        assert d.received(request)[0].ok
+        d.check(request)
+        assert [facts["layer"] for stage, facts in events if stage == "layer_computed"] == [2, 1, 0]
+
+
 def test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step() -> None:
     def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
         if name != Model().names[1]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import threading
 import time
@@ -26,6 +27,7 @@ from runtime_pair import (
 
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.runtime.loop import LoopThread
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -229,6 +231,30 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
         for each in (request, other):
             p.finish(each)
         p.released_blocks_of(request, other)
+
+
+def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push() -> None:
+    """The writer's thread may hear that everything was computed only when the blocks are gone already."""
+    device = HeldDevice()
+    p = PrefillSite(TUPLES, 1, push=config(verify="off"), device=device)
+    d = DecodeSite(TUPLES, 1, push=config(verify="off"))
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)
+        d.step()
+        p.prefill(request)
+        until(lambda: sum(stage == "ready" for stage, _ in events) >= 2, "READY, told by both sides")
+        p.book.preempted(request.p_name)
+        step = p.book.take_step(p.geometry)
+        (worker,) = p.workers.values()
+        worker.preempt(step)
+        device.open.set()
+        until(
+            lambda: device.seen_done >= TUPLES.layers, "the writer's thread to see the layers, and the end behind them"
+        )
+        time.sleep(0.05)
+        worker.bind(step)
+        (report,) = d.received(request)
+        assert not report.ok, "a request without any KV ended well"
 
 
 def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> None:
@@ -549,3 +575,36 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
         assert report.ok, report
         d.check(fine)
         assert not d.received(failed)[0].ok
+
+
+def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
+    """Two threads decide one after the other, and what they post to the loop may arrive in the other order."""
+    p = PrefillSite(TUPLES, 1)
+    with sites(p):
+        (worker,) = p.workers.values()
+        runtime = worker._runtime
+        assert runtime is not None
+
+        async def armed() -> float:
+            now = time.monotonic()
+            runtime._arm(now + 1000.0)
+            runtime._arm(now + 2000.0)
+            assert runtime._timer is not None
+            first = runtime._timer.when()
+            runtime._arm(now + 500.0)
+            return first - runtime._timer.when()
+
+        assert 400.0 < runtime._loop.call(armed(), 10.0) < 600.0
+
+
+def test_a_loop_that_does_not_answer_in_time_raises_the_built_in_time_out() -> None:
+    """On Python 3.10 concurrent.futures has one of its own, which `except TimeoutError` would miss."""
+    loop = LoopThread("pd-test-loop")
+    try:
+        with pytest.raises(TimeoutError):
+            loop.call(asyncio.sleep(60), 0.05)
+    finally:
+        loop.stop()
+    assert not loop.alive
+    loop.post(print)  # after the end: nothing happens, nothing raises
+    loop.stop()
