@@ -80,10 +80,13 @@ std::array<void*, kNpuRegions> addresses_of(at::TensorList caches) {
   return found;
 }
 
-// Enqueues `launch(cores, stream)`. Addresses are taken by value: the queue may run after the caller has gone on.
+// Enqueues `launch(cores, stream)`. Addresses are taken by value: the queue may run after the caller has gone on, and
+// has let go of the program.
 template <typename Launch>
-void enqueue(const char* name, const Launch& launch) {
-  const aclrtStream stream = c10_npu::getCurrentNPUStream().stream(false);
+void enqueue(const char* name, const Tensor& program, const Launch& launch) {
+  const c10_npu::NPUStream current = c10_npu::getCurrentNPUStream();
+  program.record_stream(current.unwrap());
+  const aclrtStream stream = current.stream(false);
   const auto cores = static_cast<uint32_t>(vector_cores());
   at_npu::native::OpCommand command;
   command.Name(name);
@@ -101,7 +104,7 @@ void gather(at::TensorList caches, const Tensor& rows, Tensor& out) {
   });
   const auto c = addresses_of(caches);
   void *const to = out.data_ptr(), *const table = program.data_ptr();
-  enqueue("vapd_gather", [=](uint32_t cores, aclrtStream stream) {
+  enqueue("vapd_gather", program, [=](uint32_t cores, aclrtStream stream) {
     return aclrtlaunch_vapd_gather(cores, stream, c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], to, table);
   });
 }
@@ -117,7 +120,7 @@ void scatter(const Tensor& buffer, const Tensor& rows, at::TensorList caches) {
   });
   const auto c = addresses_of(caches);
   void *const from = buffer.data_ptr(), *const table = program.data_ptr();
-  enqueue("vapd_scatter", [=](uint32_t cores, aclrtStream stream) {
+  enqueue("vapd_scatter", program, [=](uint32_t cores, aclrtStream stream) {
     return aclrtlaunch_vapd_scatter(cores, stream, from, c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], table);
   });
 }
@@ -132,7 +135,7 @@ void assemble(const Tensor& received, const Tensor& rows, Tensor& out) {
                          vector_cores());
   });
   void *const from = received.data_ptr(), *const to = out.data_ptr(), *const table = program.data_ptr();
-  enqueue("vapd_assemble", [=](uint32_t cores, aclrtStream stream) {
+  enqueue("vapd_assemble", program, [=](uint32_t cores, aclrtStream stream) {
     return aclrtlaunch_vapd_assemble(cores, stream, from, to, table);
   });
 }

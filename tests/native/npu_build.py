@@ -2,6 +2,7 @@
 """Builds the NPU binding against the real torch_npu wheel, and the libraries that stand in for CANN beneath it.
 
     libascendcl, libhccl      functional stand-ins: host memory, threads as streams, shared memory between processes
+    libopapi                  copies within a device
     libge_runner, …           empty but for the loader
     libvapd_kernels           aclrtlaunch_vapd_*, the kernels' source on the emulated cores
     _C_npu.so                 csrc/npu/binding.cpp, as on a machine with CANN
@@ -172,6 +173,7 @@ class Build:
         stand_ins = HERE / "stand_ins"
         self._run("libascendcl.so", "-O1", *strict, stand_ins / "ascendcl.cpp", "-pthread")
         self._run("libhccl.so", "-O1", *strict, stand_ins / "hccl.cpp", *here, "-lascendcl", "-lrt")
+        self._run("libopapi.so", "-O2", *strict, stand_ins / "opapi.cpp", *here, "-lascendcl")
         stubs = self.folder / "stubs.c"
         stubs.write_text(_stubs(_missing(torch_npu, [self.folder / "libascendcl.so", self.folder / "libhccl.so"])))
         for name in EMPTY:

@@ -70,6 +70,7 @@ def refuses(words: str, call: Callable[[], object]) -> None:
 
 def equal_to_cpu() -> None:
     """Every layout, rows from the host and programs on the device, gather, scatter and assemble."""
+    ops.use_kernels(True)
     for kind in ("token", "head", "opaque", "head>token"):
         for cells in CELLS:
             cluster = pair(kind, 8, 4, 2, CELLS[cells], tokens=150)
@@ -89,6 +90,68 @@ def equal_to_cpu() -> None:
             for slot in plan.slots:
                 assemble_both(slot.received, received, slot.nbytes)
     print("ok")
+
+
+class PagesOnHost:
+    """In place of torch_npu's kernel, which needs CANN: what its documentation says that it does."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._library = torch.library.Library("npu", "IMPL")
+        self._library.impl("npu_gather_pa_kv_cache", self, "PrivateUse1")
+
+    def __call__(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        seq_offset: torch.Tensor | None = None,
+        is_seq_lens_cumsum: bool = False,
+    ) -> None:
+        if seq_offset is not None or is_seq_lens_cumsum:
+            raise SystemExit("only plain lengths are expected")
+        self.calls += 1
+        for cache, out in ((key_cache, key), (value_cache, value)):
+            host = cache.cpu()
+            found = [
+                host[table].flatten(0, 1)[:length]
+                for table, length in zip(block_tables.cpu().long(), seq_lens.cpu().tolist(), strict=True)
+            ]
+            out.copy_(torch.cat(found))
+
+
+def copies() -> None:
+    """The default on an NPU, without kernels of our own: copies, after torch_npu's gather of pages where it serves."""
+    pages = PagesOnHost()
+    paged = 0
+    for kind in ("token", "head", "opaque", "token>head", "head>token"):
+        for cells in CELLS:
+            cluster = pair(kind, 8, 4, 2, CELLS[cells], tokens=300)
+            plan, cache = plans_of(cluster)[1], cluster.ranks[1]
+            before = pages.calls
+            wanted, out = (filled(sum(plan.send_splits), device) for device in ("cpu", "npu"))
+            ops.gather(views(cache, "cpu"), torch.from_numpy(plan.send), wanted)
+            device = [view.view(torch.int8) for view in views(cache, "npu")]
+            gather = ops.Gather(plan.send, device, out)
+            for _ in range(2):
+                gather(device, out)
+                expect(f"{kind} {cells} gather", out, wanted)
+            paged += pages.calls - before
+            received = torch.randint(0, 256, (sum(plan.receive_splits),), dtype=torch.uint8)
+            for slot in plan.slots:
+                staged, wanted = filled(slot.nbytes, "npu"), filled(slot.nbytes, "cpu")
+                source = to_npu(received)
+                ops.assemble(received, torch.from_numpy(slot.received), wanted)
+                ops.Assemble(slot.received, source, staged)(source, staged)
+                expect(f"{kind} {cells} assemble", staged, wanted)
+    bad = np.array([[0, 10**6, 0, 0, 1, 1, 0, 0, 0]])
+    refuses("gather: rows[0]: block = 1000000", lambda: ops.Gather(bad, device, out))
+    refuses("PD-OPS-004", lambda: gather(device, out[:128]))
+    print("ok" if paged else "the gather of pages was never used")
 
 
 def scatter_both(cache: Cache, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
@@ -135,6 +198,7 @@ def dtypes() -> None:
 
 
 def refusals() -> None:
+    ops.use_kernels(True)
     cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
     good = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
     bad = good.clone()
@@ -170,13 +234,14 @@ def no_silent_fallback() -> None:
     refuses("PD-OPS-002", lambda: ops.gather([cache], rows, out))
     refuses("PD-OPS-002", lambda: ops.assemble(out, rows, out))
     refuses("PD-OPS-002", lambda: ops.scatter(out, rows, [cache]))
-    refuses("PD-OPS-002", lambda: ops.Gather(rows.numpy(), [cache], out))
-    refuses("PD-OPS-001", ops.enable_npu)
+    refuses("PD-OPS-001", lambda: ops.use_kernels(True))
+    ops.Gather(rows.numpy(), [cache], out)([cache], out)  # the default needs no kernels
     print("ok")
 
 
 def streams() -> None:
     """The stand-in's streams are real: work of another stream is seen after a wait for it, and not before."""
+    ops.use_kernels(True)
     raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
     rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
     wanted = filled(4096, "cpu")
@@ -204,15 +269,16 @@ def streams() -> None:
     print("ok" if early else "a copy without a wait never came too early: the stand-in hides races")
 
 
-def exchange(world: int) -> None:
+def exchange(world: int, *, kernels: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_exchange_rank, (world, folder), nprocs=world)
+        mp.spawn(_exchange_rank, (world, folder, kernels), nprocs=world)
         done = sorted(path.name for path in Path(folder).glob("rank*"))
     print("ok" if done == [f"rank{rank}" for rank in range(world)] else f"only {done} came to an end")
 
 
-def _exchange_rank(rank: int, world: int, folder: str) -> None:
+def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
     """gather -> one all_to_all_single over HCCL -> assemble, on a stream of its own, for three layers."""
+    ops.use_kernels(kernels)
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     side = torch.npu.Stream()
@@ -277,8 +343,10 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "refusals": refusals,
     "no_silent_fallback": no_silent_fallback,
     "streams": streams,
-    "exchange2": lambda: exchange(2),
-    "exchange4": lambda: exchange(4),
+    "copies": copies,
+    "exchange2": lambda: exchange(2, kernels=True),
+    "exchange4": lambda: exchange(4, kernels=True),
+    "exchange2 by copies": lambda: exchange(2, kernels=False),
     "schemas": schemas,
 }
 

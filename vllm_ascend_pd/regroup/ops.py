@@ -8,8 +8,8 @@ write into what they are given and allocate nothing; docs/ops.md has the columns
     assemble  receive buffer -> staging         rows of BUFFER_ROW
     scatter   buffer -> paged caches            rows of CACHE_ROW, for tests
 
-`Gather` and `Assemble` hold a table made ready for its device: on the CPU the rows themselves, on the NPU the launch
-program that the host has tiled from them. A layer's call then only enqueues.
+`Gather` and `Assemble` hold a table made ready for its device: on the CPU the rows themselves; on the NPU torch_npu's ops
+and copies, or, where `use_kernels` says so, the launch program that the host has tiled from the rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import Region
+from vllm_ascend_pd.regroup.copies import AssembleCopies, GatherCopies, Pages, View
 
 Rows = npt.NDArray[np.int64]
-View = tuple[int, ...]
 
 CACHE_ROW = ("region", "block", "head", "token", "heads", "tokens", "offset", "head_stride", "token_stride")
 BUFFER_ROW = (
@@ -135,59 +135,93 @@ def _same(expected: object, actual: object) -> None:
         raise PdError("PD-OPS-004", expected=expected, actual=actual)
 
 
-class _Table:
-    """`table` is what the op is given as rows; on the NPU nothing checks it there, so the shapes are compared here."""
-
-    def __init__(self, name: str, rows: Rows, device: torch.device) -> None:
-        self.device = device
-        self.table = torch.from_numpy(np.ascontiguousarray(rows))
-        if device.type != "cpu":
-            require_kernel(name, device.type)
-
-    def _to_device(self, name: str, *arguments: object) -> None:
-        """Tiles the rows into a launch program. The CPU takes rows as they are, and checks them at every call."""
-        if self.device.type == "cpu":
-            return
-        tile = getattr(torch.ops.vllm_ascend_pd, f"tile_{name}")
-        cores = torch.ops.vllm_ascend_pd.vector_cores()
-        program = torch.empty((64 + 4 * len(self.table), PROGRAM_WORDS), dtype=torch.int64)
-        needed = tile(*arguments, cores, program)
-        if needed > len(program):
-            program = torch.empty((needed, PROGRAM_WORDS), dtype=torch.int64)
-            tile(*arguments, cores, program)
-        self.table = program[:needed].to(self.device)
+_own_kernels = False
 
 
-class Gather(_Table):
-    """A gather that is run for layer after layer: all caches laid out as `caches`, all buffers as long as `out`."""
+def use_kernels(wanted: bool) -> None:
+    """What tables made from now on run on an NPU: this package's kernels, or torch_npu's ops and copies.
+
+    The kernels have never run on hardware, so they are asked for; without them an NPU is refused here, at start.
+    """
+    global _own_kernels
+    if wanted and not all(has_kernel(name, "npu") for name in NAMES):
+        enable_npu()
+    _own_kernels = wanted
+
+
+def _pages() -> Pages | None:
+    """torch_npu's gather of whole pages, where there is one."""
+    return getattr(torch.ops.npu, "npu_gather_pa_kv_cache", None)
+
+
+def _program(name: str, device: torch.device, *arguments: object, rows: torch.Tensor) -> torch.Tensor:
+    """Rows tiled into a launch program in device memory. Refuses what the CPU's op refuses."""
+    require_kernel(name, device.type)
+    tile = getattr(torch.ops.vllm_ascend_pd, f"tile_{name}")
+    cores = torch.ops.vllm_ascend_pd.vector_cores()
+    program = torch.empty((64 + 4 * len(rows), PROGRAM_WORDS), dtype=torch.int64)
+    needed = tile(*arguments, cores, program)
+    if needed > len(program):
+        program = torch.empty((needed, PROGRAM_WORDS), dtype=torch.int64)
+        tile(*arguments, cores, program)
+    return program[:needed].to(device)
+
+
+class Gather:
+    """A gather that is run for layer after layer: all caches laid out as `caches`, all buffers as long as `out`.
+
+    On the NPU a call enqueues on the current stream and checks nothing but the shapes.
+    """
 
     def __init__(self, rows: Rows, caches: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        super().__init__("gather", rows, out.device)
         self._views = [_view(cache) for cache in caches]
-        self._bytes = out.nbytes
-        self._to_device("gather", [word for view in self._views for word in view], self.table, self._bytes)
+        self._device, self._bytes = out.device, out.nbytes
+        self.rows = torch.from_numpy(np.ascontiguousarray(rows))
+        self._copies: GatherCopies | None = None
+        if self._device.type != "cpu":
+            words = [word for view in self._views for word in view]
+            if _own_kernels:
+                self.rows = _program("gather", self._device, words, self.rows, self._bytes, rows=self.rows)
+            else:
+                # Tiling for one core into nothing: only its check of the rows is wanted.
+                torch.ops.vllm_ascend_pd.tile_gather(words, self.rows, self._bytes, 1, _no_program())
+                self._copies = GatherCopies(rows, self._views, caches, _pages())
 
     def __call__(self, caches: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """On the NPU: enqueued on the current stream; keep this object until the stream has passed it."""
-        if self.device.type != "cpu":
+        if self._device.type != "cpu":
             _same(self._views, [_view(cache) for cache in caches])
-            _same((self.device, self._bytes), (out.device, out.nbytes))
-        gather(caches, self.table, out)
+            _same((self._device, self._bytes), (out.device, out.nbytes))
+        if self._copies is None:
+            gather(caches, self.rows, out)
+        else:
+            self._copies(caches, out)
 
 
-class Assemble(_Table):
+class Assemble:
     """An assemble that is run for layer after layer, between buffers as long as `received` and `out`."""
 
     def __init__(self, rows: Rows, received: torch.Tensor, out: torch.Tensor) -> None:
-        super().__init__("assemble", rows, out.device)
-        self._bytes = (received.nbytes, out.nbytes)
-        self._to_device("assemble", self.table, *self._bytes)
+        self._device, self._bytes = out.device, (received.nbytes, out.nbytes)
+        self.rows = torch.from_numpy(np.ascontiguousarray(rows))
+        self._copies: AssembleCopies | None = None
+        if self._device.type != "cpu":
+            if _own_kernels:
+                self.rows = _program("assemble", self._device, self.rows, *self._bytes, rows=self.rows)
+            else:
+                torch.ops.vllm_ascend_pd.tile_assemble(self.rows, *self._bytes, 1, _no_program())
+                self._copies = AssembleCopies(rows)
 
     def __call__(self, received: torch.Tensor, out: torch.Tensor) -> None:
-        """On the NPU: enqueued on the current stream; keep this object until the stream has passed it."""
-        if self.device.type != "cpu":
-            _same((self.device, self._bytes), (out.device, (received.nbytes, out.nbytes)))
-        assemble(received, self.table, out)
+        if self._device.type != "cpu":
+            _same((self._device, self._bytes), (out.device, (received.nbytes, out.nbytes)))
+        if self._copies is None:
+            assemble(received, self.rows, out)
+        else:
+            self._copies(received, out)
+
+
+def _no_program() -> torch.Tensor:
+    return torch.empty((0, PROGRAM_WORDS), dtype=torch.int64)
 
 
 # ---- fake kernels: shapes only, so that the ops can be traced and compiled
