@@ -8,6 +8,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,8 +27,10 @@ from runtime_pair import (
 )
 
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.runtime.pusher import IN_FLIGHT
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -231,6 +234,42 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
         for each in (request, other):
             p.finish(each)
         p.released_blocks_of(request, other)
+
+
+def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
+    """Two batches are out, four layers wait behind them: these must not be read any more."""
+    wire, model = SlowWire(), Model("token", layers=6)
+    push = config(preempt_drain_s=20.0, fuse_layers=1)
+    p, d = PrefillSite(model, 1, push=push, make_transport=lambda: wire), DecodeSite(model, 1)
+    with sites(p, d), traced() as events:
+
+        def submitted() -> int:
+            return sum(stage == "layer_submitted" for stage, _ in events)
+
+        def one_by_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            worker.save_layer(name, tensor)
+            index = model.names.index(name)
+            if index < IN_FLIGHT:
+                until(lambda: submitted() == index + 1, "a batch of its own")
+
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 1))  # nothing to push yet, but READY
+        until(lambda: sum(stage == "ready" for stage, _ in events) >= 2)
+        p.compute((request, 20), hook=one_by_one)
+        opener = threading.Timer(0.1, wire.open.set)
+        opener.start()
+        lost = list(request.p_blocks)
+        p.preempt(request)
+        opener.join()
+        assert submitted() == IN_FLIGHT
+        for cache in p.caches.values():
+            cache.scribble(lost, 99)
+        p.compute((request, 30))
+        (report,) = d.received(request)
+        assert report.ok, report
+        d.check(request)
 
 
 def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push() -> None:
