@@ -6,7 +6,6 @@ Only the model is missing: schedulers, aggregator, block pools, connectors, side
 
 from __future__ import annotations
 
-import os
 import queue
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 pytestmark = [pytest.mark.timeout(180)]
 
-VERIFY = os.environ.get("PD_TEST_VERIFY", "full")
 TOKENS = 5 * BLOCK + 3
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 0.0, "lease_s": 3.0, "margin_s": 0.5}
 
@@ -35,9 +33,9 @@ class Site:
     def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.reservations = reservations
-        self.prefill = MiniatureEngine("kv_producer", 4, {"verify": VERIFY, **SHORT_TIMES})
+        self.prefill = MiniatureEngine("kv_producer", 4, {"verify": "full", **SHORT_TIMES})
         self.decode = MiniatureEngine(
-            "kv_consumer", 2, {"verify": VERIFY, "metaserver_urls": [self.url], **SHORT_TIMES}
+            "kv_consumer", 2, {"verify": "full", "metaserver_urls": [self.url], **SHORT_TIMES}
         )
         self.prefill.fill(seed=1)
 

@@ -234,13 +234,14 @@ class TestFromTp2:
         for number in range(6):
             tokens = fresh_prompt(1800)
             (want,) = reference_answers(pair.prefill, [tokens], 12)
-            since = time.monotonic()
+            since, failed = time.monotonic(), pair.failed_transfers()
             growing = [body_of(fresh_prompt(24), 80, priority=-1) for _ in range(30)]
             load = threading.Timer(0.15, gather, args=(pair.prefill.url, growing))
             load.start()
             got = complete(pair.front.url, body_of(tokens, 12))
             load.join()
             pair.tally.check(f"preempted, round {number}", tokens, want.tokens, got.tokens, pair.prefill.url)
+            assert pair.failed_transfers() == failed, "the push did not survive, and the metaserver tried again"
             close_traces(pair)
             if restarted([e for e in Trace(cluster.traces).events if e.t >= since]):
                 return
