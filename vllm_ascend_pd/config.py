@@ -85,6 +85,12 @@ class RegroupConfig:
         choices=("auto", "always", "never"),
     )
     regroup_min_span: int = _key(16384, "P", "auto regroups when the mean span is shorter (bytes)", low=1)
+    regroup_kernels: str = _key(
+        "torch_npu",
+        "P",
+        "what gathers and assembles on an NPU: torch_npu's ops and copies, or our own kernels, which no hardware has run",
+        choices=("torch_npu", "own"),
+    )
     staging_slots: int = _key(4, "P", "staging slots per destination", low=1, high=256)
     staging_destinations: int = _key(4, "P", "destinations that staging is sized for at start", low=1, high=256)
     staging_spares: int = _key(4, "P", "slots that replace quarantined ones", low=0, high=256)

@@ -51,6 +51,7 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "verify": ("full", NO_TEXT, ("yes",)),
     "regroup": ("never", NO_TEXT, ("on",)),
     "regroup_min_span": (4096, NO_WHOLE, (0, -5)),
+    "regroup_kernels": ("own", NO_TEXT, ("kernels",)),
     "staging_slots": (8, NO_WHOLE, (0, 257)),
     "staging_destinations": (8, NO_WHOLE, (0, 257)),
     "staging_spares": (0, NO_WHOLE, (-1, 257)),

@@ -15,7 +15,7 @@ from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.regroup.exchange import Exchange, new_group, tags_of
-from vllm_ascend_pd.regroup.ops import cell_view
+from vllm_ascend_pd.regroup.ops import cell_view, use_kernels
 from vllm_ascend_pd.regroup.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ def assembled(
     config: RegroupConfig, place: Place, caches: Caches, device: Device, group: dist.ProcessGroup
 ) -> RegroupParts:
     """Buffers and slots for a group that is there. What is allocated here is all there will ever be."""
+    if device.name == "npu":
+        use_kernels(config.regroup_kernels == "own")
     geometry = caches.geometry
     slot = slot_bytes(geometry, place)
     stride = slot + -(-tags_of(place.tp_size) // ALIGNMENT) * ALIGNMENT
