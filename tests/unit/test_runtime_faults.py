@@ -237,8 +237,18 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
 
 
 def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
-    """Two batches are out, four layers wait behind them: these must not be read any more."""
-    wire, model = SlowWire(), Model("token", layers=6)
+    """Two batches are out, four layers wait behind them: these must not be read any more, though one of the two returns
+    long before the other."""
+
+    class Turnstile(MemoryTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tickets = threading.Semaphore(0)
+
+        def land(self, write: Write) -> WriteState:
+            return super().land(write) if self.tickets.acquire(blocking=False) else WriteState.PENDING
+
+    wire, model = Turnstile(), Model("token", layers=6)
     push = config(preempt_drain_s=20.0, fuse_layers=1)
     p, d = PrefillSite(model, 1, push=push, make_transport=lambda: wire), DecodeSite(model, 1)
     with sites(p, d), traced() as events:
@@ -258,11 +268,15 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
         p.compute((request, 1))  # nothing to push yet, but READY
         until(lambda: sum(stage == "ready" for stage, _ in events) >= 2)
         p.compute((request, 20), hook=one_by_one)
-        opener = threading.Timer(0.1, wire.open.set)
-        opener.start()
+        openers = [
+            threading.Timer(seconds, wire.tickets.release, (count,)) for seconds, count in ((0.1, 1), (0.3, 999))
+        ]
+        for opener in openers:
+            opener.start()
         lost = list(request.p_blocks)
         p.preempt(request)
-        opener.join()
+        for opener in openers:
+            opener.join()
         assert submitted() == IN_FLIGHT
         for cache in p.caches.values():
             cache.scribble(lost, 99)
