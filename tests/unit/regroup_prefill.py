@@ -71,15 +71,19 @@ class PrefillRank:
         self.names = cache.stage(contributor.stage)
         self.memory = RankMemory(cache, self.names, contributor.rank, blocks)
         self.memory.fill(7)
-        device = self.device = Device(cache.layout, inline)
-        caches = self.memory.described(device)
-        self.geometry = caches.geometry
-        push = push or config()
-        place = Place(contributor.stage * cache.tp + contributor.rank, cache.tp, cache.pp, step_tokens)
-        self.parts = parts(push, place, caches, device)
+        self.device = Device(cache.layout, inline)
+        self.push = push or config()
+        self.place = Place(contributor.stage * cache.tp + contributor.rank, cache.tp, cache.pp, step_tokens)
         self.transport = transport or MemoryTransport()
-        site = PushSite(uuid.uuid4().hex[:16], contributor, NAME)
-        self.runtime = PushRuntime(push, site, caches, device, self.transport, None, self.parts)
+        caches = self.memory.described(self.device)
+        self.geometry = caches.geometry
+        self.parts: RegroupParts | None = None
+        self.runtime = self._start(caches, parts)
+
+    def _start(self, caches: Caches, parts: Parts) -> PushRuntime:
+        self.parts = parts(self.push, self.place, caches, self.device)
+        site = PushSite(uuid.uuid4().hex[:16], self.contributor, NAME)
+        return PushRuntime(self.push, site, caches, self.device, self.transport, None, self.parts)
 
     def run(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
         """One engine step, hooks in vLLM's order."""

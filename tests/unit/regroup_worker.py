@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from regroup_kit import LOOPBACK, Cache, SharedTransport, config
 from regroup_prefill import Answer, PrefillRank, PrefillSite, Share
+from regroup_runner import AscendRank
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.observe import trace
@@ -71,16 +72,21 @@ class Worker:
     def leave(self) -> None:
         dist.destroy_process_group()
 
-    def open(self, cache: Cache, blocks: int, keys: dict[str, Any]) -> CacheGeometry:
+    def open(self, cache: Cache, blocks: int, kind: str, keys: dict[str, Any]) -> CacheGeometry:
         self._exchanges.clear()
         self._called = 0
         place = Contributor(dist.get_rank() // cache.tp, dist.get_rank() % cache.tp)
-        push = config(**keys)
-        self._rank = PrefillRank(cache, place, allocate, blocks=blocks, push=push, transport=SharedTransport())
+        made = AscendRank if kind == "ascend" else PrefillRank
+        facts: dict[str, Any] = {"blocks": blocks, "push": config(**keys), "inline": kind == "inline"}
+        self._rank = made(cache, place, allocate, transport=SharedTransport(), **facts)
         return self._rank.geometry
 
     def step(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
         return self._own.run(step, shares, hook, ended)
+
+    def dummy_run(self) -> None:
+        assert isinstance(self._own, AscendRank)
+        self._own.dummy_run()
 
     def stats(self) -> dict[str, int | float]:
         return self._own.stats()
@@ -201,11 +207,12 @@ class Fleet:
             member.receive()
         self._size = 0
 
-    def engine(self, cache: Cache, blocks: int = 160, **keys: Any) -> PrefillSite:
+    def engine(self, cache: Cache, blocks: int = 160, kind: str = "plain", **keys: Any) -> PrefillSite:
+        """`kind`: plain, inline (exchanges in the layer's hook) or ascend (driven as vllm-ascend drives it)."""
         self.enter(cache.tp * cache.pp)
         members = self.members[: cache.tp * cache.pp]
         for member in members:
-            member.send("open", cache, blocks, keys)
+            member.send("open", cache, blocks, kind, keys)
         return PrefillSite(cache, [There(member, member.receive()) for member in members], blocks=blocks)
 
     def shut(self, site: PrefillSite) -> None:
@@ -214,6 +221,13 @@ class Fleet:
         for worker in site.workers:
             assert isinstance(worker, There)
             worker.member.receive()
+
+    def abandon(self) -> None:
+        """The world is lost: end everybody who is left."""
+        self._nursery.send_signal(signal.SIGTERM)
+        self._nursery.wait(20)
+        for member in self.members:
+            member.hang_up()
 
     def close(self) -> None:
         for member in self.members:
@@ -244,8 +258,9 @@ def main() -> None:
                 os.kill(child, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
-    for child in children:
+    for child in list(children):
         os.waitpid(child, 0)
+        children.remove(child)  # its number may be somebody else's from now on
 
 
 if __name__ == "__main__":

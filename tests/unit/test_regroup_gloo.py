@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from regroup_kit import Cache, DecodeSite, Prompt, config
+from regroup_kit import Cache, DecodeSite, Prompt, config, until
 from regroup_worker import Fleet, There
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,10 +43,10 @@ def fleet() -> Iterator[Fleet]:
 class Engines:
     """A prefill engine of processes and its decode engines."""
 
-    def __init__(self, fleet: Fleet, p: Cache, *ds: Cache, folder: Path, **keys: Any) -> None:
+    def __init__(self, fleet: Fleet, p: Cache, *ds: Cache, folder: Path, kind: str = "plain", **keys: Any) -> None:
         self._fleet = fleet
         self.d = [DecodeSite(d, folder=folder, push=config(**keys)) for d in ds]
-        self.p = fleet.engine(p, **keys)
+        self.p = fleet.engine(p, kind=kind, **keys)
 
     def __enter__(self) -> Engines:
         return self
@@ -170,3 +173,63 @@ def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path:
 def test_stages_exchange_by_themselves(fleet: Fleet, tmp_path: Path) -> None:
     with Engines(fleet, Cache(tp=2, pp=2, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
         pair.check(pair.push(WORK))
+
+
+@pytest.mark.parametrize("slots", [4, 1])
+def test_exchanges_may_be_launched_from_the_hook(fleet: Fleet, tmp_path: Path, slots: int) -> None:
+    """As on an NPU: no thread, no waiting for slots, so what finds none comes with a later step."""
+    with Engines(fleet, Cache(tp=4), Cache(tp=2), folder=tmp_path, kind="inline", staging_slots=slots) as pair:
+        pair.check(pair.push(WORK))
+        assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+def test_a_rank_that_was_stopped_for_a_while_holds_up_and_breaks_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    with Engines(fleet, Cache(tp=4), Cache(tp=1), folder=tmp_path) as pair:
+        stopped = fleet.members[2].pid
+        d, p = pair.d[0], pair.p
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        os.kill(stopped, signal.SIGSTOP)
+        waker = threading.Timer(1.0, os.kill, (stopped, signal.SIGCONT))
+        waker.start()
+        try:
+            p.compute((prompt, 64))
+            assert p.ended(prompt)
+        finally:
+            waker.join()
+        pair.check([prompt])
+
+
+def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> None:
+    """The engine is lost with it; but the others fail their pushes at once, with a code, and go on answering."""
+    fleet = Fleet(3)
+    timers = {
+        "lease_s": 1.0,
+        "margin_s": 0.1,
+    }  # D holds the dead rank's blocks for 6 s: a write of its might be on the way
+    d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(**timers))
+    p = fleet.engine(Cache(tp=3, heads=6), **timers)
+    try:
+        prompt = d.reserve(90)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        victim = fleet.members[1]
+        os.kill(victim.pid, signal.SIGSTOP)
+        p.book.scheduled(p.name_of(prompt), 40, 50, p.pool.take(7), replaces=False)
+        step = p.book.take_step(p.geometry)
+        for index in (0, 2):
+            fleet.members[index].ask("step", step, [], "none", [])
+        os.kill(victim.pid, signal.SIGKILL)
+        until(lambda: d.ended(prompt), "D hears of it", seconds=15)
+        [report] = d.reports[prompt.name]
+        assert not report.ok
+        assert "PD-XFER-006" in (report.code, report.detail.split()[0]), report
+        stats = [fleet.members[index].ask("stats") for index in (0, 2)]
+        assert [facts["exchanges"] for facts in stats] == [4, 4], (
+            "two layers of two steps, as well as they could be made"
+        )
+    finally:
+        fleet.abandon()
+        d.close()

@@ -45,6 +45,7 @@ from vllm_ascend_pd.transport.base import Transport
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
+MOST_WORDS = 200  # of another library's error that D is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class PushRuntime:
 
     def begin_step(self, step: PrefillStep) -> None:
         """Take in a step's metadata and plan what its layers will push."""
+        self.end_step()  # of the step before, if nobody said that it was over
         if step.empty:
             return
         if self._sender is None and step.engine is not None:
@@ -370,7 +372,7 @@ class PushRuntime:
         strangers = [item.strangers(index) if item.error is None else [] for index in range(len(item.slots))]
         with self._deciding() as deciding:
             if item.error is not None:
-                self._fail_exchanged(deciding, item.part.works, str(item.error))
+                self._fail_exchanged(deciding, item.part.works, str(item.error)[:MOST_WORDS])
             for index, (slot, ranks) in enumerate(zip(item.slots, strangers, strict=True)):
                 if slot is None:
                     continue

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model runner that drives P's worker the way vllm-ascend does.
+
+What it does differently from vLLM: caches are tuples `[block, token, head, dim]`, the layer's name is often empty,
+hooks fire in dummy runs with no metadata bound, and layers inside a captured graph fire none.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from regroup_kit import LOOPBACK, NAME
+from regroup_prefill import HOOKS, Answer, Layer, Parts, PrefillRank, Share
+
+from vllm_ascend_pd.device.caches import Caches, CacheShape
+from vllm_ascend_pd.engine import Engine
+from vllm_ascend_pd.prefill.decisions import PrefillStep
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.runtime.pushing import PushRuntime
+from vllm_ascend_pd.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class GivenEngine(Engine):
+    """An engine whose transfer engine the test has made."""
+
+    transport: Transport | None = None
+
+    def create_transport(self, *_: Any, **__: Any) -> Transport:
+        assert self.transport is not None
+        return self.transport
+
+
+class AscendRank(PrefillRank):
+    """One worker of P behind its real `PrefillWorker`."""
+
+    worker: PrefillWorker
+
+    def _start(self, caches: Caches, parts: Parts) -> PushRuntime:
+        cache = self.cache
+        given = GivenEngine(self.push, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, None, self.transport)
+        shape = CacheShape(cache.block, len(self.memory.heads), cache.heads, cache.dim, cache.tp)
+        self.worker = PrefillWorker(given, shape, self.device, self.contributor, self.place)
+        self.dummy_run()  # memory profiling: before there are caches
+        self.worker.register_kv_caches(self.memory.tensors)
+        assert self.worker._runtime is not None
+        return self.worker._runtime
+
+    def run(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
+        self.worker.preempt(step)
+        self.worker.bind(step)
+        if shares:
+            RUNS.get(hook, HOOKS["none"])(self, lambda own: self.write(own, shares))
+        if hook != "no end":
+            self.worker.end_step()
+        return Answer(self.worker.finished(ended), self.worker.missed_exchanges())
+
+    def fire(self, own: int, *, name: str = "", fresh: bool = False) -> None:
+        """`fresh`: the runner hands over views that it has just made."""
+        value = self.memory.tensors[self.names[own]]
+        if fresh and not isinstance(value, torch.Tensor):
+            value = [part.view(part.shape) for part in value]
+        self.worker.save_layer(name, value)
+
+    def dummy_run(self) -> None:
+        """A forward without requests: every hook fires, nothing was computed."""
+        for own in range(len(self.names)):
+            self.fire(own)
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def nameless(rank: AscendRank, write: Layer) -> None:
+    for own in range(len(rank.names)):
+        write(own)
+        rank.fire(own)
+
+
+def fresh_lists(rank: AscendRank, write: Layer) -> None:
+    for own in range(len(rank.names)):
+        write(own)
+        rank.fire(own, fresh=True)
+
+
+def one_in_a_graph(rank: AscendRank, write: Layer) -> None:
+    for own in range(len(rank.names)):
+        write(own)
+        if own != len(rank.names) // 2:
+            rank.fire(own)
+
+
+def twice(rank: AscendRank, write: Layer) -> None:
+    for own in range(len(rank.names)):
+        write(own)
+        rank.fire(own)
+        rank.fire(own)
+
+
+def with_strangers(rank: AscendRank, write: Layer) -> None:
+    """Layers that the connector never heard of: a draft model's, or a hook without tensors."""
+    stranger = torch.empty(64)
+    for own in range(len(rank.names)):
+        write(own)
+        rank.worker.save_layer("", (stranger, stranger))
+        rank.worker.save_layer("model.draft.attn", None)
+        rank.worker.save_layer("", ())
+        rank.fire(own)
+
+
+RUNS: dict[str, Callable[[AscendRank, Layer], None]] = {
+    "nameless": nameless,
+    "fresh lists": fresh_lists,
+    "one in a graph": one_in_a_graph,
+    "twice": twice,
+    "with strangers": with_strangers,
+    "no end": nameless,
+}

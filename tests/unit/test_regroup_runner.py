@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's worker driven as vllm-ascend drives it: the pushes are complete and right, direct and regrouped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from regroup_kit import Cache, DecodeSite, config
+from regroup_runner import RUNS
+from regroup_worker import Fleet
+
+MODES = {"direct": "never", "regrouped": "always"}
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet(2)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hook", RUNS)
+def test_pushes_are_complete_and_right_however_the_hooks_are_called(
+    fleet: Fleet, tmp_path: Path, hook: str, mode: str
+) -> None:
+    """K and V apart in `[block, token, head, dim]`, two chunked prompts, one of them with a prefix hit on D."""
+    push = {"regroup": MODES[mode], "verify": "full"}
+    d = DecodeSite(Cache(layers=3), folder=tmp_path, push=config(**push))
+    p = fleet.engine(Cache(tp=2, layers=3), kind="ascend", **push)
+    try:
+        prompts = [d.reserve(45), d.reserve(70, first=16)]
+        d.step()
+        p.admit(*prompts)
+        p.compute((prompts[0], 21), hook=hook)
+        p.compute((prompts[0], 24), (prompts[1], 30), hook=hook)
+        p.compute((prompts[1], 40), hook=hook)
+        assert p.ended(*prompts)
+        d.check(*prompts)
+        p.finished(*prompts)
+        collectives = [stats.get("collectives", 0) for stats in p.stats()]
+        assert all(collectives) == any(collectives) == (mode == "regrouped")
+    finally:
+        fleet.shut(p)
+        d.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dummy_runs_push_nothing(fleet: Fleet, tmp_path: Path, mode: str) -> None:
+    """Hooks with no metadata bound: before the caches are there, before the first step, and between two steps."""
+    push = {"regroup": MODES[mode]}
+    d = DecodeSite(Cache(layers=3), folder=tmp_path, push=config(**push))
+    p = fleet.engine(Cache(tp=2, layers=3), kind="ascend", **push)
+    members = fleet.members[:2]
+    try:
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        for count in (24, 40):
+            for member in members:
+                member.ask("dummy_run")
+            p.compute((prompt, count), hook="nameless")
+        for member in members:
+            member.ask("dummy_run")
+        assert p.ended(prompt)
+        d.check(prompt)
+        p.finished(prompt)
+    finally:
+        fleet.shut(p)
+        d.close()
