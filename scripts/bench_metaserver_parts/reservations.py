@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import resource
 import threading
@@ -96,6 +97,8 @@ def main() -> None:
     )
     scheduler = Scheduler(client, url)
     scheduler.run(1.0, reserve=1)
+    gc.collect()
+    gc.freeze()  # as vLLM's engine core does after its start
     scheduler.run(2.0)
     print(f"a scheduler thread without reservations: longest delay of a step {1e3 * scheduler.longest_delay:.1f} ms")
     memory = psutil.Process().memory_info

@@ -13,7 +13,7 @@ import uvicorn
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.upstream import UpstreamError
+from vllm_ascend_pd.metaserver.http1 import UpstreamError
 
 
 class AiohttpReply:

@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from regroup_kit import Cache, DecodeSite, config, traced, until
 from regroup_prefill import PrefillSite, Wire, engine, running
 
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
 from vllm_ascend_pd.regroup.parts import RegroupParts
@@ -154,6 +155,33 @@ def test_a_preemption_forgets_what_was_missed(when: str) -> None:
         assert p.is_quiet(), str(p.stats())
 
 
+def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_two_divisions() -> None:
+    """Rank 0 has said DONE; what rank 1 misses cannot be had any more, and a second run would be divided otherwise."""
+    p, wires = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d):
+        wires[1].held = d.sessions
+        prompt = d.reserve(51)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 51))
+        until(lambda: p.stats()[1]["missing"] == LAYERS - 1)
+
+        def rank_0_is_done() -> bool:
+            p.idle()
+            return not any(p.stats()[0][name] for name in ("missing", "pieces", "unsealed"))
+
+        until(rank_0_is_done)
+        assert p.stats()[1]["missing"] == LAYERS - 1
+        wires[1].held = set()
+        p.preempt(prompt)
+        for _ in range(3):  # so that the division turns
+            p.idle()
+        p.compute((prompt, 51))
+        if p.ended(prompt):
+            d.check(prompt)
+
+
 class Late(Exchange):
     """Gathers only when it may: an exchange that lags behind the engine."""
 
@@ -246,6 +274,20 @@ def test_a_stage_makes_only_its_own_layers_again() -> None:
         assert p.is_quiet(), str(p.stats())
     again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
     assert len(again) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
+
+
+def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> None:
+    book = PushBook(model="a model")
+    assert not book.must_step()
+    book.missed([(1, 0, 1)])
+    assert book.must_step()
+    assert book.take_step(None).catch_ups == ((1, 0, 1),)
+    looks = 0
+    while book.must_step():
+        assert book.take_step(None).empty
+        looks += 1
+        assert looks < 100
+    assert looks > 1
 
 
 # ---- the ledger

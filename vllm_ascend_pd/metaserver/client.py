@@ -27,6 +27,7 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver import answers
 from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
+from vllm_ascend_pd.metaserver.httpx_transport import Transport
 from vllm_ascend_pd.runtime.loop import LoopThread
 
 __all__ = ["ClientStats", "MetaserverClient", "Outcome", "origin"]
@@ -37,9 +38,7 @@ HEARTBEAT_S = 2.0
 MAX_LINE_BYTES = 64 << 10
 _PATIENCE_S = 10.0  # a metaserver that is away for longer has lost the ticket with its memory
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
-_CONNECTIONS_PER_POOL = 32  # httpx looks at every connection of a pool for each request: small pools stay cheap
-_KEPT_PER_POOL = 2  # it also polls each idle one for each request
-_KEEPALIVE_S = 4.0  # shorter than a server's usual 5 s: a connection that the other side is closing is not taken
+_MOST_CONNECTING = 64  # a burst of reservations takes its time to connect, and none of them times out for it
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +51,6 @@ class _Call:
     task: asyncio.Task[None] | None = None
     over: bool = False  # final outcome given, or forgotten
     attempts: int = 0
-
-
-@dataclass(slots=True)
-class _Pool:
-    client: httpx.AsyncClient
-    calls: int = 0
 
 
 class _Failed(Exception):
@@ -91,8 +84,7 @@ class MetaserverClient:
         self._lock = threading.Lock()
         self._calls: dict[Hashable, _Call] = {}
         self._closed = False
-        self._pools: list[_Pool] = []
-        self._trust: ssl.SSLContext | bool | None = None  # made at the first call, once: it reads certificates
+        self._http: httpx.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None
         self.stats = ClientStats()
 
@@ -143,9 +135,8 @@ class MetaserverClient:
             self._end(call, _failed(PdError("PD-XFER-002", why="the engine is closing")))
             self._cancel(call)
         await asyncio.gather(*tasks, return_exceptions=True)
-        pools, self._pools = self._pools, []
-        for pool in pools:
-            await pool.client.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     def _start(self, call: _Call) -> None:
         if call.over:
@@ -209,36 +200,21 @@ class MetaserverClient:
         self._slots = asyncio.Semaphore(self._config.metaserver_max_connections)
         return self._slots
 
-    def _pool(self) -> _Pool:
-        """The first pool with room, so that a quiet D reuses few connections and a busy one opens more pools."""
-        for pool in self._pools:
-            if pool.calls < _CONNECTIONS_PER_POOL:
-                return pool
-        if self._trust is None:
-            self._trust = _tls(self._config)
-        seconds = self._config.metaserver_connect_timeout_s
-        client = httpx.AsyncClient(
-            limits=httpx.Limits(
-                max_connections=_CONNECTIONS_PER_POOL,
-                max_keepalive_connections=_KEPT_PER_POOL,
-                keepalive_expiry=_KEEPALIVE_S,
-            ),
-            timeout=httpx.Timeout(connect=seconds, write=seconds, pool=seconds, read=3 * HEARTBEAT_S),
-            verify=self._trust,
-            trust_env=False,
-        )
-        self._pools.append(_Pool(client))
-        return self._pools[-1]
+    def _client(self) -> httpx.AsyncClient:
+        """Made at the first call, on the loop: the TLS files are read then."""
+        if self._http is None:
+            connect_s, read_s = self._config.metaserver_connect_timeout_s, 3 * HEARTBEAT_S
+            transport = Transport(connect_s, read_s, _tls(self._config), _MOST_CONNECTING)
+            self._http = httpx.AsyncClient(transport=transport, trust_env=False)
+        return self._http
 
     async def _post(self, call: _Call) -> Outcome:
         """One attempt, to its end. Raises _Failed."""
         call.attempts += 1
         self.stats.posts += 1
         url = call.url.rstrip("/") + "/v1/metaserver"
-        pool = self._pool()
-        pool.calls += 1
         try:
-            async with pool.client.stream("POST", url, json=call.body) as answer:
+            async with self._client().stream("POST", url, json=call.body) as answer:
                 if answer.status_code != 200:
                     raise await _refusal(answer)
                 if "ndjson" in answer.headers.get("content-type", ""):
@@ -251,8 +227,6 @@ class MetaserverClient:
             raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.TIMEOUT) from problem
         except (httpx.HTTPError, answers.BadAnswer) as problem:
             raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.BROKEN) from problem
-        finally:
-            pool.calls -= 1
 
     async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
         """Read to the end even after the final line, so that the connection can be used again."""
@@ -285,9 +259,9 @@ def origin(url: str) -> tuple[str, str, int]:
     return (parts.scheme, parts.hostname or "", port or (443 if parts.scheme == "https" else 80))
 
 
-def _tls(config: MetaserverConfig) -> ssl.SSLContext | bool:
+def _tls(config: MetaserverConfig) -> ssl.SSLContext | None:
     if not any(url.startswith("https") for url in config.metaserver_urls):
-        return False
+        return None  # a context reads all of the system's certificates
     context = ssl.create_default_context(cafile=config.tls_ca_file or None)
     if not config.tls_verify:
         context.check_hostname = False

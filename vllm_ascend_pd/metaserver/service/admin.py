@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.faults import error_body
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
-from vllm_ascend_pd.metaserver.service.upstream import Upstream, UpstreamError
 
 Operation = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]

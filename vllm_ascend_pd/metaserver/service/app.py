@@ -17,11 +17,12 @@ from starlette.routing import Route
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
 from vllm_ascend_pd.metaserver.service import state
 from vllm_ascend_pd.metaserver.service.admin import Admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
-from vllm_ascend_pd.metaserver.service.faults import Headers, fault
+from vllm_ascend_pd.metaserver.service.faults import fault
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
@@ -32,7 +33,6 @@ from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.upstream import Upstream
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -19,12 +19,11 @@ import msgspec
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Backoff, Condition, Role
+from vllm_ascend_pd.metaserver.http1 import Headers, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
-from vllm_ascend_pd.metaserver.service.faults import Headers
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.upstream import UpstreamError
 
 _PROMPT_TOKENS = 192  # more than one block of 128
 _TOKEN_IDS = range(3, 256)  # in every vocabulary

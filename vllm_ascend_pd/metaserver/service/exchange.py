@@ -18,7 +18,8 @@ from typing import Any
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Failure
-from vllm_ascend_pd.metaserver.service.faults import Answer, Headers
+from vllm_ascend_pd.metaserver.http1 import Headers
+from vllm_ascend_pd.metaserver.service.faults import Answer
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

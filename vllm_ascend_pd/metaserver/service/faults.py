@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from vllm_ascend_pd.metaserver.http1 import Headers
+
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -19,8 +21,6 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
-
-Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from vllm_ascend_pd.metaserver.decisions import (
     condition,
     prefer,
 )
+from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.upstream import Origin
 
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 

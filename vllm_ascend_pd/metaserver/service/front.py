@@ -10,13 +10,13 @@ from collections import deque
 from typing import Any
 
 from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
+from vllm_ascend_pd.metaserver.http1 import Upstream
 from vllm_ascend_pd.metaserver.service import relay
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Journal, uncancel
 from vllm_ascend_pd.metaserver.service.faults import fault
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.upstream import Upstream
 from vllm_ascend_pd.observe.trace import emit
 
 _LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself

@@ -10,13 +10,13 @@ from typing import Any
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure, Role
+from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Send
-from vllm_ascend_pd.metaserver.service.faults import Headers, fault
+from vllm_ascend_pd.metaserver.service.faults import fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import client_head, tell
-from vllm_ascend_pd.metaserver.service.upstream import Reply, UpstreamError
 
 
 async def pass_on(front: Front, scope: MutableMapping[str, Any], headers: Headers, body: bytes, send: Send) -> None:

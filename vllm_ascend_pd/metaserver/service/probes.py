@@ -7,10 +7,10 @@ import asyncio
 import random
 
 from vllm_ascend_pd.metaserver.decisions import Condition, Evidence
+from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.upstream import Upstream, UpstreamError
 
 
 class Prober:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
+from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
-from vllm_ascend_pd.metaserver.service.faults import Answer, Headers, error_frame, fault
+from vllm_ascend_pd.metaserver.service.faults import Answer, error_frame, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.upstream import Reply, UpstreamError
 from vllm_ascend_pd.observe.trace import emit
 
 if TYPE_CHECKING:

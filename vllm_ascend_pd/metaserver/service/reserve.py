@@ -16,13 +16,13 @@ import msgspec
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
+from vllm_ascend_pd.metaserver.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import tell
-from vllm_ascend_pd.metaserver.service.upstream import UpstreamError
 from vllm_ascend_pd.observe.trace import emit
 
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP to the engines: keep-alive connections, answers handed on as the bytes arrive, time limits without timers.
+"""HTTP/1.1 as a client: keep-alive connections, answers handed on as the bytes arrive, time limits without timers.
 
-A small HTTP/1.1 client of our own on httptools, because the libraries spend several times the relay's own work on
-each request (the measurement is in docs/decisions.md). It does what a relay needs and no more: no redirects, no
-cookies, no decompression, no proxies. One sweep twice a second looks after all deadlines, so that a piece of a stream
+A small client of our own on httptools, because the libraries spend several times the relay's own work on each request
+(the measurement is in docs/decisions.md). The metaserver calls engines with it, and D's httpx client has it as its
+transport. It does what they need and no more: no redirects, no cookies, no decompression, no proxies. One sweep twice a second looks after all deadlines, so that a piece of a stream
 costs no timer. Reading pauses while the client is slower than the engine.
 """
 
@@ -17,7 +17,8 @@ from typing import NamedTuple
 import httptools
 
 from vllm_ascend_pd.metaserver.decisions import Failure
-from vllm_ascend_pd.metaserver.service.faults import Headers
+
+Headers = list[tuple[bytes, bytes]]
 
 _IDLE_S = 4.0  # below the engines' own 5 s, so that a connection they are closing is not taken
 _SWEEP_S = 0.5
@@ -314,7 +315,16 @@ class _Pool:
 class Upstream:
     """All connections of this process to engines."""
 
-    def __init__(self, connect_timeout_s: float, idle_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+    """`most_connecting`: so many connections are made at once; a burst then takes its time, but does not time out."""
+
+    def __init__(
+        self,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        most_connecting: int = 1 << 20,
+    ) -> None:
+        self._connecting = asyncio.Semaphore(most_connecting)
         self._connect_s = connect_timeout_s
         self._idle_s = idle_timeout_s
         self._tls = tls
@@ -362,11 +372,12 @@ class Upstream:
         if origin.scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
         tls = self._tls if origin.scheme == "https" else None
-        making = loop.create_connection(
-            lambda: _Connection(loop, pool, self._idle_s), origin.host, origin.port, ssl=tls
-        )
         try:
-            _, connection = await asyncio.wait_for(making, self._connect_s)
+            async with self._connecting:
+                making = loop.create_connection(
+                    lambda: _Connection(loop, pool, self._idle_s), origin.host, origin.port, ssl=tls
+                )
+                _, connection = await asyncio.wait_for(making, self._connect_s)
         except asyncio.TimeoutError as problem:
             raise UpstreamError(Failure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
         except OSError as problem:

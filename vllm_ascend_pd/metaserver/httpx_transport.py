@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's httpx client on our own HTTP/1.1: a reservation costs the engine's process a fraction of what httpcore spends.
+
+The engine's scheduler shares its interpreter with these calls, so their CPU time is time that steps wait for.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+
+import httpx
+
+from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.metaserver.http1 import Origin, Reply, Upstream, UpstreamError
+
+_ERRORS: dict[Failure, type[httpx.TransportError]] = {
+    Failure.CONNECT: httpx.ConnectError,
+    Failure.TIMEOUT: httpx.ReadTimeout,
+}
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, reply: Reply, read_s: float) -> None:
+        self._reply = reply
+        self._read_s = read_s
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            while piece := await self._reply.read(self._read_s):
+                yield piece
+        except UpstreamError as problem:
+            raise _error(problem) from problem
+
+    async def aclose(self) -> None:
+        self._reply.close()
+
+
+class Transport(httpx.AsyncBaseTransport):
+    """Connects, sends and reads within the given times; nothing is sent twice on its own account."""
+
+    def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, most_connecting: int) -> None:
+        self._read_s = read_s
+        self._http = Upstream(connect_s, read_s, tls, most_connecting)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        origin = Origin(url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
+        headers = [(name.lower(), value) for name, value in request.headers.raw]
+        headers = [(name, value) for name, value in headers if name not in (b"host", b"content-length")]
+        try:
+            reply = await self._http.send(
+                origin, request.method, url.raw_path, headers, request.content, self._read_s, repeatable=False
+            )
+        except UpstreamError as problem:
+            raise _error(problem) from problem
+        return httpx.Response(reply.status, headers=reply.headers, stream=_Body(reply, self._read_s))
+
+    async def aclose(self) -> None:
+        await self._http.close()
+
+
+def _error(problem: UpstreamError) -> httpx.TransportError:
+    return _ERRORS.get(problem.failure, httpx.RemoteProtocolError)(problem.why)
