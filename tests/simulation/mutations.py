@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.fence import Fence, Writer
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
@@ -35,6 +36,7 @@ class Mutation:
     name: str = ""
     receiver: Callable[..., Receiver] = Receiver
     sender: Callable[..., Sender] = Sender
+    book: Callable[..., PushBook] = PushBook
     deaf_to_preemption: bool = False  # P overwrites preempted blocks without draining what reads them
     hasty_release: bool = False  # P frees a finished request's blocks at once
     private_plans: bool = False  # a P rank plans a step without the pushes that have failed on this rank
@@ -189,6 +191,16 @@ class _CountsAll(RunningClock):
         return stopped
 
 
+class SealedPushOrderedAgain(PushBook):
+    """P's scheduler orders it, too."""
+
+    def preempted(self, request_id: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.sealed = False
+        super().preempted(request_id)
+
+
 class HoldWhileStopped(Receiver):
     """D's holds run on while D is stopped."""
 
@@ -251,7 +263,7 @@ WANTED = (
 MORE = (
     Mutation("cancel answered at once", sender=CancelAnsweredAtOnce),
     Mutation("DONE from a lost source", sender=DoneFromLostSource),
-    Mutation("sealed push restarted", sender=SealedPushRestarted),
+    Mutation("sealed push restarted", sender=SealedPushRestarted, book=SealedPushOrderedAgain),
     Mutation("hold runs while D is stopped", receiver=HoldWhileStopped),
     Mutation("answer believed right after a stop", receiver=AnswerBelievedAfterStop),
     Mutation("gone is quiet", receiver=GoneIsQuiet),

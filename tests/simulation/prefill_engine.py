@@ -14,7 +14,6 @@ from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import MODEL, Shape
 from simulation.world import Process, Violation
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
@@ -57,7 +56,7 @@ class PrefillEngine:
     def boot(self) -> None:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
-        self.book = PushBook(model=MODEL)
+        self.book = self.cluster.mutation.book(model=MODEL)
         self.free = list(range(self.shape.blocks))
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []

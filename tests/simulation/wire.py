@@ -42,7 +42,8 @@ class Wire:
     ) -> None:
         self._world = world
         self._timeout_s = timeout_s
-        # Nothing of a write lands later than this after its submission, as long as both sides run.
+        # T is the transport's timeout and the tail after it: nothing of a write lands later than that after its
+        # submission, or after its writer's death, as long as both sides run. M is for their stops.
         self._physical_s = quiet_s - margin_s
         self._error = error
         self._slow = slow
@@ -96,7 +97,7 @@ class Wire:
         if kind == "never lands":
             flight.landed = True
             return
-        last = min(after + self._physical_s, self._timeout_s + self._physical_s)
+        last = max(after, self._physical_s)
         when = rng.choice((rng.uniform(after, last), after + 0.001, last))
         flight.source.process.post(when, self._reach, flight, kind == "lands partly")
 
