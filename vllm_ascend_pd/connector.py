@@ -134,6 +134,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         return TraceFile(directory, name) if directory else None
 
     def _open_loads(self) -> int:
+        """Requests that may be waited for politely; negative if nobody may sleep."""
+        if self._roles.prefill_scheduler is not None:
+            return -1 if self._roles.prefill_scheduler.must_step() else 0
         return self._roles.decode_scheduler.open_loads() if self._roles.decode_scheduler is not None else 0
 
     # -- class-level questions

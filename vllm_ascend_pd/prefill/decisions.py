@@ -25,6 +25,7 @@ Blocks = NDArray[np.int32]
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_BLOCK_BYTES = 1 << 31  # times any block id it fits 64 bits
 MAX_NAME = 64
+LOOKS = 8  # steps that follow catch-up exchanges at once: their slots are free again soon, for what else was missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class PushBook:
         self._remembered = remembered
         self._pending = _Pending()
         self._rotation = 0
+        self._looks = 0
 
     def admit(
         self,
@@ -215,8 +217,8 @@ class PushBook:
         self._pending.catch_ups.update(exchanges)
 
     def must_step(self) -> bool:
-        """The workers wait for a step's metadata."""
-        return bool(self._pending.catch_ups)
+        """The workers wait for a step's metadata, or will soon have more to ask for."""
+        return bool(self._pending.catch_ups) or self._looks > 0
 
     def open_count(self) -> int:
         return len(self._tracked) + len(self._holding)
@@ -225,6 +227,7 @@ class PushBook:
         """This step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
         self._rotation += 1
+        self._looks = LOOKS if pending.catch_ups else max(0, self._looks - 1)
         return PrefillStep(
             rotation=self._rotation,
             engine=engine if pending.starts else None,

@@ -99,6 +99,7 @@ class _Run:
     unit: Unit
     part: SubStep
     again: bool = False
+    first: bool = False  # of what a step's metadata ordered: destinations are waited for anew
 
 
 class Regrouper:
@@ -122,7 +123,6 @@ class Regrouper:
         self._steps: dict[int, _Step] = {}  # only the engine's thread touches it
         self._missed = Missed()
         self._made = 0
-        self._latest = 0  # the newest step of which something was exchanged
         self._broken: Exception | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -152,14 +152,16 @@ class Regrouper:
             current.next_layer += 1
             ready = current.events.pop(index)
             for part in current.parts:
-                self._put(_Run(ready, Unit(step, index, part.number), part))
+                self._put(_Run(ready, Unit(step, index, part.number), part, first=index == 0 and part.number == 1))
 
     def catch_up(self, units: Iterable[Unit], event: Event) -> None:
         """The scheduler orders these exchanges again; this rank keeps what it missed."""
+        first = True
         for unit in units:
             step = self._steps.get(unit.step)
             if step is not None and 0 <= unit.layer < self._layers and 0 < unit.part <= len(step.parts):
-                self._put(_Run(event, unit, step.parts[unit.part - 1], again=True))
+                self._put(_Run(event, unit, step.parts[unit.part - 1], again=True, first=first))
+                first = False
 
     def forward(self, item: object) -> None:
         """To the sink, after everything that was put before."""
@@ -175,8 +177,10 @@ class Regrouper:
                 self._missed.forget_step(step.number)
 
     def wanted(self) -> list[Unit]:
-        """Exchanges that were missed here and have room now; each is asked for once."""
-        return self._missed.wanted(self.staging.room, MOST_CATCH_UPS)
+        """Exchanges that were missed here and have room now; each is asked for once. A thread may wait a little for the
+        slots of the first ones to come back, so it asks for more."""
+        ahead = 1 if self._thread is None else 2
+        return self._missed.wanted(lambda destination: ahead * self.staging.room(destination), MOST_CATCH_UPS)
 
     # -- any thread
 
@@ -281,8 +285,7 @@ class Regrouper:
 
     def _take_slots(self, run: _Run, slots: list[StagingSlot | None]) -> Exception | None:
         try:
-            if run.unit.step > self._latest:
-                self._latest = run.unit.step
+            if run.first:
                 self.staging.new_step()
             for index in range(len(slots)):
                 slots[index] = self._slot(run, index)
