@@ -91,8 +91,8 @@ def dry_run(args: argparse.Namespace) -> None:
         print("# without --port-base the ports are free ones, found when it runs")
 
 
-def tour(args: argparse.Namespace, cluster: Cluster, tried: list[Case]) -> list[str]:
-    """Start, ask, compare; returns what is wrong."""
+def tour(args: argparse.Namespace, cluster: Cluster, tried: list[Case]) -> tuple[list[str], str]:
+    """Start, ask, compare; returns what is wrong, and the metaserver's address."""
     from scripts.support.models import ensure
 
     model = args.model or ensure(MODEL)
@@ -115,9 +115,7 @@ def tour(args: argparse.Namespace, cluster: Cluster, tried: list[Case]) -> list[
         case.ended = time.monotonic()
         wrong += _compare(case, prefill)
     _close_traces(front.url)
-    if args.keep and not wrong:
-        _stay(front.url)
-    return wrong
+    return wrong, front.url
 
 
 def _ask(url: str, case: Case) -> Answer:
@@ -237,12 +235,15 @@ def main() -> int:
     tried = cases()
     wrong: list[str] = []
     with Cluster(OUT, port_base=args.port_base) as cluster:
+        front = ""
         try:
-            wrong = tour(args, cluster, tried)
+            wrong, front = tour(args, cluster, tried)
         except (RequestFailed, ProcessDied, TimeoutError) as error:
             wrong = [str(error)]
-        print("stopping everything")
-    wrong += report(tried, Trace(cluster.traces), RECIPES[MODEL].layers if args.model is None else 0)
+        wrong += report(tried, Trace(cluster.traces), RECIPES[MODEL].layers if args.model is None else 0)
+        if args.keep and front:
+            _stay(front)
+        print("\nstopping everything")
     for line in wrong:
         print(f"wrong: {line}")
     for line in cluster.leaks:
