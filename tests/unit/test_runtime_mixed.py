@@ -33,14 +33,15 @@ class Whimsical(MemoryTransport):
 class Mixture:
     """Drives both sides at random, as two schedulers and their clients would."""
 
-    def __init__(self, seed: int, layout: str, p_tp: int, d_tps: tuple[int, int], lossy: float) -> None:
+    def __init__(self, seed: int, layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float) -> None:
         self.dice = random.Random(seed)
         model = Model(layout, heads=1 if layout == "latent" else 2, layers=2)
         self.patient = self.dice.random() < 0.5
         verify = self.dice.choice(("full", "off"))  # a checksum would turn wrong bytes into a failure
         push = config(quiet_s=0.15, preempt_drain_s=5.0 if self.patient else 0.0, verify=verify)
+        tp, pp = p_size
         self.p = PrefillSite(
-            model, p_tp, blocks=60, push=push, make_transport=lambda: Whimsical(random.Random(seed), lossy)
+            model, tp, pp=pp, blocks=60, push=push, make_transport=lambda: Whimsical(random.Random(seed), lossy)
         )
         self.ds = tuple(DecodeSite(model, tp, blocks=80, push=push, seed=tp + 5) for tp in d_tps)
         self.site_of: dict[str, DecodeSite] = {}
@@ -145,14 +146,19 @@ class Mixture:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    ("layout", "p_tp", "d_tps", "lossy"),
-    [("opaque", 2, (1, 2), 0.0), ("token", 1, (2, 1), 0.03), ("latent", 3, (2, 1), 0.03)],
-    ids=["planes", "tuples", "latents"],
+    ("layout", "p_size", "d_tps", "lossy"),
+    [
+        ("opaque", (2, 1), (1, 2), 0.0),
+        ("token", (1, 1), (2, 1), 0.03),
+        ("latent", (3, 1), (2, 1), 0.03),
+        ("uneven", (1, 2), (1, 2), 0.0),
+    ],
+    ids=["planes", "tuples", "latents", "two stages"],
 )
 def test_everything_ends_and_what_ends_well_is_right(
-    layout: str, p_tp: int, d_tps: tuple[int, int], lossy: float, seed: int
+    layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float, seed: int
 ) -> None:
-    mixture = Mixture(seed, layout, p_tp, d_tps, lossy)
+    mixture = Mixture(seed, layout, p_size, d_tps, lossy)
     with sites(*mixture.sites):
         for _ in range(300):
             mixture.step()
