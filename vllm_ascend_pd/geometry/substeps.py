@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.lanes import lane_of
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner, Room
@@ -27,15 +27,21 @@ class SubStep(msgspec.Struct, frozen=True, eq=False):
 
 
 def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
-    """The least that slots and buffers must hold before this D geometry can be served by regroup at all."""
-    planner = RegroupPlanner(p, 0)
-    sources = np.arange(-(-d.block_size // p.block_size), dtype=np.int32)
-    job = Job(d, 0, 0, d.block_size, sources, np.zeros(1, dtype=np.int32))
-    needs = [planner.room([job], rotation) for rotation in range(p.tp_size)]
-    slot = max(len(d.head_range(rank)) for rank in range(d.tp_size)) * sum(
-        region.cell_bytes * (1 if region.opaque else d.block_size) for region in d.regions
-    )
-    return Room(slot, max(need.send for need in needs), max(need.receive for need in needs))
+    """The least that slots and buffers must hold before this D geometry can be served by regroup at all.
+
+    Of a block that is filled in part one rank may own everything, whatever its share of a full one.
+    """
+    lanes = [lane_of(p, d, rank) for rank in range(d.tp_size)]
+    head = sum(region.cell_bytes * (1 if region.opaque else d.block_size) for region in d.regions)
+    send, receive = [0] * p.tp_size, [0] * p.tp_size
+    for lane in lanes:
+        for rank in range(p.tp_size):
+            feed = lane.feeds.get(rank, {})
+            receive[rank] += sum(len(heads) for source, heads in feed.items() if source != rank)
+            given = [len(feeds[rank]) for owner, feeds in lane.feeds.items() if owner != rank and rank in feeds]
+            send[rank] += max(given, default=0)
+    slot = max(len(lane.held) for lane in lanes)
+    return Room(slot * head, max(send) * head, max(receive) * head)
 
 
 def sub_steps(
