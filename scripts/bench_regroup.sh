@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# What regrouping buys: writes and bytes per write of the busiest prefill rank, with and without. --help shows the flags.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[[ -x $python ]] || python=python3
+export OMP_NUM_THREADS=1
+PYTHONPATH=$root exec "$python" "$root/scripts/bench_regroup.py" "$@"
