@@ -8,7 +8,9 @@ sockets stay open), then the server stops. A second signal stops it at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import socket
 from types import FrameType
 
@@ -56,6 +58,7 @@ class Server(uvicorn.Server):
 
 def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None = None) -> int:
     """Until a signal. The last socket is the one that this worker's requests carry."""
+    _raise_file_limit()
     host = callable_host(settings.advertise_host or settings.host)
     worker = Worker(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
     config = uvicorn.Config(
@@ -95,6 +98,14 @@ def listen(host: str, port: int) -> socket.socket:
     listening.listen(_BACKLOG)
     listening.setblocking(False)
     return listening
+
+
+def _raise_file_limit() -> None:
+    """Each request has up to five connections; the usual soft limit of 1,024 files would be 200 requests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # a container may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def callable_host(host: str) -> str:
