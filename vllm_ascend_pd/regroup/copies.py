@@ -108,6 +108,10 @@ class _PagedGather:
 
     def __call__(self, caches: Sequence[torch.Tensor]) -> None:
         key, value = (cache.permute(0, 2, 1, 3) for cache in caches[:2])
+        if self.keys.device.type != "cpu":  # this may run on another stream than the one that they were allocated on
+            stream = torch.get_device_module(self.keys.device).current_stream()
+            for tensor in (self.table, self.length, self.keys, self.values):
+                tensor.record_stream(stream)
         self.gather(key, value, self.table, self.length, self.keys, self.values)
 
 

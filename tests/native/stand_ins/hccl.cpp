@@ -19,7 +19,7 @@
 namespace stand_in {
 namespace {
 
-constexpr auto kPatience = std::chrono::seconds(60);
+constexpr auto kPatience = std::chrono::seconds(150);
 
 [[noreturn]] void give_up(const std::string& why) {
   std::fprintf(stderr, "stand-in for libhccl: %s\n", why.c_str());
