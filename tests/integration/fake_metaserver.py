@@ -26,6 +26,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Content-Length", str(len(payload)))
+        # One answer a connection: a kept one would go on answering for this script after the next one has begun.
+        self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(payload)
 
