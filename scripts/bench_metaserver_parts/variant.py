@@ -11,9 +11,9 @@ import httpx
 import uvicorn
 
 from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.metaserver.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.http1 import UpstreamError
 
 
 class AiohttpReply:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +65,16 @@ def running(
     listening += [] if canary else ["--no-canary"]
     process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=subprocess.PIPE)
     http = httpx.Client(base_url=urls[0], timeout=20, trust_env=False, verify=verify)
+    family: list[psutil.Process] = []
     try:
         until(lambda: _ready(http), 30)
+        family = psutil.Process(process.pid).children()
         yield Running(process, http, prefill, decode)
     finally:
         http.close()
+        for worker in family if process.poll() is not None else ():
+            with suppress(psutil.NoSuchProcess):  # its supervisor is dead: nothing may be left of a failed test
+                worker.kill()
         process.terminate()
         _, said = process.communicate(timeout=20)
         prefill.stop()
@@ -179,6 +186,8 @@ def _is_ready(url: str) -> bool:
 def test_workers_end_when_their_supervisor_is_killed() -> None:
     with running(workers=2) as r:
         workers = r.workers()
+        r.process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # reports pile up unread, so that its death is a reset of the line and not its end
         r.process.kill()
         until(lambda: not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE])
 

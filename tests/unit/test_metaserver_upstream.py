@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver import http1 as module
+from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Origin, Reply, Upstream, UpstreamError
 
 Handle = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

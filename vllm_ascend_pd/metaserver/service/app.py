@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
@@ -33,6 +36,8 @@ from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
+
+log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -105,6 +110,8 @@ class Worker:
         if self.file is not None:
             running["instances file"] = self.file.watch()
         tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in running.items()]
+        for task in tasks:
+            task.add_done_callback(_end_if_failed)
         try:
             yield
         finally:
@@ -164,6 +171,13 @@ class Worker:
     async def _metrics(self, _: Request) -> Response:
         METRICS.waiting.set(self.front.turnstile.keeper.waiting)
         return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+def _end_if_failed(task: asyncio.Task[None]) -> None:
+    """A worker without its probes or its heart looks alive and is not: better that it ends and is started again."""
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("%s failed, so this worker ends", task.get_name(), exc_info=task.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Doors:

@@ -71,8 +71,9 @@ class Hub:
         reader, self._writer = await asyncio.open_connection(sock=self._line, limit=MAX_LINE_BYTES)
         reporting = asyncio.create_task(self._report_up(), name="worker reports")
         try:
-            while line := await reader.readline():
-                self._heard(msgspec.json.decode(line))
+            with contextlib.suppress(ConnectionError):  # killed with news unread: not an end but a reset
+                while line := await reader.readline():
+                    self._heard(msgspec.json.decode(line))
             log.error("the supervisor is gone: this worker ends")
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
