@@ -82,15 +82,9 @@ def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Calla
     ids = [site.send(f"r{i}") for i in range(3)]
     prefill, decode = site.engines
     seen: dict[str, list[int]] = {}
+    checked: set[str] = set()
 
-    def all_received() -> bool:
-        for p_id, _ in ids:
-            if p_id in prefill.scheduler.requests and prefill.blocks_of(p_id):
-                seen[p_id] = prefill.blocks_of(p_id)
-        return len(decode.finished.received) >= len(ids)
-
-    run_until(site.engines, all_received)
-    for p_id, d_id in ids:
+    def compare(p_id: str, d_id: str) -> None:
         theirs = decode.blocks_of(d_id)
         for name in LAYERS:
             source = prefill.tensors[0][name][seen[p_id]]
@@ -98,6 +92,18 @@ def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Calla
                 landed = decode.tensors[rank][name][theirs[: len(seen[p_id])]]
                 assert torch.equal(landed[:-1], source[:-1]), f"{d_id}: rank {rank}, {name}"
                 assert torch.equal(landed[-1, 0, : TOKENS % BLOCK], source[-1, 0, : TOKENS % BLOCK])
+
+    def all_received() -> bool:
+        """Each is compared in the step that reports it: a few steps later D has decoded it and let its blocks go."""
+        for p_id, d_id in ids:
+            if p_id in prefill.scheduler.requests and prefill.blocks_of(p_id):
+                seen[p_id] = prefill.blocks_of(p_id)
+            if d_id in decode.finished.received and d_id not in checked:
+                checked.add(d_id)
+                compare(p_id, d_id)
+        return len(checked) == len(ids)
+
+    run_until(site.engines, all_received)
     run_until(site.engines, lambda: [engine.free_blocks() for engine in site.engines] == free)
     for _ in range(5):
         for engine in site.engines:
