@@ -10,7 +10,6 @@ table is made twice: `polite` replaces that spin in all three systems, `as it is
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 import httpx
 
 from scripts.support.client import Answer, body_of, complete, post, prompt
-from scripts.support.cluster import STRICT, Cluster
+from scripts.support.cluster import STRICT, Cluster, fresh_directory
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.models import RECIPES, ROOT, ensure
@@ -189,8 +188,7 @@ def main() -> int:
     args = parser.parse_args()
     modes = [("polite", True), ("as it is", False)]
     modes = [mode for mode in modes if args.spin in ("both", mode[0].replace(" ", "-"))]
-    out = ROOT / "out" / "bench_pair"
-    shutil.rmtree(out, ignore_errors=True)
+    out = fresh_directory("bench_pair")
     rows: list[str] = []
     leaks: list[str] = []
     for title, polite in modes:

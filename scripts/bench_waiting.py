@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import threading
@@ -23,9 +22,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from scripts.support.client import body_of, complete, leave_after, prompt
-from scripts.support.cluster import STRICT, Cluster, Metaserver
+from scripts.support.cluster import STRICT, Cluster, Metaserver, fresh_directory
 from scripts.support.engine import Engine
-from scripts.support.models import ROOT, ensure
+from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
 WANTED_CORES = 0.3
@@ -118,9 +117,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    out = ROOT / "out" / "bench_waiting"
-    shutil.rmtree(out, ignore_errors=True)
-    with Cluster(out) as cluster:
+    with Cluster(fresh_directory("bench_waiting")) as cluster:
         model, ports = ensure("gqa"), [cluster.port() for _ in range(3)]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         stock = {"patient": False, "patient_shm": "off"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import signal
 import statistics
 import sys
@@ -225,16 +224,16 @@ def main() -> int:
         dry_run(args)
         return 0
     from scripts.support.client import RequestFailed
-    from scripts.support.cluster import Cluster
+    from scripts.support.cluster import Cluster, fresh_directory
     from scripts.support.process import ProcessDied
     from scripts.support.timeline import Trace
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begun = time.monotonic()
-    shutil.rmtree(OUT, ignore_errors=True)
+    out = fresh_directory("quickstart")
     tried = cases()
     wrong: list[str] = []
-    with Cluster(OUT, port_base=args.port_base) as cluster:
+    with Cluster(out, port_base=args.port_base) as cluster:
         front = ""
         try:
             wrong, front = tour(args, cluster, tried)
@@ -251,7 +250,7 @@ def main() -> int:
     equal = sum(str(case.facts.get("tokens")).startswith(("equal", "tie")) for case in tried)
     print(
         f"\n{equal} of {len(tried)} answers are the single engine's, {len(cluster.leaks)} processes left behind, "
-        f"{time.monotonic() - begun:.0f} s; logs and traces in {OUT.relative_to(ROOT)}"
+        f"{time.monotonic() - begun:.0f} s; logs and traces in {out.relative_to(ROOT)}"
     )
     if wrong:
         return 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from scripts.support.engine import Engine
 from scripts.support.models import ROOT
@@ -32,6 +34,19 @@ START_DEADLINE_S = 400.0  # six workers on two busy cores have taken five minute
 
 def say(line: str) -> None:
     print(line, flush=True)
+
+
+def fresh_directory(name: str) -> Path:
+    """out/<name>/<pid>: of this run alone, so that two runs of one clone do not disturb each other. What ended runs
+    left there is removed."""
+    parent = ROOT / "out" / name
+    for old in parent.glob("*"):
+        if not (old.name.isdigit() and psutil.pid_exists(int(old.name))):
+            shutil.rmtree(old, ignore_errors=True)
+    directory = parent / str(os.getpid())
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
 
 
 class Metaserver:

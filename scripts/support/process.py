@@ -108,8 +108,8 @@ class Child:
         if self.alive:
             os.kill(self.pid, number)
 
-    def stop(self, grace_s: float = 25.0) -> list[str]:
-        """End the tree; returns what had to be killed by force (a clean stop returns nothing)."""
+    def stop(self, grace_s: float = 30.0) -> list[str]:
+        """End the tree; returns what had to be killed by force (a clean stop returns nothing). Never raises."""
         known = self.members()
         self.signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):  # named below as a process that had to be killed
@@ -118,23 +118,21 @@ class Child:
         psutil.wait_procs([p for p in known if p.pid != self.pid], timeout=10.0)
         left = {p.pid: p for p in (*known, *self.members()) if _runs(p)}
         told = [f"{self.name}: pid {pid} ({_title(p)}) did not end by itself" for pid, p in left.items()]
-        for process in left.values():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(list(left.values()), timeout=10.0)
-        self._popen.wait(10.0)
-        return told
+        return told + self._kill(list(left.values()))
 
-    def kill(self) -> None:
-        """SIGKILL to every member at once: what a crash of the machine's part looks like to others."""
-        for process in self.members():
-            try:
+    def kill(self) -> list[str]:
+        """SIGKILL to every member at once: what a crash looks like to others. Returns what is still there."""
+        return self._kill(self.members())
+
+    def _kill(self, processes: list[psutil.Process]) -> list[str]:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self._popen.wait(10.0)
+        _, alive = psutil.wait_procs([p for p in processes if p.pid != self.pid], timeout=30.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(30.0)
+        stuck = [p.pid for p in alive] + ([self.pid] if self.alive else [])
+        return [f"{self.name}: pid {pid} is still there after SIGKILL" for pid in stuck]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -6,19 +6,15 @@ A start takes 20 to 40 s on two cores, so the tests are grouped by the engines t
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from pairs import Pair, PairMaker
 
-from scripts.support.cluster import STRICT, Cluster
+from scripts.support.cluster import STRICT, Cluster, fresh_directory
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
-from scripts.support.models import ROOT
-
-OUT = ROOT / "out" / "integration"
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +41,8 @@ def tally(told: Callable[[str], None]) -> Iterator[Tally]:
 
 @pytest.fixture(scope="session")
 def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
-    shutil.rmtree(OUT, ignore_errors=True)
     begun = time.monotonic()
-    with Cluster(OUT, progress=told) as cluster:
+    with Cluster(fresh_directory("integration"), progress=told) as cluster:
         yield cluster
     told(f"engines: {cluster.starts} servers started, {time.monotonic() - begun:.0f} s in all")
     assert not cluster.leaks, cluster.leaks

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness itself: it must notice a wrong token, a process left behind, and bytes that were late."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.support.compare import Tally, TokensDiffer, first_difference
+from scripts.support.process import Child, free_port
+from scripts.support.timeline import Trace, picture
+
+
+@contextmanager
+def reference(gap: float) -> Iterator[str]:
+    """A single engine whose two best logits are `gap` apart, whatever it is asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            top = {"token_id:5": -1.0, "token_id:6": -1.0 - gap}
+            payload = json.dumps({"choices": [{"logprobs": {"top_logprobs": [top]}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, name="reference", kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5.0)
+
+
+def test_a_missing_token_is_a_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def test_a_token_that_differs_without_a_tie_fails_and_names_the_gap() -> None:
+    with reference(gap=0.01) as url, pytest.raises(TokensDiffer, match=r"1\.000e-02 apart"):
+        Tally().check("answer", [7], [1, 2], [1, 3], url)
+
+
+def test_a_tie_is_excused_once_in_a_run_of_less_than_a_thousand() -> None:
+    tally = Tally()
+    with reference(gap=5e-5) as url:
+        tally.check("first", [7], [1, 2], [1, 3], url)
+        assert tally.summary().endswith("1 excused")
+        with pytest.raises(TokensDiffer, match="too many"):
+            tally.check("second", [7], [1, 2], [1, 3], url)
+
+
+def test_a_shorter_answer_is_never_excused() -> None:
+    with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="shorter"):
+        Tally().check("answer", [7], [1, 2], [1], url)
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def _start(code: str, directory: Path) -> Child:
+    return Child("child", [sys.executable, "-c", code], directory / "log", os.environ, directory)
+
+
+def test_a_process_that_does_not_end_is_killed_and_named_with_its_descendants(tmp_path: Path) -> None:
+    child = _start(STUBBORN, tmp_path)
+    until = time.monotonic() + 20.0
+    while not child.log.read_text().strip() and time.monotonic() < until:
+        time.sleep(0.05)
+    grandchild = int(child.log.read_text())
+    told = child.stop(grace_s=0.5)
+    assert any(str(child.pid) in line for line in told)
+    assert not child.alive
+    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_ends_when_asked_is_no_leak(tmp_path: Path) -> None:
+    assert _start("import time; time.sleep(600)", tmp_path).stop() == []
+
+
+def test_a_grandchild_that_survives_its_parent_is_named(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    child = _start(code, tmp_path)
+    until = time.monotonic() + 20.0
+    while child.alive and time.monotonic() < until:
+        time.sleep(0.05)
+    told = child.stop()
+    assert len(told) == 1, told
+
+
+def test_ports_are_given_once() -> None:
+    ports = [free_port() for _ in range(20)]
+    assert len(set(ports)) == 20
+
+
+def _trace(directory: Path, late: bool) -> Trace:
+    """Two layers of 100 bytes; the first lands before or after the second layer's hook."""
+    worker = [
+        {"t": 0.0, "stage": "clock", "wall": 1000.0, "role": "prefill-worker"},
+        {"t": 1.0, "stage": "step", "transfer": "x", "step": 1, "before": 0, "after": 8},
+        {"t": 2.0, "stage": "layer_computed", "step": 1, "layer": 0, "of": 2},
+        {"t": 2.1, "stage": "layer_submitted", **_batch(0)},
+        {"t": 2.2, "stage": "layer_pushed", "ok": True, **_batch(0)},
+        {"t": 3.0, "stage": "layer_computed", "step": 1, "layer": 1, "of": 2},
+        {"t": 3.1, "stage": "layer_submitted", **_batch(1)},
+        {"t": 3.2, "stage": "layer_pushed", "ok": True, **_batch(1)},
+    ]
+    if late:
+        worker[4]["t"] = 3.05
+    scheduler = [
+        {"t": 100.0, "stage": "clock", "wall": 1000.0, "role": "decode-scheduler"},
+        {"t": 100.5, "stage": "reserved", "transfer": "x"},
+        {"t": 103.5, "stage": "reported", "transfer": "x"},
+    ]
+    for name, events in (("prefill-worker-1", worker), ("decode-scheduler-2", scheduler)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + '{"t": 9')
+    return Trace(directory)
+
+
+def _batch(layer: int) -> dict[str, object]:
+    return {"peer": "h:1", "layers": [layer], "steps": [1], "bytes": 100, "descriptors": 1, "transfers": ["x"]}
+
+
+@pytest.mark.parametrize(("late", "hidden"), [(False, 0.5), (True, 0.0)])
+def test_only_bytes_that_landed_before_the_last_hook_are_hidden(tmp_path: Path, late: bool, hidden: float) -> None:
+    trace = _trace(tmp_path, late)
+    assert trace.transfers() == ["x"]
+    way = trace.way("x")
+    assert (way.nbytes, way.descriptors, way.hidden()) == (200, 2, hidden)
+    assert way.exposed_s() == pytest.approx(0.2)
+    assert any("layer  1" in row for row in picture(way))
+
+
+def test_clocks_of_two_hosts_are_brought_together_by_the_wall_clock(tmp_path: Path) -> None:
+    moments = _trace(tmp_path, late=False).way("x").moments
+    assert moments["D scheduler reported"] - moments["D scheduler reserved"] == pytest.approx(3.0)
+    way = _trace(tmp_path, late=False).way("x")
+    first = min(way.computed.values())
+    assert first - way.moments["D scheduler reserved"] == pytest.approx(1.5)
