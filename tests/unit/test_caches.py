@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runtime_pair import TokenMajorDevice
+from runtime_caches import TokenMajorDevice
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_ascend_pd.device.base import Device, current

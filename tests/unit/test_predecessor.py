@@ -35,7 +35,7 @@ DEFECTS: dict[int, Defect] = {
         (
             f"{UNIT}/test_decisions_push.py::test_blocks_are_held_until_the_workers_report_once",
             f"{UNIT}/test_runtime_faults.py::test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet",
-            f"{UNIT}/test_runtime_faults.py::test_writes_that_do_not_return_before_preemption_fail_the_push_first",
+            f"{UNIT}/test_runtime_preemption.py::test_writes_that_do_not_return_before_preemption_fail_the_push_first",
             f"{INTEGRATION}/test_gqa.py::TestFromTp2::test_a_client_that_leaves_gives_all_blocks_back",
         ),
     ),
@@ -62,8 +62,8 @@ DEFECTS: dict[int, Defect] = {
         (
             f"{UNIT}/test_decisions_push.py::test_a_preempted_request_starts_over_with_its_new_blocks",
             f"{UNIT}/test_decisions_push.py::AnySequence::compute",
-            f"{UNIT}/test_runtime_faults.py::test_a_preempted_request_starts_over_on_other_blocks",
-            f"{UNIT}/test_runtime_faults.py::"
+            f"{UNIT}/test_runtime_preemption.py::test_a_preempted_request_starts_over_on_other_blocks",
+            f"{UNIT}/test_runtime_preemption.py::"
             "test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_pushed",
             f"{INTEGRATION}/test_gqa.py::TestFromTp2::test_preemption_on_prefill_starts_the_push_over",
         ),

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from runtime_pair import DecodeSite, MakeTransport, Model, PrefillSite, config, sites, until
+from runtime_caches import Model
+from runtime_pair import DecodeSite, MakeTransport, PrefillSite, config, sites, until
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 

@@ -1,97 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both runtimes when something goes wrong: late, preempted, aborted, cancelled, silent, corrupted, dead."""
+"""Both runtimes when something goes wrong: late, aborted, cancelled, silent, corrupted, dead, closing."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
-from runtime_pair import (
-    UNTOUCHED,
-    DecodeSite,
-    HeldDevice,
-    Model,
-    PrefillSite,
-    config,
-    free_port_is,
-    own_threads,
-    sites,
-    traced,
-    until,
-)
+from runtime_caches import HeldDevice, Model
+from runtime_pair import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites, traced, until
+from runtime_wires import DyingWire, FlippingWire, LossyWire, SlowWire
 
 from vllm_ascend_pd.device.cpu import CpuDevice
-from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.runtime.loop import LoopThread
-from vllm_ascend_pd.runtime.pusher import IN_FLIGHT
-from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 PLANES = Model("opaque")
 TUPLES = Model("token")
-
-
-class SlowWire(MemoryTransport):
-    """Writes land when the test lets them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open = threading.Event()
-        self.asked = threading.Event()
-
-    def land(self, write: Write) -> WriteState:
-        self.asked.set()
-        return super().land(write) if self.open.is_set() else WriteState.PENDING
-
-
-class LossyWire(MemoryTransport):
-    """Says that a write failed, as Mooncake does while the bytes are still under way."""
-
-    def land(self, write: Write) -> WriteState:
-        super().land(write)
-        return WriteState.FAILED
-
-
-class FlippingWire(MemoryTransport):
-    """One bit of every write into one address range arrives flipped."""
-
-    def __init__(self, spoiled: range) -> None:
-        super().__init__()
-        self.spoiled = spoiled
-
-    def land(self, write: Write) -> WriteState:
-        state = super().land(write)
-        for at in write.dst.tolist():
-            if at in self.spoiled:
-                byte = ctypes.c_uint8.from_address(at)
-                byte.value ^= 1
-        return state
-
-
-class DyingWire(MemoryTransport):
-    """The engine breaks in the writer's hands."""
-
-    def __init__(self, at: str) -> None:
-        super().__init__()
-        self._at, self._polls = at, 0
-
-    def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
-        if self._at == "submit":
-            raise OSError("the engine broke in submit")
-        return super().submit(session, src, dst, size)
-
-    def poll(self, handle: int) -> WriteState:
-        self._polls += 1
-        if self._at == "poll" and self._polls == 2:
-            raise OSError("the engine broke in poll")
-        return super().poll(handle)
 
 
 # -- late
@@ -139,198 +66,6 @@ def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> Non
         p.prefill(kept)
         assert d.received(kept)[0].ok
         d.check(kept)
-
-
-# -- preemption on P
-
-
-@pytest.mark.parametrize("lost_after", [1, 2], ids=["one chunk", "two chunks"])
-@pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
-def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: bool) -> None:
-    device = HeldDevice()
-    p, d = PrefillSite(TUPLES, 2, device=device), DecodeSite(TUPLES, 1)
-    with sites(p, d), traced() as events:
-        if not held:
-            device.open.set()
-        request, other = d.reserve("r", 30), d.reserve("other", 30)
-        d.step()
-        assert p.admit(request) is None
-        for count in (11, 10)[:lost_after]:
-            p.compute((request, count))
-        if held:
-            until(lambda: sum(stage == "ready" for stage, _ in events) >= 4, "READY of two ranks, told by both sides")
-        else:
-            until(lambda: sum(stage == "layer_pushed" for stage, _ in events) >= 2)
-        lost = list(request.p_blocks)
-        p.preempt(request)
-        for cache in p.caches.values():
-            cache.scribble(lost, 99)
-        p.prefill(other)
-        device.open.set()
-        assert d.received(other)[0].ok
-        assert request.name not in d.done, "a request is done although it was preempted"
-        for count in (20, 10):
-            p.compute((request, count))
-        assert d.received(request)[0].ok
-        d.check(request, other)
-        p.finish(request)
-        p.released_blocks_of(request)
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
-def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) -> None:
-    device = HeldDevice()
-    p, d = (
-        PrefillSite(TUPLES, 2, push=config(verify="off"), device=device),
-        DecodeSite(TUPLES, 1, push=config(verify="off")),
-    )
-    with sites(p, d):
-        if not held:
-            device.open.set()
-        request = d.reserve("r", 30)
-        d.step()
-        p.prefill(request, 20, 10)
-        if not held:
-            assert d.received(request)[0].ok
-        lost = list(request.p_blocks)
-        p.preempt(request)
-        for cache in p.caches.values():
-            cache.scribble(lost, 99)
-        device.open.set()
-        p.compute((request, 30))
-        (report,) = d.received(request)
-        assert report.ok != held, report
-        if report.ok:
-            d.check(request)
-        p.finish(request)
-        p.released_blocks_of(request)
-
-
-def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_pushed() -> None:
-    """Who owns which tokens differs from step to step. A rank that was done before the preemption says nothing more, so
-    what the others would push in new steps is not what is missing."""
-    model, held = Model("latent", heads=1), HeldDevice()
-    done = HeldDevice()
-    done.open.set()
-    p = PrefillSite(model, 2, push=config(verify="off"), device=lambda rank: (done, held)[rank])
-    d = DecodeSite(model, 1, push=config(verify="off"))
-    with sites(p, d), traced() as events:
-        request, other = d.reserve("r", 64), d.reserve("other", 64)
-        d.step()
-        assert p.admit(request) is None and p.admit(other) is None
-        p.compute((request, 64))
-        until(lambda: any(stage == "push_closed" for stage, _ in events), "the rank whose device is fast")
-        lost = list(request.p_blocks)
-        p.preempt(request)
-        for cache in p.caches.values():
-            cache.scribble(lost, 99)
-        held.open.set()
-        p.compute((other, 64), (request, 64))
-        (report,) = d.received(request)
-        if report.ok:
-            d.check(request)
-        assert d.received(other)[0].ok
-        d.check(other)
-        for each in (request, other):
-            p.finish(each)
-        p.released_blocks_of(request, other)
-
-
-def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
-    """Two batches are out, four layers wait behind them: these must not be read any more, though one of the two returns
-    long before the other."""
-
-    class Turnstile(MemoryTransport):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tickets = threading.Semaphore(0)
-
-        def land(self, write: Write) -> WriteState:
-            return super().land(write) if self.tickets.acquire(blocking=False) else WriteState.PENDING
-
-    wire, model = Turnstile(), Model("token", layers=6)
-    push = config(preempt_drain_s=20.0, fuse_layers=1)
-    p, d = PrefillSite(model, 1, push=push, make_transport=lambda: wire), DecodeSite(model, 1)
-    with sites(p, d), traced() as events:
-
-        def submitted() -> int:
-            return sum(stage == "layer_submitted" for stage, _ in events)
-
-        def one_by_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
-            worker.save_layer(name, tensor)
-            index = model.names.index(name)
-            if index < IN_FLIGHT:
-                until(lambda: submitted() == index + 1, "a batch of its own")
-
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 1))  # nothing to push yet, but READY
-        until(lambda: sum(stage == "ready" for stage, _ in events) >= 2)
-        p.compute((request, 20), hook=one_by_one)
-        openers = [
-            threading.Timer(seconds, wire.tickets.release, (count,)) for seconds, count in ((0.1, 1), (0.3, 999))
-        ]
-        for opener in openers:
-            opener.start()
-        lost = list(request.p_blocks)
-        p.preempt(request)
-        for opener in openers:
-            opener.join()
-        assert submitted() == IN_FLIGHT
-        for cache in p.caches.values():
-            cache.scribble(lost, 99)
-        p.compute((request, 30))
-        (report,) = d.received(request)
-        assert report.ok, report
-        d.check(request)
-
-
-def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push() -> None:
-    """The writer's thread may hear that everything was computed only when the blocks are gone already."""
-    device = HeldDevice()
-    p = PrefillSite(TUPLES, 1, push=config(verify="off"), device=device)
-    d = DecodeSite(TUPLES, 1, push=config(verify="off"))
-    with sites(p, d), traced() as events:
-        request = d.reserve("r", 30)
-        d.step()
-        p.prefill(request)
-        until(lambda: sum(stage == "ready" for stage, _ in events) >= 2, "READY, told by both sides")
-        p.book.preempted(request.p_name)
-        step = p.book.take_step(p.geometry)
-        (worker,) = p.workers.values()
-        worker.preempt(step)
-        device.open.set()
-        until(
-            lambda: device.seen_done >= TUPLES.layers, "the writer's thread to see the layers, and the end behind them"
-        )
-        time.sleep(0.05)
-        worker.bind(step)
-        (report,) = d.received(request)
-        assert not report.ok, "a request without any KV ended well"
-
-
-def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> None:
-    wire = SlowWire()
-    p = PrefillSite(TUPLES, 1, push=config(preempt_drain_s=0.05), make_transport=lambda: wire)
-    d = DecodeSite(TUPLES, 1)
-    with sites(p, d), traced() as events:
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
-        until(wire.asked.is_set, "a write that is out")
-        p.preempt(request)
-        until(lambda: any(stage == "fencing" for stage, _ in events), "D learns that it failed")
-        for _ in range(10):
-            d.step()
-        assert request.name not in d.done, "the write may still land: D keeps its blocks"
-        wire.open.set()
-        (report,) = d.received(request)
-        assert not report.ok and report.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
-        p.compute((request, 30))  # it goes on without being pushed
-        p.finish(request)
-        p.released_blocks_of(request)
 
 
 # -- the request ends early on one side
@@ -556,7 +291,7 @@ def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(who: str
 
 def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
     """Its transfer engine is closed before it leaves, and it vouches for that."""
-    push = config(quiet_s=0.3, lease_s=0.6, margin_s=0.1)
+    push = config(quiet_s=0.3, lease_s=1.4, margin_s=0.2)
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
     with sites(p, d), traced() as events:

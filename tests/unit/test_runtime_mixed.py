@@ -8,7 +8,8 @@ import os
 import random
 
 import pytest
-from runtime_pair import DecodeSite, Model, PrefillSite, Request, config, sites, until
+from runtime_caches import Model
+from runtime_pair import DecodeSite, PrefillSite, Request, config, sites, until
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

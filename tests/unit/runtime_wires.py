@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer engines that misbehave, for the tests of the runtimes: the in-process one, with a fault of its own each."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.memory import MemoryTransport, Write
+
+
+class SlowWire(MemoryTransport):
+    """Writes land when the test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.asked = threading.Event()
+
+    def land(self, write: Write) -> WriteState:
+        self.asked.set()
+        return super().land(write) if self.open.is_set() else WriteState.PENDING
+
+
+class LossyWire(MemoryTransport):
+    """Says that a write failed, as Mooncake does while the bytes are still under way."""
+
+    def land(self, write: Write) -> WriteState:
+        super().land(write)
+        return WriteState.FAILED
+
+
+class FlippingWire(MemoryTransport):
+    """One bit of every write into one address range arrives flipped."""
+
+    def __init__(self, spoiled: range) -> None:
+        super().__init__()
+        self.spoiled = spoiled
+
+    def land(self, write: Write) -> WriteState:
+        state = super().land(write)
+        for at in write.dst.tolist():
+            if at in self.spoiled:
+                byte = ctypes.c_uint8.from_address(at)
+                byte.value ^= 1
+        return state
+
+
+class DyingWire(MemoryTransport):
+    """The engine breaks in the writer's hands."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at, self._polls = at, 0
+
+    def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
+        if self._at == "submit":
+            raise OSError("the engine broke in submit")
+        return super().submit(session, src, dst, size)
+
+    def poll(self, handle: int) -> WriteState:
+        self._polls += 1
+        if self._at == "poll" and self._polls == 2:
+            raise OSError("the engine broke in poll")
+        return super().poll(handle)
