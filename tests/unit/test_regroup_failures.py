@@ -78,6 +78,22 @@ def test_a_push_that_failed_on_one_rank_alone_does_not_keep_it_out() -> None:
         assert p.is_quiet(), str(p.stats())
 
 
+def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
+    """Rank 1 has closed a push that rank 0 still believes in when the next step begins."""
+    p, one, two = engine(Cache(tp=2), timeout_s=5.0), DecodeSite(Cache()), DecodeSite(Cache())
+    with running(p, one, two):
+        lost, other = one.reserve(64), two.reserve(64)
+        p.admit(lost)  # its D has not heard of it: nobody tells rank 0
+        started(p, other)
+        p.compute((lost, 32), (other, 32))
+        runtime = p.ranks[1].runtime
+        for push in [work.push for work in runtime._works.values() if work.reservation == lost.reservation]:
+            runtime._abort(push, "PD-XFER-002", "injected")
+        p.compute((lost, 32), (other, 32))
+        assert p.ended(other)
+        two.check(other)
+
+
 def test_an_aborted_request_is_exchanged_by_nobody_alone() -> None:
     p, d = engine(Cache(tp=2)), DecodeSite(Cache())
     with running(p, d):

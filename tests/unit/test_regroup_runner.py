@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from regroup_kit import Cache, DecodeSite, config
-from regroup_runner import RUNS
+from regroup_prefill import Here, PrefillSite, Share, running
+from regroup_runner import RUNS, AscendRank
 from regroup_worker import Fleet
+
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.regroup.parts import allocate
 
 MODES = {"direct": "never", "regrouped": "always"}
 
@@ -47,6 +52,34 @@ def test_pushes_are_complete_and_right_however_the_hooks_are_called(
     finally:
         fleet.shut(p)
         d.close()
+
+
+@pytest.mark.parametrize("hook", ["nameless", "fresh lists", "with strangers", "twice"])
+def test_a_layer_is_pushed_when_its_nameless_hook_fires_and_not_at_the_end_of_the_step(hook: str) -> None:
+    cache = Cache(tp=1, layers=3)
+    rank = AscendRank(cache, Contributor(0, 0), allocate, push=config(regroup="never"))
+    p, d = PrefillSite(cache, [Here(rank)]), DecodeSite(cache)
+    written: list[int] = []
+    original = rank.write
+
+    def noting(own: int, shares: Sequence[Share]) -> None:
+        written.append(own)
+        original(own, shares)
+
+    rank.write = noting  # type: ignore[method-assign]
+    with running(p, d):
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        computed: list[tuple[int, int]] = []
+        unsubscribe = trace.subscribe(
+            lambda stage, facts: computed.append((facts["layer"], written[-1])) if stage == "layer_computed" else None
+        )
+        p.compute((prompt, 64), hook=hook)
+        unsubscribe()
+        assert computed == [(0, 0), (1, 1), (2, 2)]
+        assert p.ended(prompt)
+        d.check(prompt)
 
 
 @pytest.mark.parametrize("mode", MODES)
