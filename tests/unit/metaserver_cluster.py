@@ -52,6 +52,7 @@ def cluster(prefill: int = 1, decode: int = 1, **settings: Any) -> Iterator[Clus
                 prefill=tuple(e.address for e in ps),
                 decode=tuple(e.address for e in ds),
                 probe_every_s=0.1,
+                probe_timeout_s=10.0,  # a busy machine is no ill engine
                 heartbeat_s=0.2,
                 canary=False,
             ),

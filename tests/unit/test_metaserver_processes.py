@@ -173,7 +173,7 @@ def test_one_canary_proves_a_pair_for_all_workers_also_for_one_that_comes_later(
         until(lambda: len(r.workers()) == 2 and second.pid not in [w.pid for w in r.workers()])
         for url in urls:
             until(lambda url=url: _is_ready(url), 20)
-        assert len(r.prefill.generations()) == 2
+        assert len(r.prefill.generations()) >= 2
 
 
 def _is_ready(url: str) -> bool:
