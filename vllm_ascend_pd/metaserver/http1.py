@@ -17,6 +17,7 @@ from typing import NamedTuple
 import httptools
 
 from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.metaserver.within import within
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -377,7 +378,7 @@ class Upstream:
                 making = loop.create_connection(
                     lambda: _Connection(loop, pool, self._idle_s), origin.host, origin.port, ssl=tls
                 )
-                _, connection = await asyncio.wait_for(making, self._connect_s)
+                _, connection = await within(self._connect_s, making, lambda made: made[1].abort())
         except asyncio.TimeoutError as problem:
             raise UpstreamError(Failure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
         except OSError as problem:

@@ -24,6 +24,7 @@ from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.within import within
 
 _PROMPT_TOKENS = 192  # more than one block of 128
 _TOKEN_IDS = range(3, 256)  # in every vocabulary
@@ -85,7 +86,7 @@ class Canary:
     async def _fly(self, prefill: Instance, decode: Instance) -> None:
         proof = _proof(prefill, decode)
         try:
-            self.last_error = await asyncio.wait_for(self._try(prefill, decode), _PATIENCE_S)
+            self.last_error = await within(_PATIENCE_S, self._try(prefill, decode))
         except asyncio.TimeoutError:
             self.last_error = f"no answer within {_PATIENCE_S:g} s"
         except UpstreamError as problem:

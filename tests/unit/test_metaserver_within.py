@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A time limit keeps its time, its cancellations and its results apart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from vllm_ascend_pd.metaserver.within import within
+
+
+async def test_a_result_in_time_is_given() -> None:
+    assert await within(5.0, asyncio.sleep(0, "result")) == "result"
+
+
+async def test_an_error_in_time_is_raised() -> None:
+    async def fails() -> None:
+        raise OSError("why")
+
+    with pytest.raises(OSError, match="why"):
+        await within(5.0, fails())
+
+
+async def test_work_that_takes_too_long_is_cancelled() -> None:
+    ended = asyncio.Event()
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with pytest.raises(asyncio.TimeoutError):
+        await within(0.01, long())
+    await asyncio.wait_for(ended.wait(), 5)
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_a_cancellation_is_never_lost_whenever_it_comes(steps: int) -> None:
+    """At each step of the loop around the moment in which the work is done."""
+    abandoned: list[str] = []
+    work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def waits() -> str:
+        return await work
+
+    waiting = asyncio.create_task(within(60.0, waits(), abandoned.append))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    work.set_result("made")
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    if not waiting.cancel():
+        assert waiting.result() == "made"
+        return
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert abandoned in ([], ["made"])

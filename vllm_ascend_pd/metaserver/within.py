@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A time limit that never loses a cancellation.
+
+Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes in the moment in which the work is done. A loop
+that was to end then goes on for ever, and a request whose client left is served to nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T], abandoned: Callable[[T], object] | None = None) -> T:
+    """The result of `work`, or asyncio.TimeoutError. A result that nobody waits for any more goes to `abandoned`."""
+    task = asyncio.get_running_loop().create_task(work)
+    taken = False
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        taken = True
+        return task.result()
+    finally:
+        if not taken:
+            task.add_done_callback(lambda done: _abandon(done, abandoned))
+            task.cancel()
+
+
+def _abandon(task: asyncio.Task[T], abandoned: Callable[[T], object] | None) -> None:
+    if task.cancelled() or task.exception() is not None:
+        return
+    if abandoned is not None:
+        abandoned(task.result())
