@@ -274,3 +274,14 @@ def test_memory_stays_flat_over_many_requests() -> None:
 
             first = ask(300)
             assert ask(600) < first + (8 << 20)
+
+
+def test_a_flag_that_is_given_again_adds_to_what_came_before() -> None:
+    from vllm_ascend_pd.cli.__main__ import parser
+    from vllm_ascend_pd.cli.metaserver import settings_of
+
+    words = "metaserver --prefill a:1 --prefill b:2 c:3 --decode d:4 --prefiller-hosts e --prefiller-ports 5"
+    words += " --prefiller-hosts f --prefiller-ports 6"
+    settings = settings_of(parser().parse_args(words.split()))
+    assert settings.prefill == ("a:1", "b:2", "c:3", "e:5", "f:6") and settings.decode == ("d:4",)
+    assert settings_of(parser().parse_args(["metaserver"])).prefill == ()  # the default is not what was added to

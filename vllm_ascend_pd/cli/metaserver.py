@@ -52,8 +52,8 @@ def _listening(group: Any) -> None:
 
 
 def _instances(group: Any) -> None:
-    group.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="prefill engines")
-    group.add_argument("--decode", nargs="+", default=[], metavar="URL", help="decode engines")
+    group.add_argument("--prefill", nargs="+", action="extend", default=[], metavar="URL", help="prefill engines")
+    group.add_argument("--decode", nargs="+", action="extend", default=[], metavar="URL", help="decode engines")
     group.add_argument(
         "--instances", default="", metavar="FILE", help="YAML with prefill and decode lists; read again when it changes"
     )
@@ -100,8 +100,12 @@ def _security(group: Any) -> None:
 
 def _predecessor(group: Any) -> None:
     for role, name in (("prefiller", "prefill"), ("decoder", "decode")):
-        group.add_argument(f"--{role}-hosts", nargs="+", default=[], metavar="HOST", help=f"hosts of {name} engines")
-        group.add_argument(f"--{role}-ports", nargs="+", type=int, default=[], metavar="PORT", help="their ports")
+        group.add_argument(
+            f"--{role}-hosts", nargs="+", action="extend", default=[], metavar="HOST", help=f"hosts of {name} engines"
+        )
+        group.add_argument(
+            f"--{role}-ports", nargs="+", action="extend", type=int, default=[], metavar="PORT", help="their ports"
+        )
     group.add_argument("--max-retries", type=int, default=None, help="same as --attempts")
     group.add_argument("--retry-delay", type=float, default=None, help="first delay between attempts, in seconds")
 
