@@ -25,7 +25,7 @@ import psutil
 from scripts.support.engine import Engine
 from scripts.support.models import ROOT
 from scripts.support.process import Child, ProcessDied, free_port
-from scripts.support.spec import EngineSpec, child_environment, metaserver_command, on_npu
+from scripts.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command, on_npu
 
 Progress = Callable[[str], None]
 STRICT = ("--no-canary", "--without-prefill", "refuse")  # nothing moves but what a test sends; no D prefills by itself
@@ -52,11 +52,12 @@ def fresh_directory(name: str) -> Path:
 class Metaserver:
     """A started metaserver process."""
 
-    def __init__(self, port: int, prefill: list[str], decode: list[str], logs: Path, options: tuple[str, ...]) -> None:
+    def __init__(self, port: int, prefill: list[str], decode: list[str], logs: Path, how: MetaserverSpec) -> None:
         self.url = f"http://127.0.0.1:{port}"
         name = f"metaserver-{port}"
-        command = metaserver_command(port, prefill, decode, options)
-        self.process = Child(name, command, logs / f"{name}.log", child_environment(), ROOT)
+        command = metaserver_command(port, prefill, decode, how.options, how.module)
+        environment = {**child_environment(how.plugins), **how.environment}
+        self.process = Child(name, command, logs / f"{name}.log", environment, ROOT)
 
     name = "metaserver"
 
@@ -145,11 +146,17 @@ class Cluster:
         return spec.at(spec.port or self.port(), devices)
 
     def metaserver(
-        self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, options: tuple[str, ...] = ()
+        self,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        port: int = 0,
+        how: MetaserverSpec | tuple[str, ...] = (),
     ) -> Metaserver:
+        """`how` is a whole specification, or only the options."""
         begun = time.monotonic()
         urls = ([engine.url for engine in prefill], [engine.url for engine in decode])
-        server = Metaserver(port or self.port(), *urls, self.logs, options)
+        spec = how if isinstance(how, MetaserverSpec) else MetaserverSpec(how)
+        server = Metaserver(port or self.port(), *urls, self.logs, spec)
         self._running.append(server)
         try:
             self._wait([server], begun, deadline_s=90.0)

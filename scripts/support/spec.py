@@ -123,6 +123,22 @@ class EngineSpec:
         return f"{self.name} ({ROLES[self.role]}, {shape}{connector})"
 
 
-def metaserver_command(port: int, prefill: list[str], decode: list[str], options: tuple[str, ...] = ()) -> list[str]:
-    words = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver", "--host", "127.0.0.1", "--port", str(port)]
+@dataclass(frozen=True)
+class MetaserverSpec:
+    """How a metaserver is started, beside its port and its engines."""
+
+    options: tuple[str, ...] = ()
+    module: str = "vllm_ascend_pd.cli"
+    plugins: tuple[Path, ...] = ()  # put in front of PYTHONPATH
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def metaserver_command(
+    port: int,
+    prefill: list[str],
+    decode: list[str],
+    options: tuple[str, ...] = (),
+    module: str = MetaserverSpec.module,
+) -> list[str]:
+    words = [sys.executable, "-m", module, "metaserver", "--host", "127.0.0.1", "--port", str(port)]
     return [*words, "--prefill", *prefill, "--decode", *decode, *options]

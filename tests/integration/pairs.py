@@ -1,37 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair behind a metaserver, and how its answers are judged.
-
-The reference of a comparison is one engine of P's TP. Where it is P itself, P is asked directly, without transfer
-parameters and under a cache salt of its own: it computes the whole prompt again, as a single engine would.
-"""
+"""A pair behind a metaserver, and how its answers are judged."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.support.client import Answer, body_of, gather, post, prompt
+from scripts.support.checks import (
+    counter,
+    fresh_prompt,
+    fresh_salt,
+    loaded_tokens,
+    reference_answers,
+    settled_free_blocks,
+    wait_for_free_blocks,
+)
+from scripts.support.client import Answer, body_of, gather
 from scripts.support.cluster import Cluster, Metaserver
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 
-_fresh = itertools.count(1)
+__all__ = [
+    "Pair",
+    "PairMaker",
+    "close_traces",
+    "counter",
+    "failures",
+    "fresh_prompt",
+    "reference_answers",
+    "settled_free_blocks",
+    "transfer_request",
+    "wait_for_free_blocks",
+]
+
 _FAILED = re.compile(r"(transfer|push) .*(failed|cannot be pushed)|is prefilled but not pushed|is prefilled locally")
-
-
-def fresh_prompt(length: int, vocab: int = 512) -> list[int]:
-    """A prompt that no engine of this session has seen."""
-    return prompt(length, 10_000 + next(_fresh), vocab)
-
-
-def reference_answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-    """What a single engine says: everything computed, nothing reused."""
-    bodies = [body_of(p, max_tokens, cache_salt=f"reference-{next(_fresh)}") for p in prompts]
-    return gather(engine.url, bodies)
 
 
 @dataclass
@@ -54,7 +59,7 @@ class Pair:
         assert self.failed_transfers() == failed, "a transfer failed and D computed by itself"
         for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
             title = f"{name or 'prompt'} {index} of {len(p)} tokens"
-            self.tally.check(title, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": f"gap-{next(_fresh)}"})
+            self.tally.check(title, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": fresh_salt("gap")})
         wanted = sum(len(p) for p in prompts if len(p) > 1)
         assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
         return answers
@@ -63,11 +68,11 @@ class Pair:
         """Judge answers that were got in another way."""
         expected = reference_answers(self.prefill, prompts, len(answers[0].tokens))
         for p, want, got in zip(prompts, expected, answers, strict=True):
-            self.tally.check(name, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": f"gap-{next(_fresh)}"})
+            self.tally.check(name, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": fresh_salt("gap")})
 
     def loaded_tokens(self) -> int:
         """Tokens that the D engines took from P so far, by vLLM's own counter."""
-        return sum(counter(engine, "vllm:external_prefix_cache_hits_total") for engine in self.decode)
+        return sum(loaded_tokens(engine) for engine in self.decode)
 
     def failed_transfers(self) -> list[str]:
         """What the engines' logs say of failed transfers: a D that recomputes would hide them."""
@@ -85,31 +90,10 @@ def failures(engine: Engine) -> list[str]:
     return [line for line in text.splitlines() if _FAILED.search(line)]
 
 
-def counter(engine: Engine, name: str) -> int:
-    return round(engine.metrics().get(name, 0.0))
-
-
-def settled_free_blocks(engine: Engine) -> int:
-    """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one."""
-    post(engine.url, body_of([7], 1, cache_salt=f"settle-{next(_fresh)}"))
-    return engine.free_blocks()
-
-
 def close_traces(pair: Pair) -> None:
     """A process writes its trace out with the first event after a second: make one in every process."""
     time.sleep(1.1)
     gather(pair.front.url, [body_of(fresh_prompt(40), 1) for _ in range(2 * len(pair.decode))])
-
-
-def wait_for_free_blocks(engines: Sequence[Engine], wanted: dict[str, int], deadline_s: float = 60.0) -> None:
-    """Until each engine has as many free blocks as before, or fail with the counts."""
-    until = time.monotonic() + deadline_s
-    while True:
-        now = {engine.name: settled_free_blocks(engine) for engine in engines}
-        if all(now[engine.name] == wanted[engine.name] for engine in engines):
-            return
-        assert time.monotonic() < until, f"free blocks after {deadline_s:.0f} s: {now}; before: {wanted}"
-        time.sleep(0.25)
 
 
 def transfer_request(metaserver: str, ticket: str, tokens: Sequence[int], max_tokens: int = 8) -> dict[str, Any]:

@@ -84,7 +84,11 @@ class PrefillScheduler:
         return held, {"pd_error": {"code": error.code, "detail": error.sentence}}
 
     def released(self, request_id: str) -> bool:
-        return self._book.released(request_id)
+        """All workers reported this push. False if vLLM must not hear of it; else its blocks are free now."""
+        free = self._book.released(request_id)
+        if free:
+            trace.emit("released", request=request_id)
+        return free
 
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
         """Workers tell which pushes failed; each transfer counts once, whichever rank says so first."""

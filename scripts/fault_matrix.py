@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real faults in a real pair: 27 cells, nine stages of a request's way × prefill, decode, metaserver.
+
+Each cell sends three requests, kills, stops or lets refuse one role when the first request reaches the stage, and checks:
+right tokens or a clear error in time, nobody else dies, the survivors' blocks are free again, and new requests are
+served by the pair at once, a killed role having been started again on its address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+
+from scripts.support.cells import CELLS, LIMIT_S, STAGES, TIMERS, Cell, Row, Run, make_site, start_pair, table
+from scripts.support.cluster import Cluster, fresh_directory, say
+from scripts.support.compare import Tally
+
+
+def arguments() -> argparse.Namespace:
+    names = [cell.name for cell in CELLS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cell", action="append", choices=names, metavar="CELL", help=f"one of {' '.join(names)}; again for more"
+    )
+    parser.add_argument("--stages", default="1-9", help="only these stages: 3, or 1-4")
+    parser.add_argument(
+        "--p-tp", type=int, default=2, help="tensor parallel size of prefill (default: 2; decode has 1)"
+    )
+    parser.add_argument("--list", action="store_true", help="print the cells and end")
+    return parser.parse_args()
+
+
+def chosen(args: argparse.Namespace) -> list[Cell]:
+    first, _, last = args.stages.partition("-")
+    stages = range(int(first), int(last or first) + 1)
+    return [cell for cell in CELLS if cell.stage in stages and (not args.cell or cell.name in args.cell)]
+
+
+def main() -> int:
+    args = arguments()
+    cells = chosen(args)
+    if args.list:
+        for cell in cells:
+            say(str(cell))
+        return 0
+    begun = time.monotonic()
+    rows: list[Row] = []
+    failed: list[str] = []
+    tally = Tally()
+    with Cluster(fresh_directory("fault-matrix")) as cluster:
+        port = cluster.port()
+        say(f"fault matrix: {len(cells)} cells; timers {TIMERS}; everything is over within {LIMIT_S:.0f} s of a fault")
+        prefill, decode, orders = start_pair(cluster, "matrix", args.p_tp, [f"http://127.0.0.1:{port}"])
+        site = make_site(cluster, prefill, decode, orders, port, tally)
+        for number, cell in enumerate(cells, 1):
+            say(f"[{time.monotonic() - begun:4.0f} s] {number} of {len(cells)}: {cell}")
+            try:
+                rows.append(Run(site, cell)())
+                say(f"    good: {rows[-1].answers}; {rows[-1].total_s:.1f} s")
+            except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:
+                failed.append(f"{cell}: {broken}")
+                say(f"    FAILED: {broken}")
+                traceback.print_exc()
+                for role, server in site.servers.items():
+                    if not server.process.alive:
+                        say(f"    {role} is dead; the end of its log:\n{server.process.tail()}")
+                        site.replace(role)
+    say("")
+    for line in table(rows):
+        say(line)
+    say("")
+    stages = len({row.cell.stage for row in rows})
+    say(
+        f"{len(rows)} of {len(cells)} cells good, {stages} of {len(STAGES)} stages, {tally.summary()}, {time.monotonic() - begun:.0f} s"
+    )
+    for line in [*failed, *cluster.leaks]:
+        say(f"FAILED: {line}")
+    return 1 if failed or cluster.leaks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

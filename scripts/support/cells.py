@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of real faults: nine stages of a request's way, three roles, one fault each; and how a cell is run.
+
+A cell: three requests go through a pair. When the first of them reaches the stage, the process that is there stops
+itself; the fault is given to the victim; the other goes on. Then everything that was promised is checked (`Run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from scripts.support import faults
+from scripts.support.checks import fresh_prompt, fresh_salt, loaded_tokens, reference_answers, wait_for_free_blocks
+from scripts.support.checks import settled_free_blocks as free_now
+from scripts.support.client import Answer, RequestFailed, body_of, stream
+from scripts.support.cluster import STRICT, Cluster, Metaserver
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.faults import DOOR, MODULE, PLUGIN, Orders
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec, MetaserverSpec
+
+KILL, STOP, REFUSE = "SIGKILL", "SIGSTOP", "refusal"
+ROLES = {"P": "prefill", "D": "decode", "M": "metaserver"}
+STAGES = {
+    1: "client → metaserver",
+    2: "metaserver → D",
+    3: "D → metaserver: reservation",
+    4: "metaserver → P",
+    5: "BEGIN ↔ READY",
+    6: "layers are written",
+    7: "DONE",
+    8: "D worker → D scheduler",
+    9: "P worker → P scheduler",
+}
+# Which process stops at which of its events when a request is at the stage.
+WHERE = {
+    1: ("M", "meta.decode"),
+    2: ("D", "arrived"),
+    3: ("D", "reserved"),
+    4: ("M", "meta.prefill"),
+    5: ("P", "begin"),
+    6: ("P", "layer_submitted"),
+    7: ("P", "push_closed"),
+    8: ("D", "closed"),
+    9: ("P", "released"),
+}
+
+# Short, so that a cell takes seconds. With them D frees at most X + H + T = 21 s after it has reserved.
+TIMERS = {
+    "lease_s": 2.0,
+    "margin_s": 0.5,
+    "transfer_timeout_s": 5.0,
+    "quiet_extra_s": 0.0,
+    "ready_timeout_s": 3.0,
+    "stall_timeout_s": 4.0,
+    "recv_deadline_s": 8.0,
+}
+STOPPED_S = TIMERS["recv_deadline_s"] + 1.0
+LIMIT_S = 30.0  # after the fault (or the SIGCONT of who must answer): everything must be over
+REACH_S = 10.0
+LENGTHS = (300, 90, 210)
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    stage: int
+    role: str
+    fault: str
+    refusal: str = ""
+    stops: bool = True  # whether a process is stopped at the stage first; some refusals happen by themselves there
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}{self.role}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({STAGES[self.stage]}; {ROLES[self.role]}: {self.fault})"
+
+    @property
+    def starts_an_engine(self) -> bool:
+        return self.fault == KILL and self.role != "M"
+
+
+CELLS = (
+    Cell(1, "P", STOP),
+    Cell(1, "D", KILL),
+    Cell(1, "M", REFUSE, "clients", stops=False),
+    Cell(2, "P", KILL),
+    Cell(2, "D", REFUSE, "503", stops=False),
+    Cell(2, "M", STOP),
+    Cell(3, "P", STOP),
+    Cell(3, "D", KILL),
+    Cell(3, "M", REFUSE, "reservations", stops=False),
+    Cell(4, "P", REFUSE, "503", stops=False),
+    Cell(4, "D", STOP),
+    Cell(4, "M", KILL),
+    Cell(5, "P", STOP),
+    Cell(5, "D", REFUSE, "begin", stops=False),
+    Cell(5, "M", KILL),
+    Cell(6, "P", KILL),
+    Cell(6, "D", REFUSE, "writes"),
+    Cell(6, "M", STOP),
+    Cell(7, "P", REFUSE, "done", stops=False),
+    Cell(7, "D", KILL),
+    Cell(7, "M", STOP),
+    Cell(8, "P", KILL),
+    Cell(8, "D", STOP),
+    Cell(8, "M", REFUSE, "prefilled"),
+    Cell(9, "P", REFUSE, "500 after all", stops=False),
+    Cell(9, "D", STOP),
+    Cell(9, "M", KILL),
+)
+
+
+@dataclass
+class Row:
+    """What a cell showed."""
+
+    cell: Cell
+    answers: str = ""
+    slowest_s: float = 0.0  # the last of the three answers, after the fault (SIGSTOP of D or metaserver: after SIGCONT)
+    clean_s: float = 0.0  # the survivors' blocks, after the fault
+    served_s: float = 0.0  # a new request over the same pair, after the victim was back
+    total_s: float = 0.0
+
+
+class Broken(AssertionError):
+    """A promise was not kept."""
+
+
+@dataclass
+class Site:
+    """A pair with the plug-in of faults behind a metaserver with it."""
+
+    cluster: Cluster
+    servers: dict[str, Any]
+    orders: dict[str, Orders]
+    front_spec: MetaserverSpec
+    tally: Tally
+    port: int
+
+    @property
+    def prefill(self) -> Engine:
+        engine: Engine = self.servers["P"]
+        return engine
+
+    @property
+    def decode(self) -> Engine:
+        engine: Engine = self.servers["D"]
+        return engine
+
+    @property
+    def front(self) -> Metaserver:
+        server: Metaserver = self.servers["M"]
+        return server
+
+    def replace(self, role: str) -> None:
+        """Start the killed server again: same command, same addresses."""
+        old = self.servers[role]
+        self.cluster.stop(old)
+        if role == "M":
+            self.servers[role] = self.cluster.metaserver([self.prefill], [self.decode], self.port, self.front_spec)
+        else:
+            (self.servers[role],) = self.cluster.start(old.spec)
+
+
+def start_pair(
+    cluster: Cluster,
+    name: str,
+    p_tp: int,
+    metaservers: Sequence[str],
+    verify: str = "full",
+    timers: dict[str, float] = TIMERS,
+) -> tuple[Engine, Engine, dict[str, Orders]]:
+    """P and D on addresses of their own choice that stay theirs, with the plug-in of faults."""
+    orders = {role: Orders(cluster.directory / "orders" / f"{name}-{role}") for role in ROLES}
+    config = {**cluster.push_config(), "verify": verify, **timers}
+    common = {"plugins": (PLUGIN,), "arguments": DOOR, "chunk": 128}
+    p, d = (
+        EngineSpec(
+            f"{name}-{role.lower()}",
+            ensure("gqa"),
+            role=kind,
+            tp=tp,
+            extra={**config, **more},
+            environment=orders[role].environment,
+            **common,
+        )
+        for role, kind, tp, more in (
+            ("P", "kv_producer", p_tp, {}),
+            ("D", "kv_consumer", 1, {"metaserver_urls": list(metaservers), "side_channel_port": cluster.port()}),
+        )
+    )
+    prefill, decode = cluster.start(p, d)
+    return prefill, decode, orders
+
+
+def make_site(
+    cluster: Cluster, prefill: Engine, decode: Engine, orders: dict[str, Orders], port: int, tally: Tally
+) -> Site:
+    spec = MetaserverSpec(STRICT, MODULE, (PLUGIN,), orders["M"].environment)
+    front = cluster.metaserver([prefill], [decode], port, spec)
+    return Site(cluster, {"P": prefill, "D": decode, "M": front}, orders, spec, tally, port)
+
+
+class Clients:
+    """Requests under way, each on a connection of its own."""
+
+    def __init__(self, url: str, bodies: Sequence[dict[str, Any]]) -> None:
+        self.results: list[Answer | BaseException | None] = [None] * len(bodies)
+        self.ended: list[float] = [0.0] * len(bodies)
+        self._url, self._bodies = url, bodies
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._all()), name="clients")
+        self._thread.start()
+
+    def wait(self, until: float) -> bool:
+        """Whether all have ended by then."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        return not self._thread.is_alive()
+
+    async def _all(self) -> None:
+        limits = httpx.Limits(max_connections=len(self._bodies))
+        timeout = httpx.Timeout(connect=5.0, read=4 * LIMIT_S, write=30.0, pool=30.0)
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
+            await asyncio.gather(*(self._one(client, index) for index in range(len(self._bodies))))
+
+    async def _one(self, client: httpx.AsyncClient, index: int) -> None:
+        try:
+            self.results[index] = await stream(client, self._url + "/v1/completions", self._bodies[index])
+        except (RequestFailed, httpx.HTTPError) as problem:
+            self.results[index] = problem
+        self.ended[index] = time.monotonic()
+
+
+@dataclass
+class Run:
+    """One cell on one site."""
+
+    site: Site
+    cell: Cell
+    row: Row = field(init=False)
+    prompts: list[list[int]] = field(init=False)
+    expected: list[Answer] = field(init=False)
+    _fault_at: float = 0.0
+    _clients: Clients | None = None
+
+    def __post_init__(self) -> None:
+        self.row = Row(self.cell)
+
+    def __call__(self) -> Row:
+        begun = time.monotonic()
+        for orders in self.site.orders.values():
+            orders.clear()
+        self.prompts = [fresh_prompt(n) for n in LENGTHS]
+        self.expected = reference_answers(self.site.prefill, self.prompts, TOKENS)
+        engines = {"P": self.site.prefill, "D": self.site.decode}
+        free = {engine.name: free_now(engine) for engine in engines.values()}
+        others = {role: server for role, server in self.site.servers.items() if role != self.cell.role}
+        before = {role: _pids(server) for role, server in others.items()}
+        try:
+            self._strike()
+            self._survive([engines[role] for role in others if role in engines], free)
+        finally:
+            for server in self.site.servers.values():
+                faults.wake(server.process)  # whatever happened, nobody stays stopped
+            for orders in self.site.orders.values():
+                orders.comply()
+            if self._clients is not None and not self._clients.wait(time.monotonic() + LIMIT_S):
+                raise Broken(f"{self.cell}: a client waits without end")
+        self._judge()
+        self._again(free)
+        for role, server in others.items():
+            gone = before[role] - _pids(server)
+            if gone:
+                raise Broken(f"{self.cell}: {ROLES[role]} lost processes {sorted(gone)}")
+        self.row.total_s = time.monotonic() - begun
+        return self.row
+
+    # -- the fault
+
+    def _strike(self) -> None:
+        cell, site = self.cell, self.site
+        where, event = WHERE[cell.stage]
+        if cell.stops:
+            site.orders[where].stop_at(event)
+        else:
+            site.orders[cell.role].refuse(cell.refusal)
+        self._clients = Clients(site.front.url, [body_of(p, TOKENS) for p in self.prompts])
+        pid = site.orders[where].stopped(REACH_S) if cell.stops else 0
+        victim = site.servers[cell.role]
+        self._fault_at = time.monotonic()
+        if cell.fault == KILL:
+            stuck = victim.process.kill()
+            if stuck:
+                raise Broken(str(stuck))
+        elif cell.fault == STOP:
+            faults.stop(victim.process)
+        elif cell.stops:
+            site.orders[cell.role].refuse(cell.refusal)
+            if cell.refusal == "writes":
+                site.orders[cell.role].wait_refused(REACH_S)
+                time.sleep(0.2)  # D's loop thread revokes
+            elif cell.refusal == "prefilled":
+                site.orders[cell.role].wait_refused(REACH_S)
+                time.sleep(0.2)  # D's scheduler hears of it
+        if pid and (where != cell.role or cell.fault == REFUSE):
+            faults.wake_pid(pid)
+
+    # -- while the fault lasts
+
+    def _survive(self, engines: list[Engine], free: dict[str, int]) -> None:
+        cell, clients = self.cell, self._clients
+        assert clients is not None
+        until = self._fault_at + LIMIT_S
+        if cell.fault == STOP:
+            time.sleep(max(0.0, self._fault_at + STOPPED_S - time.monotonic()))
+            if cell.role == "P":  # D must not wait for a P that sleeps
+                self._all_answered(clients, until)
+            self._clean(engines, free, until)
+            faults.wake(self.site.servers[cell.role].process)
+            if cell.role != "P":  # it stood between client and answer
+                self._fault_at = time.monotonic()
+                until = self._fault_at + LIMIT_S
+        self._all_answered(clients, until)
+        if cell.fault == REFUSE:
+            self.site.orders[cell.role].comply()
+            if not self.site.orders[cell.role].refused:
+                raise Broken(f"{cell}: nothing was refused")
+        if cell.fault != STOP:
+            self._clean(engines, free, until)
+
+    def _all_answered(self, clients: Clients, until: float) -> None:
+        if not clients.wait(until):
+            raise Broken(f"{self.cell}: no answer within {LIMIT_S:.0f} s")
+        self.row.slowest_s = max(clients.ended) - self._fault_at
+
+    def _clean(self, engines: list[Engine], free: dict[str, int], until: float) -> None:
+        try:
+            wait_for_free_blocks(engines, free, max(1.0, until - time.monotonic()))
+        except AssertionError as late:
+            raise Broken(f"{self.cell}: survivors' {late}") from None
+        self.row.clean_s = time.monotonic() - self._fault_at
+
+    # -- afterwards
+
+    def _judge(self) -> None:
+        """Right tokens, or a clear error."""
+        assert self._clients is not None
+        seen: Counter[str] = Counter()
+        for p, want, got in zip(self.prompts, self.expected, self._clients.results, strict=True):
+            if isinstance(got, Answer):
+                self._compare(p, want, got)
+                seen["right"] += 1
+            else:
+                seen[self._clear(got)] += 1
+        self.row.answers = ", ".join(f"{count} {what}" for what, count in seen.items())
+
+    def _compare(self, p: list[int], want: Answer, got: Answer) -> None:
+        reference = self.site.prefill
+        if not reference.process.alive:  # a tie cannot be looked up: only equality counts
+            if want.tokens != got.tokens:
+                raise Broken(f"{self.cell}: expected {want.tokens}, got {got.tokens}")
+            return
+        gap = {"cache_salt": fresh_salt("gap")}
+        self.site.tally.check(str(self.cell), p, want.tokens, got.tokens, reference.url, gap)
+
+    def _clear(self, problem: BaseException | None) -> str:
+        if isinstance(problem, RequestFailed) and problem.status >= 400:
+            return f"HTTP {problem.status}"
+        if isinstance(problem, httpx.NetworkError | httpx.RemoteProtocolError) and self.cell.role == "M":
+            return "connection closed"  # by the kernel of who was killed
+        raise Broken(f"{self.cell}: no clear error: {problem!r}")
+
+    def _again(self, free: dict[str, int]) -> None:
+        """The victim is back on its address; new requests are served by the pair at once, and nothing has leaked."""
+        if self.cell.fault == KILL:
+            self.site.replace(self.cell.role)
+            if self.cell.role != "M":
+                free[self.site.servers[self.cell.role].name] = free_now(self.site.servers[self.cell.role])
+        begun = time.monotonic()
+        self._serve(begun + LIMIT_S)
+        self.row.served_s = time.monotonic() - begun
+        try:
+            wait_for_free_blocks([self.site.prefill, self.site.decode], free, LIMIT_S)
+        except AssertionError as leaked:
+            raise Broken(f"{self.cell}: afterwards {leaked}") from None
+
+    def _serve(self, until: float) -> None:
+        """A new request, with its KV from P. While the metaserver has a circuit open it says 503: come back later."""
+        p = fresh_prompt(150)
+        (want,) = reference_answers(self.site.prefill, [p], TOKENS)
+        while True:
+            before = loaded_tokens(self.site.decode)
+            clients = Clients(self.site.front.url, [body_of(p, TOKENS)])
+            if not clients.wait(until):
+                raise Broken(f"{self.cell}: afterwards a request was not answered")
+            (got,) = clients.results
+            if isinstance(got, Answer):
+                break
+            if not (isinstance(got, RequestFailed) and got.status == 503) or time.monotonic() > until:
+                raise Broken(f"{self.cell}: afterwards a request failed: {got!r}")
+            time.sleep(0.25)
+        self._compare(p, want, got)
+        loaded = loaded_tokens(self.site.decode) - before
+        if loaded != len(p):
+            raise Broken(f"{self.cell}: afterwards D computed a prompt itself (loaded {loaded} of {len(p)} tokens)")
+
+
+def _pids(server: Any) -> set[int]:
+    return {process.pid for process in server.process.members()}
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown."""
+    lines = [
+        "| cell | stage | victim | fault | answers | last answer | survivors clean | served again | cell took |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cell = row.cell
+        times = " | ".join(f"{t:.1f} s" for t in (row.slowest_s, row.clean_s, row.served_s, row.total_s))
+        head = f"{cell.name} | {STAGES[cell.stage]} | {ROLES[cell.role]} | {cell.fault}"
+        lines.append(f"| {head} | {row.answers} | {times} |")
+    return lines
+
+
+Tell = Callable[[str], None]

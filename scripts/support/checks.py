@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of a running pair ask it: prompts nobody has seen, a single engine's answers, blocks that are free again.
+
+The reference of a comparison is one engine of P's TP. Where it is P itself, P is asked directly, without transfer
+parameters and under a cache salt of its own: it computes the whole prompt again, as a single engine would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+
+from scripts.support.client import Answer, body_of, gather, post, prompt
+from scripts.support.engine import Engine
+
+_fresh = itertools.count(1)
+
+
+def fresh_prompt(length: int, vocab: int = 512) -> list[int]:
+    """A prompt that no engine of this session has seen."""
+    return prompt(length, 10_000 + next(_fresh), vocab)
+
+
+def fresh_salt(word: str) -> str:
+    return f"{word}-{next(_fresh)}"
+
+
+def reference_answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+    """What a single engine says: everything computed, nothing reused."""
+    bodies = [body_of(p, max_tokens, cache_salt=fresh_salt("reference")) for p in prompts]
+    return gather(engine.url, bodies)
+
+
+def counter(engine: Engine, name: str) -> int:
+    return round(engine.metrics().get(name, 0.0))
+
+
+def loaded_tokens(engine: Engine) -> int:
+    """Tokens that a D engine took from P so far, by vLLM's own counter."""
+    return counter(engine, "vllm:external_prefix_cache_hits_total")
+
+
+def settled_free_blocks(engine: Engine) -> int:
+    """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one."""
+    post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")))
+    return engine.free_blocks()
+
+
+def wait_for_free_blocks(engines: Sequence[Engine], wanted: Mapping[str, int], deadline_s: float = 60.0) -> None:
+    """Until each engine has as many free blocks as before, or fail with the counts."""
+    until = time.monotonic() + deadline_s
+    while True:
+        now = {engine.name: settled_free_blocks(engine) for engine in engines}
+        if all(now[engine.name] == wanted[engine.name] for engine in engines):
+            return
+        assert time.monotonic() < until, f"free blocks after {deadline_s:.0f} s: {now}; before: {dict(wanted)}"
+        time.sleep(0.25)
