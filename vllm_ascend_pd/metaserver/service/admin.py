@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.faults import error_body
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
+from vllm_ascend_pd.metaserver.service.page import HEADERS, PAGE, timeline
 
 Operation = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -49,7 +50,7 @@ def apply(fleet: Fleet, operation: Operation) -> None:
 
 
 class Admin:
-    """`perform` applies an operation in all workers; `state` is the sum over them."""
+    """`perform` applies an operation in all workers; `state` is the sum over them; engines' traces are in `trace_dir`."""
 
     def __init__(
         self,
@@ -58,16 +59,20 @@ class Admin:
         token: str,
         perform: Callable[[Operation], Awaitable[None]],
         state: Callable[[], dict[str, Any]],
+        trace_dir: str = "",
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
         self._token = token
         self._perform = perform
         self._state = state
+        self._trace_dir = trace_dir
 
     def routes(self) -> list[Route]:
         return [
+            Route("/", self._page if self._token else self._guarded(self._page)),
             Route("/status", self._guarded(self._status)),
+            Route("/timeline", self._guarded(self._timeline)),
             Route("/instances", self._guarded(self._list), methods=["GET"]),
             Route("/instances", self._guarded(self._add), methods=["POST"]),
             Route("/instances/{name}", self._guarded(self._remove), methods=["DELETE"]),
@@ -99,7 +104,15 @@ class Admin:
             raise Refusal(403, "Without --admin-token-file this is for callers on the metaserver's own host only.")
 
     async def _status(self, _: Request) -> Response:
-        return JSONResponse(self._state())
+        return Response(msgspec.json.encode(self._state()), media_type="application/json")
+
+    async def _page(self, _: Request) -> Response:
+        """With a token everybody may have the page: it asks for the token, and shows nothing without."""
+        return HTMLResponse(PAGE, headers=HEADERS)
+
+    async def _timeline(self, request: Request) -> Response:
+        transfer = request.query_params.get("transfer", "")
+        return JSONResponse(await asyncio.to_thread(timeline, self._trace_dir, transfer))
 
     async def _list(self, _: Request) -> Response:
         return JSONResponse({"instances": self._state()["instances"]})

@@ -26,7 +26,7 @@ from vllm_ascend_pd.metaserver.service.admin import Admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import fault
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile
@@ -59,7 +59,7 @@ class Worker:
 
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings.circuit)
+        self.fleet = Fleet(settings.circuit, self._lost)
         for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
             for text in texts:
                 self.fleet.add(parse_spec(role, text), "flag")
@@ -74,11 +74,17 @@ class Worker:
         self._prober = Prober(settings, self.fleet, self.upstream)
         self._heart = Heart(settings.heartbeat_s)
         self._reservations = Reservations(self.front, self._heart)
-        self._admin = Admin(self.fleet, self.upstream, settings.admin_token, self.hub.perform, self.total)
+        self._admin = Admin(
+            self.fleet, self.upstream, settings.admin_token, self.hub.perform, self.total, settings.trace_dir
+        )
 
     def report(self, details: bool) -> dict[str, Any]:
         problem = self.file.problem if self.file is not None else ""
         return state.own(self.hub.worker, self.front, self.canary, problem, details)
+
+    def _lost(self, instance: Instance, why: str) -> None:
+        code = "PD-META-006" if instance.role is Role.PREFILL else "PD-META-007"
+        self.front.journal.trouble(code, f"takes no requests: {why}", instance.name)
 
     def total(self) -> dict[str, Any]:
         return state.total([self.report(details=True), *self.hub.others()])

@@ -19,20 +19,23 @@ from typing import Any
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Headers
-from vllm_ascend_pd.metaserver.service.faults import Answer
+from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100
+_LAST_TROUBLES = 50
 
 
 class AttemptFailed(Exception):
-    """The attempt ended before the client saw anything. `answer`: what to say if it was the last."""
+    """The attempt ended before the client saw anything. `answer`: what to say if it was the last; `brief`: what the
+    status page says of it, without an engine's words."""
 
-    def __init__(self, failure: Failure, answer: Answer) -> None:
+    def __init__(self, failure: Failure, answer: Answer, brief: str = "") -> None:
         super().__init__(failure.value)
         self.failure = failure
         self.answer = answer
+        self.brief = brief or failure.value
 
 
 class Interrupt:
@@ -156,12 +159,18 @@ class Attempt:
 
 
 class Journal:
-    """What is under way in this process, and the last that ended."""
+    """What is under way in this process, the last that ended, and what went wrong lately."""
 
     def __init__(self) -> None:
         self.tickets: dict[str, Attempt] = {}
         self.exchanges: set[Exchange] = set()
         self.last: deque[Story] = deque(maxlen=_LAST_REQUESTS)
+        self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
+
+    def trouble(self, code: str, what: str, instance: str = "", request: str = "") -> None:
+        """For the status page. `what` has no words of an engine in it: they may quote a prompt."""
+        facts = {"at": time.time(), "code": code, "what": what, "remedy": remedy(code)}
+        self.troubles.append({**facts, "instance": instance, "request": request[:128]})
 
     def begin(self, exchange: Exchange) -> None:
         self.exchanges.add(exchange)

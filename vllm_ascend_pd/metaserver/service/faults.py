@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver.http1 import Headers
 
 _TYPES = {
@@ -35,6 +36,32 @@ class Answer:
     def head(self) -> Headers:
         length = str(len(self.body)).encode()
         return [(b"content-type", self.content_type), (b"content-length", length), *self.headers]
+
+
+class _Error(msgspec.Struct):
+    type: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+_REFUSAL = msgspec.json.Decoder(_Refusal)
+
+
+def brief(status: int, body: bytes) -> str:
+    """An engine's refusal without its words, which may quote the prompt: the status and the kind of error."""
+    try:
+        kind = _REFUSAL.decode(body).error.type
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        kind = ""
+    return f"answered {status}" + (f" ({kind})" if kind.isidentifier() and len(kind) <= 64 else "")
+
+
+def remedy(code: str) -> str:
+    """What the catalogue advises, as far as it needs no values."""
+    entry = CATALOGUE.get(code)
+    return entry.remedy if entry is not None and "{" not in entry.remedy else "See docs/errors.md."
 
 
 def error_body(status: int, message: str, code: str | None = None) -> bytes:

@@ -6,9 +6,10 @@ Flags, the instances file and the admin API each own the instances they brought;
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from vllm_ascend_pd.metaserver.decisions import (
 from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 
+log = logging.getLogger(__name__)
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
@@ -119,8 +121,13 @@ class Instance:
 
 
 class Fleet:
-    def __init__(self, policy: CircuitPolicy) -> None:
+    """`lost` hears of an instance whose circuit opens, and why."""
+
+    def __init__(
+        self, policy: CircuitPolicy, lost: Callable[[Instance, str], None] = lambda instance, why: None
+    ) -> None:
         self._policy = policy
+        self._lost = lost
         self._instances: dict[str, Instance] = {}
 
     def __iter__(self) -> Iterator[Instance]:
@@ -208,6 +215,7 @@ class Fleet:
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Something was learned about it: the circuit moves."""
+        was_open = instance.circuit.open
         instance.circuit.seen(time.monotonic(), evidence, random.random())
         if evidence in _GOOD:
             if not instance.answered or (evidence is Evidence.PROBE_OK and not instance.healthy):
@@ -221,3 +229,8 @@ class Fleet:
             instance.healthy = False
         instance.served += evidence is Evidence.SERVED
         instance.broke += evidence in (Evidence.BROKE, Evidence.UNREACHED)
+        if instance.circuit.open and not was_open and instance.answered:
+            log.warning("%s %s takes no requests: %s", instance.role.value, instance.name, why)
+            self._lost(instance, why)
+        elif was_open and not instance.circuit.open:
+            log.info("%s %s takes requests again", instance.role.value, instance.name)

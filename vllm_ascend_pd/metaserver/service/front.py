@@ -104,6 +104,8 @@ class Front:
                 await self._attempt(exchange, decode)
                 return
             except AttemptFailed as failed:
+                if failed.failure is not Failure.PREFILL:  # that one was noted where it happened
+                    self.journal.trouble("PD-META-007", failed.brief, decode.name, exchange.request_id)
                 delay = self.settings.retry.again(failed.failure, exchange.number, True, self.budget, random.random())
                 if delay is None or exchange.pinned is not None:
                     await relay.refuse(exchange, failed.answer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
-from vllm_ascend_pd.metaserver.service.faults import Answer, error_frame, fault
+from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.observe.trace import emit
@@ -24,6 +25,7 @@ from vllm_ascend_pd.observe.trace import emit
 if TYPE_CHECKING:
     from vllm_ascend_pd.metaserver.service.front import Front
 
+log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
 )
@@ -100,15 +102,18 @@ def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: 
     instance = attempt.decode
     kept = [(name, value) for name, value in headers if name == b"retry-after"]
     passed = Answer(status, body, kept) if body.strip() else fault(status, "The decode instance gave no reason.")
+    said = brief(status, body)
     if status in (429, 503):
         METRICS.legs.labels("decode", instance.name, "refused").inc()
-        return AttemptFailed(Failure.REFUSED, passed)
+        return AttemptFailed(Failure.REFUSED, passed, said)
     if attempt.prefill_failed:  # with policy "fail" D cannot but say so: no evidence against D
         METRICS.legs.labels("decode", instance.name, "no prefill").inc()
-        return AttemptFailed(Failure.PREFILL, passed)
+        return AttemptFailed(Failure.PREFILL, passed, said)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
-    front.fleet.seen(instance, Evidence.BROKE, f"it answered {status}: {body[:200].decode(errors='replace')}")
-    return AttemptFailed(Failure.SERVER, passed)
+    front.fleet.seen(instance, Evidence.BROKE, said)
+    words = body[:200].decode(errors="replace")
+    log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
+    return AttemptFailed(Failure.SERVER, passed, said)
 
 
 def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
@@ -117,7 +122,7 @@ def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> Att
     METRICS.legs.labels("decode", instance.name, "broke").inc()
     status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503}.get(failure, 502)
     message = f"The decode instance could not answer: {why}."
-    return AttemptFailed(failure, fault(status, message, "PD-META-007", 2 if status == 503 else None))
+    return AttemptFailed(failure, fault(status, message, "PD-META-007", 2 if status == 503 else None), why)
 
 
 async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
@@ -141,6 +146,7 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
     if problem:
         METRICS.broken_streams.inc()
         attempt.exchange.stage("broken", problem)
+        front.journal.trouble("PD-META-007", problem, attempt.decode.name, attempt.exchange.request_id)
         gap = b"" if last.endswith(b"\n\n") else b"\n\n"
         await send({"type": "http.response.body", "body": gap + error_frame(problem, "PD-META-007"), "more_body": True})
     await send({"type": "http.response.body", "body": b""})

@@ -18,7 +18,7 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
-from vllm_ascend_pd.metaserver.service.faults import Answer, fault
+from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -60,10 +60,13 @@ _PREFILL_DECODER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 class PrefillFailed(Exception):
-    def __init__(self, failure: Failure, why: str, code: str = "PD-META-006") -> None:
+    """`brief`: for the status page, without P's words."""
+
+    def __init__(self, failure: Failure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
         super().__init__(why)
         self.failure = failure
         self.code = code
+        self.brief = brief or why
 
 
 class Heart:
@@ -130,21 +133,23 @@ class Reservations:
         self, attempt: Attempt, posted: Reservation, interrupt: Interrupt, send: Send
     ) -> dict[str, str]:
         """The last line."""
-        code, why = "PD-META-006", ""
+        code, why, told = "PD-META-006", "", ""
         try:
             await self._prefill(attempt, posted, send)
         except PrefillFailed as failed:
-            code, why = failed.code, str(failed)
+            code, why, told = failed.code, str(failed), failed.brief
             attempt.prefill_failed = True
+            self._front.journal.trouble(code, told, request=attempt.exchange.request_id)
             self._restart(attempt, why)
         except asyncio.CancelledError:
             if not interrupt.left:
                 raise
             uncancel(interrupt.task)
             code, why = "PD-XFER-002", "the client's request is over, or D gave it up"
+            told = why
         if why:
             emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
-            attempt.exchange.stage("prefill failed", why)
+            attempt.exchange.stage("prefill failed", told)
             METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
             return {"event": "failed", "code": code, "detail": why}
         emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
@@ -227,9 +232,11 @@ class Reservations:
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused = reply.status in (429, 503)
         METRICS.legs.labels("prefill", prefill.name, "refused" if refused else "broke").inc()
+        said = brief(reply.status, text)
         if reply.status >= 500 and not refused:
-            front.fleet.seen(prefill, Evidence.BROKE, why)
-        raise PrefillFailed(Failure.REFUSED if refused else Failure.PREFILL, why)
+            front.fleet.seen(prefill, Evidence.BROKE, said)
+        failure = Failure.REFUSED if refused else Failure.PREFILL
+        raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
 def _check_push(name: str, text: bytes) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
         newest = sorted(front.journal.exchanges, key=lambda e: e.started)[-_IN_FLIGHT_SHOWN:]
         report["in_flight"] = [exchange.story().facts() for exchange in newest]
         report["last"] = [story.facts() for story in front.journal.last]
+        report["errors"] = list(front.journal.troubles)
     return report
 
 
@@ -50,6 +52,7 @@ def total(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
         latest = max((facts, *elsewhere), key=lambda i: i["last_error_at"])
         facts["last_error"], facts["last_error_at"] = latest["last_error"], latest["last_error_at"]
     return {
+        "now": time.time(),
         "ready": mine["ready"],
         "proven": mine["proven"],
         "canary_error": mine["canary_error"],
@@ -59,5 +62,6 @@ def total(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "workers": [{"worker": r["worker"], "url": r["url"], "running": r["running"]} for r in everyone],
         "instances": instances,
         "in_flight": [e for r in everyone for e in r.get("in_flight", ())],
+        "errors": sorted((e for r in everyone for e in r.get("errors", ())), key=lambda e: float(e["at"]))[-50:],
         "last": sorted((e for r in everyone for e in r.get("last", ())), key=lambda e: float(e["started"]))[-100:],
     }

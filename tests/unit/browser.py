@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debian's Chromium without a window, spoken to over its DevTools protocol: open a page, ask it something, take its picture."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from websockets.sync.client import ClientConnection, connect
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+MISSING = "Chromium is not installed here: apt-get install chromium-headless-shell"
+
+
+def found() -> str:
+    return next((path for name in NAMES if (path := shutil.which(name))), "")
+
+
+class Tab:
+    def __init__(self, line: ClientConnection) -> None:
+        self._line = line
+        self._numbers = itertools.count(1)
+        self.complaints: list[str] = []  # exceptions of the page, and what its policy blocked
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        self._line.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            said = json.loads(self._line.recv(timeout=30))
+            if said.get("id") == number:
+                assert "error" not in said, said
+                result: dict[str, Any] = said["result"]
+                return result
+            self._note(said)
+
+    def _note(self, said: dict[str, Any]) -> None:
+        if said.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(str(said["params"]["exceptionDetails"]))
+        elif said.get("method") == "Log.entryAdded" and said["params"]["entry"]["source"] == "security":
+            self.complaints.append(said["params"]["entry"]["text"])
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+
+    def ask(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def text(self, selector: str = "body") -> str:
+        return str(self.ask(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+
+    def until(self, script: str, timeout_s: float = 20.0) -> None:
+        """Wait until an expression is true in the page."""
+        end = time.monotonic() + timeout_s
+        while not self.ask(script):
+            assert time.monotonic() < end, f"it did not come true: {script}; the page shows:\n{self.text()}"
+            time.sleep(0.05)
+
+    def picture(self, file: Path, width: int = 1180, height: int = 900) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        shot = self.call("Page.captureScreenshot", format="png")
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Tab]:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
+    flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--no-proxy-server", "about:blank"]
+    process = subprocess.Popen([found(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        port = _port(process, profile / "DevToolsActivePort")
+        pages = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=10, trust_env=False).json()
+        address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
+        with connect(address, max_size=64 << 20, proxy=None) as line:
+            yield Tab(line)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _port(process: subprocess.Popen[bytes], file: Path) -> int:
+    end = time.monotonic() + 60
+    while not (file.exists() and "\n" in file.read_text()):
+        assert process.poll() is None and time.monotonic() < end, "Chromium did not start"
+        time.sleep(0.05)
+    return int(file.read_text().split("\n")[0])

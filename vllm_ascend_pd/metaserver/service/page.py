@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status page at `/`: one HTML file that asks `/status` every second. It holds no data and loads nothing else.
+
+With an admin token the page is given to everybody, asks for the token, and sends it with each of its own requests; without
+one it is for this host only, as everything of the admin API. What a page of another origin could do with it: nothing, since
+the token is never sent by the browser on its own account, and the policy below lets only this very script run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.observe.timeline import Trace, picture
+
+PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+_MOST_TRACE_BYTES = 256 << 20
+
+
+def _hash(tag: str) -> str:
+    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+    return "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
+
+
+HEADERS = {
+    "content-security-policy": f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+def timeline(directory: str, transfer: str) -> dict[str, Any]:
+    """What the trace files in `directory` tell of a transfer, or why they tell nothing. Reads files: not for the loop."""
+    if not directory:
+        return {"why": "The metaserver was started without --trace-dir, so it has no engine's trace."}
+    size = sum(path.stat().st_size for path in Path(directory).rglob("*.jsonl"))
+    if size > _MOST_TRACE_BYTES:
+        return {
+            "why": f"{directory} holds {size >> 20} MiB: use vllm-ascend-pd trace {directory} --transfer {transfer}"
+        }
+    trace = Trace(Path(directory))
+    if transfer not in trace.transfers():
+        return {
+            "why": f"No decode engine wrote of this transfer into {directory} (trace_dir of the engines, same host)."
+        }
+    return {"picture": "\n".join(picture(trace.way(transfer)))}
