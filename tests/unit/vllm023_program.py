@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs on vLLM 0.23.0: each function is a scenario. Prints one JSON line for each: its name, and what went wrong.
+
+Started by test_vllm023.py in the environment that vllm023_env.sh makes.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
+
+import vllm
+from fake_metaserver import fake_metaserver
+from vllm023_engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
+
+from scripts.support.process import free_port
+from vllm_ascend_pd import compat
+
+SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 0.0, "lease_s": 3.0, "margin_s": 0.5}
+LINES = {
+    "prefilled": {"event": "prefilled"},
+    "failed": {"event": "failed", "code": "PD-META-004", "detail": "the prefill engine is gone"},
+}
+
+
+class Site:
+    """P before D. `outcome`: how the metaserver's answer ends."""
+
+    def __init__(self, url: str, p_tp: int, d_tp: int, policy: str) -> None:
+        self.url = url
+        self.reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.outcome = "prefilled"
+        self.prefill = Engine("kv_producer", p_tp, SHORT_TIMES, chunk=96)
+        self.decode = Engine("kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy)
+        self.blocks: dict[str, list[int]] = {}
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        self.reservations.put(body)
+        return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
+
+    def ask(self, name: str, tokens: list[int]) -> dict[str, Any]:
+        """D gets the request and reserves; returns what the metaserver heard."""
+        params = {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}
+        self.decode.add(f"{name}-d", name, tokens, params, max_tokens=3)
+        self.decode.step()
+        self.blocks[name] = self.decode.blocks_of(f"{name}-d")
+        return self.reservations.get(timeout=10.0)
+
+    def send(self, name: str, tokens: list[int]) -> None:
+        body = self.ask(name, tokens)
+        self.prefill.add(f"{name}-p", name, tokens, {"do_remote_decode": True, "reservation": body["reservation"]})
+
+    def until(self, reached: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not reached():
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"not reached: {what}; D received {self.decode.received}, P sent {self.prefill.sent}"
+                )
+            self.prefill.step()
+            self.decode.step()
+            time.sleep(0.002)
+
+
+@contextmanager
+def site(p_tp: int = 2, d_tp: int = 1, policy: str = "fail") -> Iterator[Site]:
+    port = free_port()
+    made = Site(f"http://127.0.0.1:{port}", p_tp, d_tp, policy)
+    with fake_metaserver(port, made.answer):
+        free = made.prefill.free_blocks, made.decode.free_blocks
+        yield made
+        made.until(lambda: (made.prefill.free_blocks, made.decode.free_blocks) == free, "all blocks are free again")
+        for engine in (made.decode, made.prefill):
+            engine.close()
+
+
+def prompt(name: str, length: int) -> list[int]:
+    seed = sum(name.encode())
+    return [3 + (seed + 7 * i) % 100 for i in range(length)]
+
+
+def check(condition: object, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)
+
+
+# ---- scenarios
+
+
+def _chunked(p_tp: int, d_tp: int, missing: int = -1) -> None:
+    with site(p_tp, d_tp) as pair:
+        pair.prefill.missing_hook = missing
+        lengths = {f"r{length}": length for length in (2, BLOCK, BLOCK + 1, 100, 200, 250)}
+        for name, length in lengths.items():
+            pair.send(name, prompt(name, length))
+        pair.until(lambda: len(pair.decode.received) == len(lengths), "everything is received")
+        for name, length in lengths.items():
+            wrong = pair.decode.wrong(f"{name}-d", pair.blocks[name], 0, length)
+            check(not wrong, f"{name}: {wrong[:3]}")
+        pair.until(lambda: len(pair.prefill.sent) == len(lengths), "everything is sent")
+        pair.until(lambda: all(pair.decode.request(f"{name}-d") is None for name in lengths), "D has answered")
+        # vLLM computes the last token of a prompt that was loaded whole: nothing more.
+        check(all(pair.decode.computed[f"{name}-d"] == 1 for name in lengths), f"D computed {pair.decode.computed}")
+        check(sorted(pair.decode.received) == sorted(f"{name}-d" for name in lengths), "an id was reported twice")
+        check(sorted(pair.prefill.sent) == sorted(f"{name}-p" for name in lengths), "an id was reported twice")
+
+
+def chunks_from_2_to_1() -> None:
+    """Two requests share a step, prompts take several; hooks without names, tuple caches."""
+    _chunked(2, 1)
+
+
+def chunks_from_1_to_2() -> None:
+    _chunked(1, 2)
+
+
+def chunks_from_4_to_2() -> None:
+    _chunked(4, 2)
+
+
+def a_layer_in_a_graph() -> None:
+    """A hook that does not fire is made up for in wait_for_save."""
+    _chunked(2, 1, missing=1)
+
+
+def hooks_in_the_order_of_0_23() -> None:
+    """start_load_kv before the layers; get_finished instead of get_transfer_results; no wait_for_save in an empty step."""
+    check(not compat.HAS_TRANSFER_RESULTS, "this vLLM has get_transfer_results: it is not 0.23")
+    with site() as pair:
+        pair.send("one", prompt("one", 50))
+        worker = pair.prefill.workers[0]
+        worker.called.clear()
+        pair.prefill.step()
+        layers = ["wait_for_layer_load", "save_kv_layer"] * len(LAYERS)
+        rest = [
+            "get_finished",
+            "get_block_ids_with_load_errors",
+            "build_connector_worker_meta",
+            "clear_connector_metadata",
+        ]
+        begin = ["handle_preemptions", "bind_connector_metadata", "start_load_kv"]
+        check(worker.called == [*begin, *layers, "wait_for_save", *rest], f"a step: {worker.called}")
+        worker.called.clear()
+        pair.prefill.step()
+        check(worker.called == [*begin, *rest], f"a step without tokens: {worker.called}")
+        check(set(worker.called) <= set(WORKER_HOOKS), "an unknown hook")
+        pair.until(lambda: pair.decode.received == ["one-d"], "it is received")
+        check(not pair.decode.wrong("one-d", pair.blocks["one"], 0, 50), "wrong bytes")
+
+
+def a_prefix_on_prefill_is_pushed_too() -> None:
+    with site() as pair:
+        head = prompt("head", 4 * BLOCK)
+        pair.prefill.add("warm", "shared", head, {})  # P alone
+        pair.until(lambda: pair.prefill.request("warm") is None, "P has computed it")
+        tokens = [*head, *prompt("tail", 20)]
+        pair.send("shared", tokens)
+        pair.until(lambda: pair.decode.received == ["shared-d"], "it is received")
+        # What P had computed before came from `content("shared")` too: a push of computed tokens only would miss it.
+        check(not pair.decode.wrong("shared-d", pair.blocks["shared"], 0, len(tokens)), "wrong bytes")
+
+
+def preempted_pushes_begin_again() -> None:
+    with site() as pair:
+        tokens = prompt("long", 250)
+        pair.send("long", tokens)
+        pair.prefill.step()  # 96 of 250 tokens
+        check(pair.prefill.scheduler.reset_prefix_cache(reset_running_requests=True), "P did not preempt")
+        worker = pair.prefill.workers[1]
+        worker.called.clear()
+        pair.until(lambda: pair.decode.received == ["long-d"], "it is received")
+        check(worker.called[0] == "handle_preemptions", f"{worker.called[:3]}")
+        check(not pair.decode.wrong("long-d", pair.blocks["long"], 0, len(tokens)), "wrong bytes")
+
+
+def aborted_on_prefill_fails_on_decode() -> None:
+    """request_finished comes without blocks when the request was preempted before: D hears of it."""
+    from vllm.v1.request import RequestStatus
+
+    with site(policy="fail") as pair:
+        pair.send("gone", prompt("gone", 250))
+        pair.prefill.step()
+        pair.prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+        pair.prefill.scheduler.finish_requests("gone-p", RequestStatus.FINISHED_ABORTED)
+        pair.until(lambda: "gone-d" in pair.decode.answers, "D has answered")
+        reason = pair.decode.answers["gone-d"][-1].finish_reason
+        check(str(reason) == "error", f"it ended with {reason}")
+
+
+def aborted_on_decode_gives_the_blocks_back() -> None:
+    from vllm.v1.request import RequestStatus
+
+    with site() as pair:
+        pair.send("left", prompt("left", 200))
+        pair.prefill.step()
+        pair.decode.scheduler.finish_requests("left-d", RequestStatus.FINISHED_ABORTED)
+        pair.until(lambda: pair.prefill.request("left-p") is None, "P is done with it")
+
+
+def _failed(policy: str) -> tuple[list[Any], int]:
+    with site(policy=policy) as pair:
+        pair.outcome = "failed"
+        pair.ask("lost", prompt("lost", 100))
+        pair.until(lambda: pair.decode.request("lost-d") is None, "D is done with it")
+        check(pair.decode.received == ["lost-d"], f"{pair.decode.received}")
+        return pair.decode.answers["lost-d"], pair.decode.computed["lost-d"]
+
+
+def failed_loads_fail_as_configured() -> None:
+    """0.23 hears of them by block ids."""
+    answers, computed = _failed("fail")
+    check(str(answers[-1].finish_reason) == "error" and computed == 0, f"{answers}, {computed} tokens computed")
+
+
+def failed_loads_are_recomputed_as_configured() -> None:
+    answers, computed = _failed("recompute")
+    check(computed == 100, f"{computed} of 100 tokens were computed")
+    tokens = [token for one in answers for token in one.new_token_ids]
+    check(len(tokens) == 3 and str(answers[-1].finish_reason) == "length", f"{answers}")
+
+
+SCENARIOS: tuple[Callable[[], None], ...] = (
+    chunks_from_2_to_1,
+    chunks_from_1_to_2,
+    chunks_from_4_to_2,
+    a_layer_in_a_graph,
+    hooks_in_the_order_of_0_23,
+    a_prefix_on_prefill_is_pushed_too,
+    preempted_pushes_begin_again,
+    aborted_on_prefill_fails_on_decode,
+    aborted_on_decode_gives_the_blocks_back,
+    failed_loads_fail_as_configured,
+    failed_loads_are_recomputed_as_configured,
+)
+
+
+def main() -> None:
+    print(json.dumps({"name": "version", "error": "" if vllm.__version__.startswith("0.23.") else vllm.__version__}))
+    wanted = sys.argv[1:]
+    for scenario in SCENARIOS:
+        if wanted and scenario.__name__ not in wanted:
+            continue
+        try:
+            scenario()
+            error = ""
+        except Exception:  # noqa: BLE001 (the test that asked for it fails with it)
+            error = traceback.format_exc()
+        print(json.dumps({"name": scenario.__name__, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
