@@ -2,14 +2,15 @@
 """Time to the first token, interleaved in one run: (a) one engine of P's TP, (b) a pair with vLLM's in-tree
 MooncakeConnector over TCP, (c) a pair with this package behind its metaserver.
 
-All three run at once and are asked one after another, the same fresh prompt each, in rotating order. vLLM's
-shared-memory queue spins for a second after every message, which on two cores is the largest cost of all; so every
+All three run at once and are asked one after another, the same fresh prompt each, in rotating order, each on a machine
+on which everybody else has come to rest. vLLM's shared-memory queue spins for a second after every message, which on two cores is the largest cost of all; so every
 table is made twice: `polite` replaces that spin in all three systems, `as it is` in none (nor does our D nap then).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import threading
@@ -36,6 +37,9 @@ WANTED = {(1, 512): 1.30, (1, 2048): 1.05, (2, 512): 1.30, (2, 2048): 1.10}  # (
 PLUGIN = ROOT / "scripts" / "support" / "plugins" / "baseline"
 NAMES = {"a": "one engine", "b": "in-tree Mooncake", "c": "this package"}
 
+RESTING = 0.93  # idle share of the processors
+REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
+
 Ask = Callable[[list[int]], Answer]
 
 
@@ -51,11 +55,35 @@ def shape() -> dict[str, Any]:
     return {"max_len": 2624, "chunk": 2560, "kv_bytes": 384 << 20, "max_seqs": 8, "block_size": 128}
 
 
-def start_all(cluster: Cluster, p_tp: int, polite: bool) -> dict[str, Ask]:
-    """Five engines and a metaserver; returns how each system is asked."""
+def start_all(cluster: Cluster, p_tp: int, polite: bool, wanted: str) -> dict[str, Ask]:
+    """Five engines and a metaserver, or those of the systems wanted; returns how each system is asked."""
     model = ensure(MODEL)
     common = {**shape(), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
-    bootstrap, port = cluster.port(), cluster.port()
+    systems: dict[str, Ask] = {}
+    if "a" in wanted:
+        (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
+        systems["a"] = lambda tokens: complete(single.url, body_of(tokens, 4))
+    if "b" in wanted:
+        systems["b"] = start_in_tree(cluster, model, p_tp, common)
+    if "c" in wanted:
+        systems["c"] = start_ours(cluster, model, p_tp, common, polite)
+    return systems
+
+
+def start_ours(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any], polite: bool) -> Ask:
+    port = cluster.port()
+    config = cluster.push_config(verify="off", patient=polite, patient_shm="on" if polite else "off")
+    d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
+    prefill, decode = cluster.start(
+        EngineSpec(f"c{p_tp}-prefill", model, role="kv_producer", tp=p_tp, extra=config, **common),
+        EngineSpec(f"c{p_tp}-decode", model, role="kv_consumer", extra=d_side, **common),
+    )
+    front = cluster.metaserver([prefill], [decode], port, STRICT)
+    return lambda tokens: complete(front.url, body_of(tokens, 4))
+
+
+def start_in_tree(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any]) -> Ask:
+    bootstrap = cluster.port()
     mooncake: dict[str, Any] = {
         **common,
         "connector": "MooncakeConnector",
@@ -63,26 +91,11 @@ def start_all(cluster: Cluster, p_tp: int, polite: bool) -> dict[str, Ask]:
         "plugins": (PLUGIN,),
     }
     p_side = {**mooncake, "environment": {**common["environment"], "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}}
-    ours = {"verify": "off", "patient": polite, "patient_shm": "on" if polite else "off"}
-    config = cluster.push_config(**ours)
-    front_url = f"http://127.0.0.1:{port}"
-    (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
-    b_prefill, b_decode = cluster.start(
+    prefill, decode = cluster.start(
         EngineSpec(f"b{p_tp}-prefill", model, role="kv_producer", tp=p_tp, **p_side),
         EngineSpec(f"b{p_tp}-decode", model, role="kv_consumer", **mooncake),
     )
-    c_prefill, c_decode = cluster.start(
-        EngineSpec(f"c{p_tp}-prefill", model, role="kv_producer", tp=p_tp, extra=config, **common),
-        EngineSpec(
-            f"c{p_tp}-decode", model, role="kv_consumer", extra={**config, "metaserver_urls": [front_url]}, **common
-        ),
-    )
-    front = cluster.metaserver([c_prefill], [c_decode], port, STRICT)
-    return {
-        "a": lambda tokens: complete(single.url, body_of(tokens, 4)),
-        "b": in_tree(b_prefill, b_decode, bootstrap),
-        "c": lambda tokens: complete(front.url, body_of(tokens, 4)),
-    }
+    return in_tree(prefill, decode, bootstrap)
 
 
 def in_tree(prefill: Engine, decode: Engine, bootstrap: int) -> Ask:
@@ -109,6 +122,25 @@ def in_tree(prefill: Engine, decode: Engine, bootstrap: int) -> Ask:
     return ask
 
 
+def rest() -> float:
+    """Wait until the processors are idle; how long that took. A system that still works after its answer (vLLM's queues
+    spin for a second, the in-tree P polls until its last write is told) would be paid for by the next one asked."""
+    began = time.monotonic()
+    while time.monotonic() < began + REST_LIMIT_S:
+        idle, total = processor_ticks()
+        time.sleep(REST_LOOK_S)
+        idle_then, total_then = processor_ticks()
+        if idle_then - idle >= RESTING * (total_then - total):
+            break
+    return time.monotonic() - began
+
+
+def processor_ticks() -> tuple[int, int]:
+    with Path("/proc/stat").open() as stat:
+        ticks = [int(word) for word in stat.readline().split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
 def measure(systems: dict[str, Ask], rounds: int, seed: int) -> tuple[list[Sample], Tally]:
     vocab, tally, samples = RECIPES[MODEL].vocab, Tally(), []
     names = list(systems)
@@ -120,8 +152,11 @@ def measure(systems: dict[str, Ask], rounds: int, seed: int) -> tuple[list[Sampl
         for length in LENGTHS:
             tokens = prompt(length, seed + number, vocab)
             first: Answer | None = None
-            for name in (*names[number % 3 :], *names[: number % 3]):
-                time.sleep(1.2)  # whoever spins after a message has stopped; the next one starts on a quiet machine
+            turn = number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                rested = rest()
+                if rested > REST_LIMIT_S:
+                    print(f"  the machine did not come to rest within {REST_LIMIT_S:.0f} s before {name}", flush=True)
                 answer = systems[name](tokens)
                 samples.append(Sample(name, length, answer.ttft, answer.started))
                 tally.answers += 1
@@ -140,6 +175,10 @@ def table(samples: list[Sample], p_tp: int, title: str) -> list[str]:
         cells, medians = [], {}
         for name in NAMES:
             values = [s.ttft * 1e3 for s in samples if s.system == name and s.length == length]
+            if not values:
+                cells.append("-".rjust(22))
+                medians[name] = math.nan
+                continue
             medians[name] = statistics.median(values)
             cells.append(f"{medians[name]:8.0f} ({min(values):.0f}–{max(values):.0f})".rjust(22))
         over_a, over_b = medians["c"] / medians["a"], medians["c"] / medians["b"]
@@ -185,6 +224,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="prompts of each length and system (default 5)")
     parser.add_argument("--p-tp", type=int, nargs="+", default=[1, 2], help="TP sizes of prefill (default 1 2)")
     parser.add_argument("--spin", choices=("both", "polite", "as-it-is"), default="both")
+    parser.add_argument("--systems", default="abc", help="which of a, b and c (default abc)")
     args = parser.parse_args()
     modes = [("polite", True), ("as it is", False)]
     modes = [mode for mode in modes if args.spin in ("both", mode[0].replace(" ", "-"))]
@@ -195,10 +235,15 @@ def main() -> int:
         for p_tp in args.p_tp:
             directory: Path = out / f"{title.replace(' ', '-')}-{p_tp}"
             with Cluster(directory) as cluster:
-                samples, tally = measure(start_all(cluster, p_tp, polite), args.rounds, seed=p_tp * 10_000)
+                samples, tally = measure(
+                    start_all(cluster, p_tp, polite, args.systems), args.rounds, seed=p_tp * 10_000
+                )
             leaks += cluster.leaks
-            made = [*table(samples, p_tp, title), *profile(samples, Trace(cluster.traces))]
-            made += [f"  tokens differ: {line}" for line in tally.excused] or ["  tokens of all three are equal"]
+            made = [
+                *table(samples, p_tp, title),
+                *(profile(samples, Trace(cluster.traces)) if "c" in args.systems else []),
+            ]
+            made += [f"  tokens differ: {line}" for line in tally.excused] or ["  all tokens are equal"]
             print("\n".join(made), flush=True)
             rows += made
     print("\n==== all tables ====" + "\n".join(rows))

@@ -32,6 +32,8 @@ def check_engine(config: Any, push: PushConfig) -> None:
     _refuse_if(getattr(parallel, "prefill_context_parallel_size", 1) > 1, "Prefill context parallelism", "Use 1.")
     _refuse_if(getattr(parallel, "decode_context_parallel_size", 1) > 1, "Decode context parallelism", "Use 1.")
     _refuse_if(parallel.data_parallel_size > 1, "Data parallelism inside one engine", "Start one engine per DP rank.")
+    # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
+    _refuse_if(getattr(parallel, "use_ubatching", False), "Micro-batching (DBO)", "Start without --enable-dbo.")
     _refuse_if(config.speculative_config is not None, "A draft model (speculative decoding)", "Start without it.")
     dtype = str(config.cache_config.cache_dtype)
     _refuse_if(dtype not in _PLAIN_CACHES, f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')

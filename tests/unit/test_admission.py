@@ -95,6 +95,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
         ),
     ),
     ("quantised KV cache (fp8)", lambda role: vllm_config(role, kv_cache_dtype="fp8")),
+    ("Micro-batching", with_parallel("enable_dbo", True)),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
 ]
 

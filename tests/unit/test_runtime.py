@@ -136,6 +136,24 @@ def test_a_layer_without_a_name_is_known_by_its_address_at_once() -> None:
         assert [facts["layer"] for stage, facts in events if stage == "layer_computed"] == [2, 1, 0]
 
 
+def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_hook() -> None:
+    model = Model()
+    p, d = PrefillSite(model, 1), DecodeSite(model, 1)
+    with sites(p, d):
+        request = d.reserve("r", 23)
+        d.step()
+        received = []
+
+        def last_one_waits(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            worker.save_layer(name, tensor)
+            if name == model.names[-1]:
+                received.extend(d.received(request))
+
+        p.prefill(request, hook=last_one_waits)
+        assert received[0].ok
+        d.check(request)
+
+
 def test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step() -> None:
     def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
         if name != Model().names[1]:

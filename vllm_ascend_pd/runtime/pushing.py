@@ -158,6 +158,8 @@ class PushRuntime:
             index = self._by_address.get(tensor_address)
         if index is not None and index in step.unmarked:
             self._mark(step, index)
+            if not step.unmarked:  # nothing is pushed after this layer: D need not wait for the rest of the forward
+                self.end_step()
 
     def end_step(self) -> None:
         """Sweep up layers whose hook did not fire, and seal."""
