@@ -33,8 +33,15 @@ def test_a_ticket_of_an_allowed_metaserver_is_taken() -> None:
     assert read_ticket({**GOOD, "metaserver": URL + "/", "send_tokens": True}, ALLOWED) == Ticket(URL, "t", True)
 
 
+VIRTUAL = {"do_remote_prefill": True, "do_virtual": True, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
+
+
 @pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, {"do_remote_prefill": "yes"}]
+    "params",
+    [
+        *(None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, {"do_remote_prefill": "yes"}),
+        *(VIRTUAL, {**GOOD, "do_virtual": True}),  # a warm-up names no prefill: D answers from its own
+    ],
 )
 def test_a_request_that_means_no_remote_prefill_gets_none_and_no_complaint(params: Any) -> None:
     assert read_ticket(params, ALLOWED) is None

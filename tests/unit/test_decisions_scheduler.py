@@ -179,7 +179,16 @@ def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> 
 
 @pytest.mark.parametrize(
     "params",
-    [None, {}, {"do_remote_decode": False}, {"do_remote_decode": 1}, {"remote_block_ids": [1], "remote_host": "x"}],
+    [
+        *(
+            None,
+            {},
+            {"do_remote_decode": False},
+            {"do_remote_decode": 1},
+            {"remote_block_ids": [1], "remote_host": "x"},
+        ),
+        {"do_remote_decode": True, "do_virtual": True},  # a warm-up without a decode engine behind it
+    ],
     ids=str,
 )
 def test_other_parameters_are_a_plain_prefill(params: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_engine import words
 from metaserver_cluster import Cluster, cluster, texts, until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -207,9 +208,15 @@ def test_resetting_the_prefix_cache_reaches_every_engine() -> None:
         assert c.http.post("/reset_prefix_cache", json={}).status_code == 502
 
 
-def test_a_virtual_request_is_answered(one: Cluster) -> None:
-    answer = one.complete("warm up", kv_transfer_params={"do_virtual": True})
-    assert answer.status_code == 200 and texts(answer)
+@pytest.mark.parametrize("role", ["do_remote_prefill", "do_remote_decode"])
+def test_a_virtual_request_warms_up_the_whole_way(one: Cluster, role: str) -> None:
+    """MindIE's warm-up: whatever it says of its transfer, it becomes a request like any other, over a P and a D."""
+    before = len(one.legs())
+    answer = one.complete("warm up", kv_transfer_params={"do_virtual": True, role: True, "remote_host": "10.0.0.1"})
+    assert answer.status_code == 200 and texts(answer) == ["".join(words("warm up", 3))]
+    assert len(one.legs()) == before + 1
+    params = one.decode[0].generations()[-1].body["kv_transfer_params"]
+    assert "do_virtual" not in params and "remote_host" not in params
 
 
 def test_engines_with_a_key_get_ours_when_the_client_brings_none() -> None:
