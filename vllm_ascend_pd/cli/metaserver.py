@@ -31,6 +31,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     _security(parser.add_argument_group("security"))
     _predecessor(parser.add_argument_group("flags of vllm-ascend's example proxy, accepted as they are"))
     parser.add_argument("--trace-dir", default="", metavar="DIR", help="write stage events here, one file per worker")
+    parser.add_argument(
+        "--otlp-traces-endpoint", default="", metavar="URL", help="send spans of requests and their two legs there"
+    )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level")
     parser.add_argument("--as-worker", default="", help=argparse.SUPPRESS)
     return parser
@@ -148,6 +151,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         tls_key=args.tls_key,
         engine_ca=args.engine_ca,
         trace_dir=args.trace_dir,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
 
 

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
-from vllm_ascend_pd.metaserver.service import state
+from vllm_ascend_pd.metaserver.service import spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
@@ -67,7 +67,8 @@ class Worker:
         if self.file is not None:
             self.file.load()
         self.upstream = Upstream(settings.connect_timeout_s, settings.idle_timeout_s, settings.engine_tls())
-        self.front = Front(settings, self.fleet, self.upstream, own_url)
+        self.spans = spans.make(settings.otlp_traces_endpoint)
+        self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
         self.canary = Canary(self.front)
         self.hub = hub or Hub(0)
         self.hub.attach(self.fleet, self.canary, self.report)
@@ -125,6 +126,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.upstream.close()
+            await asyncio.to_thread(self.spans.close)
 
     # -- what clients and D's send
 

@@ -100,6 +100,7 @@ class Exchange:
     committed: bool = False  # the client has seen a byte
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
     status: int = 0
+    span: Any = None  # where spans are wanted
     stages: list[tuple[str, float, str]] = field(default_factory=list)
 
     def stage(self, name: str, detail: str = "") -> None:

@@ -17,6 +17,7 @@ from vllm_ascend_pd.metaserver.service.faults import fault
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.observe.trace import emit
 
 _LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself
@@ -62,8 +63,11 @@ class Turnstile:
 class Front:
     """What all requests of this process share."""
 
-    def __init__(self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str) -> None:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
+    ) -> None:
         self.settings = settings
+        self.spans = spans or NoSpans()
         self.fleet = fleet
         self.upstream = upstream
         self.own_url = own_url
@@ -81,7 +85,8 @@ class Front:
         else:
             self.journal.begin(exchange)
             try:
-                await self._attempts(exchange)
+                with self.spans.request(exchange):
+                    await self._attempts(exchange)
             except asyncio.CancelledError:
                 if exchange.committed or not exchange.interrupt.closing:
                     raise
@@ -129,8 +134,11 @@ class Front:
         exchange.stage("decode", decode.name)
         well = False
         try:
-            with self.fleet.leg(decode, exchange.request.decode_tokens):
-                await relay.decode(self, attempt, params)
+            with (
+                self.fleet.leg(decode, exchange.request.decode_tokens),
+                self.spans.leg(exchange, "decode", decode.name, attempt=exchange.number) as headers,
+            ):
+                await relay.decode(self, attempt, params, headers)
             well = True
         except asyncio.CancelledError:
             failed = exchange.interrupt.take_failure()

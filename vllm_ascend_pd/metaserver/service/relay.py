@@ -34,11 +34,11 @@ _ERROR_BYTES = 1 << 20
 _ERROR_EVENT = b'data: {"error"'
 
 
-async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None) -> None:
+async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
     """Raises AttemptFailed as long as the client has seen nothing."""
     exchange = attempt.exchange
     sent = time.monotonic()
-    reply, first = await _open(front, attempt, params)
+    reply, first = await _open(front, attempt, params, headers)
     with contextlib.closing(reply):
         now = time.monotonic()
         METRICS.leg_seconds.labels("decode").observe(now - sent)
@@ -56,14 +56,14 @@ async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None) 
         exchange.stage("end")
 
 
-async def _open(front: Front, attempt: Attempt, params: dict[str, Any] | None) -> tuple[Reply, bytes]:
+async def _open(front: Front, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> tuple[Reply, bytes]:
     """D's answer once there is something for the client: all of it, or the first piece of a stream."""
     instance, exchange = attempt.decode, attempt.exchange
     timeout = front.settings.first_byte_timeout_s
     body = bodies.for_decode(exchange.request, params)
     try:
         reply = await front.upstream.send(
-            instance.origin, "POST", exchange.request.route.encode(), exchange.headers, body, timeout
+            instance.origin, "POST", exchange.request.route.encode(), headers, body, timeout
         )
     except UpstreamError as problem:
         raise _broken(front, instance, problem.failure, problem.why) from problem

@@ -215,9 +215,10 @@ class Reservations:
         exchange.stage("prefill", prefill.name)
         timeout, sent = front.settings.prefill_timeout_s, time.monotonic()
         try:
-            reply = await front.upstream.send(prefill.origin, "POST", route.encode(), exchange.headers, body, timeout)
-            async with reply:
-                text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
+            with front.spans.leg(exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
+                reply = await front.upstream.send(prefill.origin, "POST", route.encode(), headers, body, timeout)
+                async with reply:
+                    text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
             evidence = Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE
             front.fleet.seen(prefill, evidence, problem.why)

@@ -49,6 +49,7 @@ class Settings:
     tls_key: str = ""
     engine_ca: str = ""
     trace_dir: str = ""
+    otlp_traces_endpoint: str = ""
 
     @property
     def scheme(self) -> str:
