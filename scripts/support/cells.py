@@ -64,6 +64,7 @@ TIMERS = {
     "stall_timeout_s": 4.0,
     "recv_deadline_s": 8.0,
 }
+GRACE = ("--shutdown-timeout", "10")  # vLLM's default, 0, kills its engine core at once
 STOPPED_S = TIMERS["recv_deadline_s"] + 1.0
 LIMIT_S = 30.0  # after the fault (or the SIGCONT of who must answer): everything must be over
 REACH_S = 10.0
@@ -179,13 +180,14 @@ def start_pair(
     name: str,
     p_tp: int,
     metaservers: Sequence[str],
-    verify: str = "full",
+    verify: str = "full",  # of D
     timers: dict[str, float] = TIMERS,
 ) -> tuple[Engine, Engine, dict[str, Orders]]:
     """P and D on addresses of their own choice that stay theirs, with the plug-in of faults."""
     orders = {role: Orders(cluster.directory / "orders" / f"{name}-{role}") for role in ROLES}
-    config = {**cluster.push_config(), "verify": verify, **timers}
-    common = {"plugins": (PLUGIN,), "arguments": DOOR, "chunk": 128}
+    config = {**cluster.push_config(), **timers}
+    common: dict[str, Any] = {"plugins": (PLUGIN,), "arguments": (*DOOR, *GRACE), "chunk": 128}
+    d_more = {"metaserver_urls": list(metaservers), "side_channel_port": cluster.port(), "verify": verify}
     p, d = (
         EngineSpec(
             f"{name}-{role.lower()}",
@@ -198,7 +200,7 @@ def start_pair(
         )
         for role, kind, tp, more in (
             ("P", "kv_producer", p_tp, {}),
-            ("D", "kv_consumer", 1, {"metaserver_urls": list(metaservers), "side_channel_port": cluster.port()}),
+            ("D", "kv_consumer", 1, d_more),
         )
     )
     prefill, decode = cluster.start(p, d)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ PLUGIN = ROOT / "tests" / "integration" / "plugins" / "faults"
 VARIABLE = "PD_TEST_FAULTS"
 DOOR = ("--middleware", "pd_test_faults.Door")
 MODULE = "pd_test_faults"
+DROP_WRITES = "drop writes"  # P's transfer engine claims that every write landed, and writes nothing
 LOOK_S = 0.01
 
 
@@ -68,7 +69,7 @@ class Orders:
         scratch.write_text(text)
         scratch.rename(self.directory / name)  # whoever reads it reads all of it
 
-    def _wait(self, reached, limit_s: float, why: str) -> None:  # type: ignore[no-untyped-def]
+    def _wait(self, reached: Callable[[], bool], limit_s: float, why: str) -> None:
         until = time.monotonic() + limit_s
         while not reached():
             if time.monotonic() > until:

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 _given: set[int] = set()
+ONE_GROUP = "PD_ONE_GROUP"  # "1": children stay in our process group, so that who stops it stops everything
 
 
 class ProcessDied(RuntimeError):
@@ -61,7 +62,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=dict(env),
                 cwd=cwd,
-                start_new_session=True,
+                start_new_session=os.environ.get(ONE_GROUP) != "1",
             )
         self.pid = self._popen.pid
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from pairs import Pair, PairMaker
 
+from scripts.support.cells import Site, make_site, start_pair
 from scripts.support.cluster import STRICT, Cluster, fresh_directory
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
@@ -50,7 +51,8 @@ def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def ports(cluster: Cluster) -> list[int]:
-    """Ports of the session's metaservers: each D allows all of them, so it can serve several P's one after another."""
+    """Ports of the session's metaservers: each D allows all of them, so it can serve several P's one after another.
+    The last one is a test's own, the one before it the faulty pair's."""
     return [cluster.port() for _ in range(24)]
 
 
@@ -62,10 +64,19 @@ def allowed(ports: list[int]) -> list[str]:
 @pytest.fixture(scope="session")
 def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
     """A metaserver in front of running engines, on one of the allowed ports."""
-    free = list(ports)
+    free = ports[:-2]
 
     def make(prefill: Engine, *decode: Engine) -> Pair:
         front = cluster.metaserver([prefill], decode, free.pop(0), STRICT)
         return Pair(cluster, front, prefill, decode, tally)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def faulty(cluster: Cluster, allowed: list[str], ports: list[int], tally: Tally) -> Iterator[Site]:
+    """A pair that fails on order, with short timers; its D checks nothing, so a wrong byte is a wrong token."""
+    prefill, decode, orders = start_pair(cluster, "faulty", 1, allowed, verify="off")
+    site = make_site(cluster, prefill, decode, orders, ports[-2], tally)
+    yield site
+    cluster.stop(*(site.servers[role] for role in "MDP"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fake_metaserver import fake_metaserver, is_overloaded, says_failed
@@ -27,10 +26,12 @@ from pairs import (
     wait_for_free_blocks,
 )
 
+from scripts.support.cells import Site
 from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
+from scripts.support.faults import DROP_WRITES
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 from scripts.support.timeline import Event, Trace
@@ -275,22 +276,24 @@ class TestFromPipeline:
 
 @pytest.fixture(scope="class")
 def dropped(
-    cluster: Cluster, decodes: tuple[Engine, Engine], allowed: list[str], make_pair: PairMaker
-) -> Iterator[tuple[Pair, Pair]]:
-    """A P whose writes never leave, in front of a D that checks nothing, and of the D that checks and recomputes."""
-    plugin = Path(__file__).parent / "plugins" / "dropping"
-    config = cluster.push_config(*allowed, verify="off")
-    p, trusting = cluster.start(
-        EngineSpec("gqa-p-dropping", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), plugins=(plugin,)),
-        EngineSpec("gqa-d-trusting", ensure("gqa"), role="kv_consumer", policy="fail", extra=config),
+    cluster: Cluster, decodes: tuple[Engine, Engine], faulty: Site, make_pair: PairMaker
+) -> Iterator[tuple[Pair, Pair, Pair]]:
+    """A P whose writes never leave, in front of a D that checks nothing, and of two that do: one fails, one recomputes."""
+    pairs = (
+        make_pair(faulty.prefill, faulty.decode),
+        make_pair(faulty.prefill, decodes[0]),
+        make_pair(faulty.prefill, decodes[1]),
     )
-    pairs = make_pair(p, trusting), make_pair(p, decodes[1])
+    faulty.orders["P"].clear()
+    faulty.orders["P"].refuse(DROP_WRITES)
     yield pairs
-    cluster.stop(*(pair.front for pair in pairs), p, trusting)
+    faulty.orders["P"].comply()
+    assert faulty.orders["P"].refused
+    cluster.stop(*(pair.front for pair in pairs))
 
 
 class TestWithoutThePush:
-    def test_tokens_are_wrong(self, dropped: tuple[Pair, Pair]) -> None:
+    def test_tokens_are_wrong(self, dropped: tuple[Pair, Pair, Pair]) -> None:
         """So the other tests do not pass on stale KV: without the bytes, no answer is right."""
         pair = dropped[0]
         prompts = [fresh_prompt(n) for n in (64, 100, 333, 1000)]
@@ -299,8 +302,15 @@ class TestWithoutThePush:
         right = [len(p) for p, want, got in zip(prompts, expected, answers, strict=True) if want.tokens == got.tokens]
         assert not right, f"prompts of {right} tokens were answered right without their KV"
 
-    def test_verify_full_notices_and_decode_recomputes(self, dropped: tuple[Pair, Pair]) -> None:
+    def test_verify_full_notices_and_decode_fails_the_request(self, dropped: tuple[Pair, Pair, Pair]) -> None:
         pair = dropped[1]
+        free = pair.free_counts()
+        refused = attempt(pair.front.url, [body_of(fresh_prompt(n), 12) for n in (64, 333)])
+        assert all(isinstance(r, RequestFailed) and r.status >= 500 for r in refused), refused
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
+
+    def test_verify_full_notices_and_decode_recomputes(self, dropped: tuple[Pair, Pair, Pair]) -> None:
+        pair = dropped[2]
         noticed = len(failures(pair.decode[0]))
         prompts = [fresh_prompt(n) for n in (64, 333)]
         answers = gather(pair.front.url, [body_of(p, 12) for p in prompts])

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long mixed load on a pair: every answer compared with a single engine's, and whether anything grows meanwhile.
+
+The load is a function of a seed: fresh prompts of mixed lengths, common heads with fresh tails, repetitions; some
+clients leave. Ten times in a run the load rests, and what each server holds is written down (`Sample`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import psutil
+
+from scripts.support.checks import fresh_salt, settled_free_blocks
+from scripts.support.client import Answer, RequestFailed, body_of, stream
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.process import Child
+
+VOCAB = 512
+HEADS = 24
+LEAVE = 0.02
+PROGRESS_S = 15.0
+BACK_S = 1.0  # after a 503
+MOST_503 = 120
+OPEN = "vllm:ascend_pd_reservations_open"
+
+
+class Server(Protocol):
+    """An engine or a metaserver."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def process(self) -> Child: ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One client's request."""
+
+    index: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    leaves_after: float | None
+
+
+class Mix:
+    """The requests of a seed. The same index is always the same request."""
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self._seed, self._longest = seed, longest
+        dice = random.Random(f"heads of {seed}")
+        self._heads = [_tokens(dice, dice.randrange(32, 257)) for _ in range(HEADS)]
+
+    def __getitem__(self, index: int) -> Ask:
+        dice = random.Random(f"{self._seed}/{index}")
+        kind = dice.random()
+        if kind < 0.08 and index > 20:
+            prompt = self[index - dice.randrange(1, 20)].prompt  # asked a moment ago
+        elif kind < 0.40:
+            prompt = dice.choice(self._heads) + _tokens(dice, dice.randrange(1, 200))
+        elif kind < 0.43:
+            prompt = _tokens(dice, 1)
+        elif kind < 0.70:
+            prompt = _tokens(dice, dice.randrange(2, 48))
+        elif kind < 0.96:
+            prompt = _tokens(dice, dice.randrange(48, 320))
+        else:
+            prompt = _tokens(dice, dice.randrange(320, self._longest))
+        leaves = dice.uniform(0.01, 0.6) if dice.random() < LEAVE else None
+        return Ask(index, prompt, dice.randrange(4, 17), leaves)
+
+
+def _tokens(dice: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(dice.randrange(3, VOCAB - 1) for _ in range(length))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one server held while the load rested."""
+
+    done: int  # prompts so far
+    server: str
+    pid: int
+    rss_mib: float
+    threads: int
+    sockets: int
+    free_blocks: int | None
+    open_transfers: int | None
+
+
+def sample(server: Server, done: int) -> Sample:
+    rss = threads = sockets = 0
+    for process in server.process.members():
+        try:
+            rss += process.memory_info().rss
+            threads += process.num_threads()
+            sockets += _sockets(process.pid)
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            continue
+    free = settled_free_blocks(server) if isinstance(server, Engine) else None
+    open_transfers = None
+    if isinstance(server, Engine) and server.spec.role == "kv_consumer":
+        open_transfers = round(server.metrics().get(OPEN, 0.0))
+    return Sample(done, server.name, server.process.pid, rss / 2**20, threads, sockets, free, open_transfers)
+
+
+def _sockets(pid: int) -> int:
+    count = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            count += str(entry.readlink()).startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count
+
+
+@dataclass
+class Soak:
+    """One run. `servers` are sampled; `half_way` is called once in the middle, beside the load."""
+
+    front_url: str
+    reference: Engine
+    servers: Callable[[], Sequence[Server]]
+    tally: Tally
+    say: Callable[[str], None]
+    salted: bool  # the reference is asked under salts of its own, because it is a member of the pair
+    half_way: Callable[[], None] | None = None
+    at_once: int = 16
+    longest: int = 1200
+    rests: int = 10
+    seed: int = 1
+    samples: list[Sample] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    came_back: int = 0  # times that a client was told 503 and came again
+    seconds: float = 0.0
+    _told: float = 0.0
+
+    def run(self, prompts: int) -> None:
+        begun = time.monotonic()
+        asyncio.run(self._run(prompts, begun))
+        self.seconds = time.monotonic() - begun
+
+    async def _run(self, prompts: int, begun: float) -> None:
+        mix = Mix(self.seed, self.longest)
+        part = max(1, prompts // self.rests)
+        restarting: asyncio.Future[None] | None = None
+        limits = httpx.Limits(max_connections=2 * self.at_once, max_keepalive_connections=2 * self.at_once)
+        async with httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False
+        ) as client:
+            for first in range(0, prompts, part):
+                if self.half_way is not None and restarting is None and first >= prompts // 2:
+                    restarting = asyncio.get_running_loop().run_in_executor(None, self.half_way)
+                await self._part(client, [mix[i] for i in range(first, min(first + part, prompts))], prompts, begun)
+                if restarting is not None:
+                    await restarting
+                await asyncio.to_thread(self._rest, min(first + part, prompts))
+
+    async def _part(self, client: httpx.AsyncClient, asks: Sequence[Ask], prompts: int, begun: float) -> None:
+        waiting = iter(asks)
+
+        async def work() -> None:
+            for ask in waiting:
+                await self._one(client, ask)
+                now, done = time.monotonic(), sum(self.ended.values())
+                if now - self._told > PROGRESS_S:
+                    self._told = now
+                    rate = done / (now - begun)
+                    self.say(
+                        f"  [{now - begun:5.0f} s] {done} of {prompts} prompts, {rate:.1f}/s, {len(self.errors)} wrong"
+                    )
+
+        await asyncio.gather(*(work() for _ in range(self.at_once)))
+
+    async def _one(self, client: httpx.AsyncClient, ask: Ask) -> None:
+        body = body_of(ask.prompt, ask.max_tokens)
+        try:
+            if ask.leaves_after is not None:
+                try:
+                    await asyncio.wait_for(self._asked(client, self.front_url, body), ask.leaves_after)
+                    self.ended["answered before the client could leave"] += 1
+                except asyncio.TimeoutError:
+                    self.ended["client left"] += 1
+                return
+            salt = {"cache_salt": fresh_salt("soak")} if self.salted else {}
+            got, want = await asyncio.gather(
+                self._asked(client, self.front_url, body),
+                self._asked(client, self.reference.url, {**body, **salt}),
+            )
+            self.tally.check(f"prompt {ask.index}", ask.prompt, want.tokens, got.tokens, self.reference.url, salt)
+            self.ended["right"] += 1
+        except (RequestFailed, httpx.HTTPError, AssertionError) as wrong:
+            self.ended["WRONG"] += 1
+            self.errors.append(f"prompt {ask.index} ({len(ask.prompt)} tokens): {wrong!r}")
+            self.say(f"  {self.errors[-1]}")
+
+    async def _asked(self, client: httpx.AsyncClient, base: str, body: dict[str, object]) -> Answer:
+        """A client that comes back when it is told to."""
+        for _ in range(MOST_503):
+            try:
+                return await stream(client, base + "/v1/completions", body)
+            except RequestFailed as refused:
+                if refused.status != 503:
+                    raise
+            self.came_back += 1
+            await asyncio.sleep(BACK_S)
+        raise RequestFailed(503, "for two minutes")
+
+    def _rest(self, done: int) -> None:
+        for server in self.servers():
+            self.samples.append(sample(server, done))
+
+    # -- the verdict
+
+    def growth(self, memory: bool = True) -> list[str]:
+        """What is not flat. A server's first rest is its base; from the third on its memory must not grow either."""
+        found: list[str] = []
+        for name, pid in dict.fromkeys((s.server, s.pid) for s in self.samples):
+            own = [s for s in self.samples if (s.server, s.pid) == (name, pid)]
+            base, last = own[0], own[-1]
+            if any(s.free_blocks != base.free_blocks for s in own):
+                found.append(f"{name}: free blocks {[s.free_blocks for s in own]}")
+            if any(s.open_transfers for s in own):
+                found.append(f"{name}: open transfers {[s.open_transfers for s in own]}")
+            if last.threads > base.threads + 2:
+                found.append(f"{name}: threads {[s.threads for s in own]}")
+            if last.sockets > base.sockets + 8:
+                found.append(f"{name}: sockets {[s.sockets for s in own]}")
+            warm = own[min(2, len(own) - 1)]
+            if memory and last.rss_mib > warm.rss_mib * 1.03 + 8:
+                found.append(f"{name}: MiB {[round(s.rss_mib) for s in own]}")
+        return found
+
+    def report(self) -> list[str]:
+        """Markdown: the samples, then what became of the prompts."""
+        lines = [
+            "| prompts | server | pid | memory, MiB | threads | sockets | free blocks | open transfers |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for s in self.samples:
+            blocks = "" if s.free_blocks is None else s.free_blocks
+            transfers = "" if s.open_transfers is None else s.open_transfers
+            lines.append(
+                f"| {s.done} | {s.server} | {s.pid} | {s.rss_mib:.0f} | {s.threads} | {s.sockets} | {blocks} | {transfers} |"
+            )
+        ended = ", ".join(f"{count} {what}" for what, count in self.ended.items() if count)
+        lines += [
+            "",
+            f"{sum(self.ended.values())} prompts in {self.seconds:.0f} s: {ended}; {self.tally.summary()}; 503 said {self.came_back} times",
+        ]
+        return lines

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real faults in a real pair: cells of the table in scripts/support/cells.py, and what they leave in the metrics.
+
+Nothing here starts an engine of its own but the cells that kill one; those are slow. `scripts/fault_matrix.sh` runs all
+27 with prefill TP 2; docs/reliability.md has its table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from pairs import counter
+
+from scripts.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, Cell, Run, Site
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+
+EXPIRED = "vllm:ascend_pd_num_kv_expired_reqs_total"
+QUICK = {"4D", "5P", "6M"}  # a stopped process takes its ten seconds: one for each role in CI
+
+
+def _marked(cell: Cell) -> object:
+    slow = cell.starts_an_engine or (cell.fault == STOP and cell.name not in QUICK)
+    return pytest.param(cell, id=cell.name, marks=[pytest.mark.slow] if slow else [])
+
+
+def test_every_stage_and_role_has_one_fault_and_each_fault_comes_nine_times() -> None:
+    assert {(cell.stage, cell.role) for cell in CELLS} == {(stage, role) for stage in STAGES for role in "PDM"}
+    assert Counter(cell.fault for cell in CELLS) == {KILL: 9, STOP: 9, REFUSE: 9}
+    assert Counter((cell.role, cell.fault) for cell in CELLS) == {
+        (r, f): 3 for r in "PDM" for f in (KILL, STOP, REFUSE)
+    }
+
+
+@pytest.mark.parametrize("cell", [_marked(cell) for cell in CELLS])
+def test_cell(cell: Cell, faulty: Site) -> None:
+    """Right tokens or a clear error in time; nobody else dies; all blocks come back; the pair serves on."""
+    expired = {role: counter(faulty.servers[role], EXPIRED) for role in "PD"}
+    row = Run(faulty, cell)()
+    if cell.name == "4D":  # no READY: P gives up by itself, and D, once awake, hears of it
+        assert counter(faulty.prefill, EXPIRED) > expired["P"]
+    if cell.name == "5P":
+        assert counter(faulty.decode, EXPIRED) > expired["D"]
+        assert row.answers == "3 right", "a D that recomputes has an answer although P sleeps"
+    if cell.role != "M" and cell.fault == REFUSE and cell.refusal != "503":
+        assert row.answers == "3 right"

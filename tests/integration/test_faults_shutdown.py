@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM to each role while transfers are in flight: it ends by itself in its grace time, tells the others, leaves
+nothing behind. Prefill has TP 2 here, so its exchanges between ranks are under way too.
+
+Every engine that ends has to be started again: slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from pairs import fresh_prompt, reference_answers, settled_free_blocks, wait_for_free_blocks
+
+from scripts.support import faults
+from scripts.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, Site, make_site, start_pair
+from scripts.support.client import Answer, RequestFailed, body_of, complete
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTHS = tuple(300 + 60 * i for i in range(10))
+GRACE_S = float(GRACE[1])
+END_S = 10.0  # for what an engine does once its requests have ended or its grace is over
+BAD = re.compile(r"did not (end|close|return) within|Traceback|shutting down: ")
+
+
+@pytest.fixture(scope="module")
+def site(cluster: Cluster, tally: Tally) -> Iterator[Site]:
+    port = cluster.port()
+    prefill, decode, orders = start_pair(cluster, "ending", 2, [f"http://127.0.0.1:{port}"])
+    site = make_site(cluster, prefill, decode, orders, port, tally)
+    yield site
+    cluster.stop(*(site.servers[role] for role in "MDP"))
+
+
+def with_grace(site: Site, role: str, grace: bool) -> None:
+    """Restart the engine with or without vLLM's grace time, if it was started otherwise."""
+    engine = site.servers[role]
+    arguments = tuple(word for word in engine.spec.arguments if word not in GRACE) + (GRACE if grace else ())
+    if arguments != engine.spec.arguments:
+        engine.spec = dataclasses.replace(engine.spec, arguments=arguments)
+        site.replace(role)
+
+
+@pytest.mark.parametrize(("role", "grace"), [("P", True), ("P", False), ("D", True), ("D", False), ("M", True)])
+def test_it_ends_by_itself_and_leaves_nothing(site: Site, role: str, grace: bool, told: Callable[[str], None]) -> None:
+    if role != "M":
+        with_grace(site, role, grace)
+    victim = site.servers[role]
+    others = [site.servers[other] for other in "PD" if other != role]
+    free = {engine.name: settled_free_blocks(engine) for engine in others}
+    prompts = [fresh_prompt(n) for n in LENGTHS]
+    expected = reference_answers(site.prefill, prompts, TOKENS)
+    log_before = len(victim.process.log.read_text(errors="replace"))
+    for orders in site.orders.values():
+        orders.clear()
+    site.orders["P"].stop_at("layer_submitted")
+    clients = Clients(site.front.url, [body_of(p, TOKENS) for p in prompts])
+    pid = site.orders["P"].stopped(REACH_S)
+    wake = threading.Timer(0.3, faults.wake_pid, (pid,))  # after the signal, so that the transfers are surely under way
+    wake.start()
+    begun = time.monotonic()
+    left = victim.process.stop(GRACE_S + END_S if grace else END_S)
+    took = time.monotonic() - begun
+    wake.join()
+    assert not left, left
+    log = victim.process.log.read_text(errors="replace")[log_before:]
+    assert not BAD.search(log), log
+    for port in (victim.process.command[victim.process.command.index("--port") + 1], *_side_channel(victim)):
+        assert _free(int(port)), f"port {port} is still taken"
+    assert clients.wait(time.monotonic() + LIMIT_S), "a client waits without end"
+    last = max(clients.ended) - begun
+    wait_for_free_blocks(others, free, LIMIT_S)
+    site.replace(role)
+    right = 0
+    for p, want, got in zip(prompts, expected, clients.results, strict=True):
+        if isinstance(got, Answer):
+            site.tally.check(f"SIGTERM to {role}", p, want.tokens, got.tokens, site.prefill.url)
+            right += 1
+        else:
+            assert isinstance(got, RequestFailed) and got.status >= 400, repr(got)
+    told(
+        f"SIGTERM to {role}, grace {grace}: ended in {took:.1f} s, last answer {last:.1f} s, {right} of {len(prompts)} right"
+    )
+    if grace or role == "P":
+        assert right == len(prompts), "what was under way is finished, or computed by D"
+    prompt = fresh_prompt(150)
+    (want,) = reference_answers(site.prefill, [prompt], TOKENS)
+    assert complete(site.front.url, body_of(prompt, TOKENS)).tokens == want.tokens
+
+
+def _side_channel(server: object) -> list[int]:
+    spec = getattr(server, "spec", None)
+    port = spec.extra.get("side_channel_port", 0) if spec is not None else 0
+    return [port] if port else []
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
