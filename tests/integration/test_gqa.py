@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from fake_metaserver import fake_metaserver, is_overloaded, says_failed
@@ -33,6 +33,7 @@ from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.faults import DROP_WRITES
 from scripts.support.models import ensure
+from scripts.support.soaking import Soak
 from scripts.support.spec import EngineSpec
 from scripts.support.timeline import Event, Trace
 
@@ -263,6 +264,28 @@ class TestFromTp2:
             assert left, "every client left before its KV was in flight or after: the test shows nothing"
             wait_for_free_blocks((pair.prefill, *pair.decode), free)
             pair.check([fresh_prompt(700)], name="after clients left")
+
+    def test_a_mixed_load_of_300_prompts_is_right_and_leaves_nothing(
+        self, two: tuple[Pair, Pair], told: Callable[[str], None]
+    ) -> None:
+        """The small brother of scripts/soak.sh: lengths, prefixes, repetitions, clients that leave."""
+        pair = two[0]
+        servers = (pair.prefill, *pair.decode, pair.front)
+        soak = Soak(
+            pair.front.url,
+            pair.prefill,
+            lambda: servers,
+            pair.tally,
+            told,
+            salted=True,
+            at_once=8,
+            longest=900,
+            rests=3,
+        )
+        soak.run(300)
+        told(soak.report()[-1])
+        assert not soak.errors, soak.errors[:5]
+        assert not soak.growth(memory=False)
 
 
 class TestFromPipeline:
