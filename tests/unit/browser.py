@@ -52,6 +52,7 @@ class Tab:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
+        self.until(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
 
     def ask(self, script: str) -> Any:
         """The value of an expression in the page."""
