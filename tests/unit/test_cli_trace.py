@@ -206,3 +206,26 @@ def test_what_a_process_writes_is_what_the_command_reads(tmp_path: Path) -> None
     trace = Trace(tmp_path)
     assert trace.transfers() == ["d/1/u"]
     assert list(trace.way("d/1/u").moments) == [RESERVED, REPORTED]
+
+
+def test_the_files_of_a_process_are_a_bounded_ring_and_read_as_one(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path), "decode-scheduler", max_bytes=20_000)
+    try:
+        for number in range(1000):
+            emit("reserved", transfer=f"t/{number}", request="r")
+    finally:
+        file.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 25_000
+    trace = Trace(tmp_path)
+    kept = trace.transfers()
+    assert kept == [f"t/{number}" for number in range(1000 - len(kept), 1000)] and 100 < len(kept) < 400
+    assert len({event.source for event in trace.events}) == 1 and len(trace.clocks) == 1
+
+
+def test_the_cost_of_tracing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(RECORDED), "--cost"]) == 0
+    said = capsys.readouterr().out
+    off = float(said.split("switched off: ")[1].split()[0])
+    on = float(said.split("switched on: ")[1].split()[0])
+    assert off < 1000 * on  # nanoseconds and microseconds
+    assert "a transfer here has" in said

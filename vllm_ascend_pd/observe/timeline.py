@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.observe.clocks import Clock, related
+from vllm_ascend_pd.observe.trace import OLDER
 
 RESERVED, REPORTED = "D scheduler reserved", "D scheduler reported"
 _ENDINGS = ("done", "closed", "push_closed", "reported")  # every rank has one; the last counts
@@ -93,10 +94,10 @@ class Trace:
     """All events of a directory, in order of time."""
 
     def __init__(self, directory: Path) -> None:
-        pieces = {}
-        for path in sorted(directory.rglob("*.jsonl")):
-            source = path.relative_to(directory).with_suffix("").as_posix()
-            pieces[source] = [Event(e.pop("t"), e.pop("stage"), source, e) for e in _lines(path)]
+        pieces: dict[str, list[Event]] = {}
+        for path in sorted(directory.rglob("*.jsonl")):  # the older file of a ring comes before the newer one
+            source = path.relative_to(directory).with_suffix("").as_posix().removesuffix(OLDER)
+            pieces.setdefault(source, []).extend(Event(e.pop("t"), e.pop("stage"), source, e) for e in _lines(path))
         self.clocks: list[Clock] = related(pieces)
         shifts = {source: clock.shift for clock in self.clocks for source in clock.sources}
         self.events: list[Event] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named stage events of a transfer, and where they go.
 
-`emit` costs one attribute read when nobody listens. With `trace_dir` set, each process writes one file of JSON
-lines; tests of real faults subscribe to stop a process at a stage. Times are this process's monotonic clock;
+`emit` costs one attribute read when nobody listens. With `trace_dir` set, each process writes JSON lines into a bounded
+ring of two files: when the newer one is full it takes the older one's place. Tests of real faults subscribe to stop a process at a stage. Times are this process's monotonic clock;
 `clock` lines relate it to a peer's (from BEGIN/READY) so that the pieces can be merged.
 """
 
@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+MAX_BYTES = 64 << 20  # of one process, both files together
+OLDER = ".before"  # behind the name of the file that is not written any more (and sorted before the other)
 
 Subscriber = Callable[[str, Mapping[str, Any]], None]
 
@@ -52,10 +55,13 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
 class TraceFile:
     """Subscriber that appends events to `<dir>/<role>-<pid>.jsonl`, buffered, flushed every second and at exit."""
 
-    def __init__(self, directory: str, role: str) -> None:
+    def __init__(self, directory: str, role: str, max_bytes: int = MAX_BYTES) -> None:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._file = (Path(directory) / f"{role}-{os.getpid()}.jsonl").open("a", buffering=1 << 16)
+        self._role, self._half = role, max_bytes // 2
+        self._path = Path(directory) / f"{role}-{os.getpid()}.jsonl"
+        self._file = self._path.open("a", buffering=1 << 16)
+        self._written = 0
         self._flushed = 0.0
         self("clock", {"wall": time.time(), "role": role})
         self._unsubscribe = subscribe(self)
@@ -65,10 +71,20 @@ class TraceFile:
         now = time.monotonic()
         line = json.dumps({"t": round(now, 6), "stage": stage, **facts}, default=str)
         with self._lock, contextlib.suppress(ValueError):  # closed: the process is ending
-            self._file.write(line + "\n")
+            if self._written > self._half:
+                self._turn(now)
+            self._written += self._file.write(line + "\n")
             if now - self._flushed > 1.0:
                 self._file.flush()
                 self._flushed = now
+
+    def _turn(self, now: float) -> None:
+        """The full file takes the older one's place."""
+        self._file.close()
+        self._path.replace(self._path.with_suffix(OLDER + ".jsonl"))
+        self._file = self._path.open("a", buffering=1 << 16)
+        clock = {"t": round(now, 6), "stage": "clock", "wall": time.time(), "role": self._role}
+        self._written = self._file.write(json.dumps(clock) + "\n")
 
     def close(self) -> None:
         self._unsubscribe()
