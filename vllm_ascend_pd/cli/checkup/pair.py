@@ -140,7 +140,7 @@ class Scratch:
 
             self._memory = torch.empty(2 * SIZE, dtype=torch.uint8, device="npu")
             self._memory[:SIZE].copy_(torch.from_numpy(content.copy()))
-            torch.npu.synchronize()
+            self._memory[0].item()  # waits for the copy
             self.source = int(self._memory.data_ptr())
         else:
             self._memory = np.zeros(2 * SIZE, dtype=np.uint8)

@@ -47,7 +47,10 @@ class Spans(NoSpans):
     def request(self, exchange: Exchange) -> Iterator[None]:
         brought = {name.decode(): value.decode("latin-1") for name, value in exchange.headers if name in _CONTEXT}
         kind = self._trace.SpanKind.SERVER
-        facts = {"http.route": exchange.request.route, "ascend_pd.request_id": exchange.request_id}
+        facts: dict[str, str | int] = {
+            "http.route": exchange.request.route,
+            "ascend_pd.request_id": exchange.request_id,
+        }
         facts |= {"ascend_pd.prompt_tokens": exchange.request.prefill_tokens}
         context = self._propagator.extract(brought)
         exchange.span = span = self._tracer.start_span(exchange.request.route, context, kind, facts)
