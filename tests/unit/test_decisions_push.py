@@ -117,6 +117,19 @@ def test_a_resumption_that_nobody_announced_starts_over() -> None:
     assert (piece.before, piece.after, piece.restart, piece.new_blocks.tolist()) == (0, 10, True, [1, 12, 13])
 
 
+@pytest.mark.parametrize("computed", [8, 10])
+def test_new_blocks_mean_that_the_old_ones_were_lost(computed: int) -> None:
+    """vLLM 0.23 preempts in reset_prefix_cache and names the request only when it comes back."""
+    book = admitted(10)
+    book.scheduled("r", 0, computed, [1, 2, 3], replaces=True)
+    step(book)
+    book.scheduled("r", 0, 10, [4, 5, 6], replaces=True)
+    meta = step(book)
+    assert meta.preempted == ("push",)
+    assert [piece.before for piece in meta.slices] == ([0] if computed < 10 else [])
+    assert len(meta.aborts) == (computed == 10)  # ranks that were done with it would not push their part again
+
+
 def test_a_request_preempted_and_resumed_in_one_step_starts_over() -> None:
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)

@@ -157,12 +157,12 @@ class PushBook:
     ) -> PushSlice | None:
         """The step computes tokens [computed, computed + count) of a request; `blocks` are new, or all if `replaces`."""
         tracked = self._tracked.get(request_id)
+        if tracked is not None and replaces and not tracked.restart:
+            self.preempted(request_id)  # vLLM 0.23 does not say so of requests that reset_prefix_cache preempted
         if tracked is None or tracked.sealed or tracked.aborted:
             return None
         if not tracked.started:
             self._pending.starts.append(PushStart(request_id, tracked.push, tracked.reservation))
-        elif replaces:
-            tracked.restart = True
         before = 0 if tracked.restart else tracked.watermark
         tracked.watermark = computed + count
         tracked.sealed = tracked.watermark >= tracked.reservation.end
