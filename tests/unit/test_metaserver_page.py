@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser
 import pytest
-from metaserver_cluster import Cluster, cluster, until
+from metaserver_cluster import cluster, until
 
+from scripts.support import browser
 from vllm_ascend_pd.metaserver.service import page
 from vllm_ascend_pd.metaserver.service.faults import brief, remedy
 
