@@ -57,6 +57,14 @@ def test_short_spans_are_regrouped_and_long_ones_are_not(capsys: pytest.CaptureF
     assert token_major["busiest_rank_s"] < forbidden["busiest_rank_s"]
 
 
+def test_staging_is_what_a_prefill_rank_allocates(capsys: pytest.CaptureFixture[str]) -> None:
+    small = plan(capsys, "--p-tp", "8", "--d-tp", "2", "--step-tokens", "2048", *GQA)["staging"]
+    large = plan(capsys, "--p-tp", "8", "--d-tp", "2", "--step-tokens", "8192", *GQA)["staging"]
+    one_layer = 2048 // 8 * 2 * 8 * 128 * 2  # a rank's share of a step, K and V, all heads, bf16
+    assert 24 * one_layer < small <= 48 * one_layer and small < large < 4 * small
+    assert plan(capsys, "--p-tp", "8", "--d-tp", "2", "--regroup", "never", *GQA)["staging"] == 0
+
+
 def test_a_faster_link_takes_less_time(capsys: pytest.CaptureFixture[str]) -> None:
     slow = plan(capsys, "--p-tp", "2", "--d-tp", "2", "--link-gbps", "1", *GQA)
     fast = plan(capsys, "--p-tp", "2", "--d-tp", "2", "--link-gbps", "100", *GQA)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
@@ -26,6 +27,7 @@ from vllm_ascend_pd.geometry.shard import contributors
 
 ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
 LAYOUTS = ("token-major", "head-major", "mla")
+_BUFFERS = 2  # of the exchange, each as large as two slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--layout", choices=LAYOUTS, default="token-major", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="prompt length (default: %(default)s)")
     parser.add_argument("--regroup", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument(
+        "--step-tokens", type=int, default=8192, help="--max-num-batched-tokens of prefill (default: %(default)s)"
+    )
     parser.add_argument("--link-gbps", type=float, default=25.0, help="GB/s of one rank's link (default: %(default)s)")
     parser.add_argument(
         "--descriptor-us", type=float, default=4.0, help="cost of one descriptor (default: %(default)s)"
@@ -81,11 +86,25 @@ def run(args: argparse.Namespace) -> int:
     decision = decide(p, d, args.regroup, MIN_SPAN)
     links = _links(p, d, shape, decision)
     seconds = _seconds(links, args.link_gbps, args.descriptor_us)
+    staging = _staging(p, args.step_tokens) if decision.regroup else 0
     if args.json:
         rows = [{"p": x.p_rank, "d": x.d_rank, "descriptors": x.descriptors, "bytes": x.nbytes} for x in links]
-        print(json.dumps({"mode": decision.mode, "why": decision.why, "links": rows, "busiest_rank_s": seconds}))
+        print(
+            json.dumps(
+                {
+                    "mode": decision.mode,
+                    "why": decision.why,
+                    "links": rows,
+                    "busiest_rank_s": seconds,
+                    "staging": staging,
+                }
+            )
+        )
     else:
         print("\n".join(_table(p, d, shape, decision, links, seconds)))
+        print(
+            f"staging on each prefill rank: {staging / 2**20:.1f} MiB" + ("" if staging else ", nothing is regrouped")
+        )
     if args.svg:
         Path(args.svg).write_text(_svg(p, d, links, decision))
     return 0
@@ -123,7 +142,7 @@ def _shape(args: argparse.Namespace) -> Shape:
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             raise ConfigError("PD-CONF-003", key=name, value=value, why="it is needed", remedy="Give it, or --model.")
-    for name in ("p_tp", "d_tp", "block_size", "tokens"):
+    for name in ("p_tp", "d_tp", "block_size", "tokens", "step_tokens"):
         if getattr(args, name) < 1:
             why, remedy = "it must be at least 1", "Give a positive number."
             raise ConfigError("PD-CONF-003", key=f"--{name}", value=getattr(args, name), why=why, remedy=remedy)
@@ -165,6 +184,15 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
             count, size = sum(len(s) for s in regions), sum(s.nbytes for s in regions)
             links.append(Link(rank, d_rank, count * shape.layers, size * shape.layers))
     return links
+
+
+def _staging(p: CacheGeometry, step_tokens: int) -> int:
+    """What a prefill rank allocates at its start with the default settings: slots, spares and the exchange's two buffers."""
+    from vllm_ascend_pd.regroup.parts import Place, slot_bytes  # needs torch, as only an engine's host has it
+
+    config = RegroupConfig()
+    slot = slot_bytes(p, Place(0, p.tp_size, 1, step_tokens))
+    return slot * (config.staging_slots * config.staging_destinations + config.staging_spares + 2 * _BUFFERS)
 
 
 def _seconds(links: Iterable[Link], gbps: float, descriptor_us: float) -> float:
