@@ -52,7 +52,8 @@ class Place:
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
         shape = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
-        (self.single,) = cluster.start(EngineSpec("single", model, tp=2, **shape))  # type: ignore[arg-type]
+        polite = {"VLLM_ASCEND_PD_PATIENT_SHM": "1"}  # it has no connector that would stop vLLM's spinning
+        (self.single,) = cluster.start(EngineSpec("single", model, tp=2, environment=polite, **shape))  # type: ignore[arg-type]
         self.prefill, self.decode = cluster.start(
             EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, **shape),  # type: ignore[arg-type]
             EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, **shape),  # type: ignore[arg-type]

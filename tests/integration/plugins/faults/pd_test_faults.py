@@ -117,13 +117,12 @@ async def _say(send: Send, status: int) -> None:
 def _patch_engine() -> None:
     from vllm_ascend_pd.protocol.actions import Send as SendAction
     from vllm_ascend_pd.protocol.messages import Begin, RefusalCode
+    from vllm_ascend_pd.protocol.push import Sender
     from vllm_ascend_pd.protocol.reservation import Receiver
     from vllm_ascend_pd.protocol.words import refused
-    from vllm_ascend_pd.runtime.pusher import Sealed
-    from vllm_ascend_pd.runtime.pushing import PushRuntime
     from vllm_ascend_pd.runtime.receiving import ReceiveRuntime
 
-    listen, seal, start = Receiver.message, PushRuntime.sealed, ReceiveRuntime.__init__
+    listen, complete, start = Receiver.message, Sender.seal, ReceiveRuntime.__init__
 
     def message(self: Receiver, now: float, peer: Any, heard: Any) -> list[Any]:
         """D refuses every BEGIN."""
@@ -131,19 +130,18 @@ def _patch_engine() -> None:
             return [SendAction(peer, refused(heard, RefusalCode.MISMATCH, "refused by a test"))]
         return listen(self, now, peer, heard)
 
-    def sealed(self: PushRuntime, item: Sealed) -> None:
+    def seal(self: Sender, now: float, push: str) -> list[Any]:
         """P gives a push up in the moment in which it would have been complete."""
-        for push in item.pushes:
-            if refuses("done"):
-                self._abort(push, "PD-XFER-006", "refused by a test")
-        seal(self, item)
+        if refuses("done"):
+            return self.abort(now, push, "PD-XFER-006", "refused by a test")
+        return complete(self, now, push)
 
     def init(self: ReceiveRuntime, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         threading.Thread(target=_revoke_on_order, args=(self,), name="pd-test-faults", daemon=True).start()
 
     Receiver.message = message  # type: ignore[method-assign]
-    PushRuntime.sealed = sealed  # type: ignore[method-assign]
+    Sender.seal = seal  # type: ignore[method-assign]
     ReceiveRuntime.__init__ = init  # type: ignore[method-assign]
     _patch_wire()
 
