@@ -195,3 +195,13 @@ def test_what_never_ran_says_so() -> None:
         assert "NEVER RUN" in path.read_text().split("apiVersion")[0], path.name
     for path in EXAMPLES.glob("*/README.md"):
         assert "**Never run" in path.read_text(), path
+
+
+def test_decode_engines_of_the_manifests_allow_the_address_that_requests_carry() -> None:
+    commands = dict(commands_of_containers())
+    (front,) = (command for where, command in commands.items() if where.startswith("metaserver.yaml"))
+    words = shlex.split(front[front.index("metaserver --") :])
+    told = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
+    carried = f"http://{told.advertise_host}:{told.worker_port or told.port}"
+    (decode,) = (command for where, command in commands.items() if where.startswith("decode.yaml"))
+    assert f'"metaserver_urls": ["{carried}"]' in decode

@@ -96,6 +96,14 @@ def test_the_command_serves_and_ends_well_on_a_signal() -> None:
         assert r.process.wait(10) == 0
 
 
+def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_told() -> None:
+    own = ports(1)
+    with running("--worker-port", str(own)) as r:
+        r.decode.metaservers(f"http://127.0.0.1:{own}")  # and no other
+        assert texts(r.complete("x")) == ["".join(words("x", 3))]
+        assert r.decode.local_prefills == 0 and len(r.prefill.generations()) == 1
+
+
 def test_a_signal_lets_requests_finish() -> None:
     with running("--grace", "10") as r:
         r.decode.manner.before_post_s = 1.0  # its post comes after the signal, and must be heard

@@ -48,7 +48,7 @@ def _listening(group: Any) -> None:
         type=int,
         default=0,
         help="worker i also listens on this + i, and decode engines call it there (list all of them in their "
-        "metaserver_urls); 0: port + 1",
+        "metaserver_urls); 0: port + 1 with several workers, and the one port for everything with one",
     )
     group.add_argument("--advertise-host", default="", help="host that decode engines call back (made from --host)")
     group.add_argument("--grace", type=float, default=30.0, help="seconds that running requests get at shutdown")
@@ -221,4 +221,7 @@ def run(args: argparse.Namespace) -> int:
         from vllm_ascend_pd.metaserver.service.supervisor import Supervisor, worker_command
 
         return Supervisor(settings, worker_command(args.argv)).run()
-    return run_worker(settings, [listen(settings.host, settings.port)])
+    sockets = [listen(settings.host, settings.port)]
+    if settings.worker_port:
+        sockets.append(listen(settings.host, settings.worker_port))
+    return run_worker(settings, sockets)

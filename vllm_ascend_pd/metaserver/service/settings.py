@@ -17,7 +17,7 @@ class Settings:
     port: int = 8000
     advertise_host: str = ""  # what D calls back; empty: made from `host`
     workers: int = 1
-    worker_port: int = 0  # worker i listens on this + i too; 0: port + 1 + i
+    worker_port: int = 0  # worker i listens on this + i too; 0: port + 1 + i, and nothing more with one worker
     grace_s: float = 30.0
 
     prefill: tuple[str, ...] = ()
