@@ -95,6 +95,10 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-005": Entry("The reservation does not fit the prompt: {why}.", "Send the same prompt to both engines; check the tokenizers."),
     "PD-META-006": Entry("Prefill failed: {why}.", "See the prefill engine's log."),
     "PD-META-007": Entry("The decode instance could not answer: {why}.", "See the decode engine's log; the metaserver tries another instance when there is one."),
+    "PD-META-008": Entry("No {role} instance can take the request.", "The status page and /instances say why; start, add or undrain one."),
+    "PD-META-009": Entry("Too many requests are waiting.", "Come back after Retry-After; add instances, or raise --max-running and --max-waiting."),
+    "PD-META-010": Entry("The metaserver is shutting down.", "Send the request again; another metaserver or the next one takes it."),
+    "PD-META-011": Entry("The {role} instance {name} takes no requests: {why}.", "Look at that engine's log; it is probed, and taken back by itself."),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

@@ -106,7 +106,7 @@ def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab
         tab.until(state(gone.address, "ready"))
         gone.served.kill()
         tab.until(state(gone.address, "down"))
-        tab.until("document.querySelector('#errors').innerText.includes('PD-META-006')")
+        tab.until("document.querySelector('#errors').innerText.includes('PD-META-011')")
         gone.served.start()
         tab.until(state(gone.address, "ready"))
         assert tab.text("#ready") == "ready" and not tab.complaints
@@ -143,3 +143,20 @@ def test_a_browser_asks_for_the_token_and_says_when_the_metaserver_is_gone(tab: 
         tab.until(state(c.decode[0].address, "ready"))
         until(lambda: "admin token" not in tab.text("#notice"))
     tab.until("document.querySelector('#notice').innerText.includes('old')")
+
+
+def test_each_refusal_of_the_metaservers_own_has_a_code() -> None:
+    with cluster(prefill=0, without_prefill="refuse") as c:
+        assert c.complete().json()["error"]["code"] == "PD-META-008"
+        assert c.http.get("/status").json()["errors"][-1]["what"] == "no prefill instance"
+        c.http.delete(f"/instances/{c.decode[0].address}")
+        assert c.complete().json()["error"]["code"] == c.http.get("/v1/models").json()["error"]["code"] == "PD-META-008"
+    with cluster(max_running=1, max_waiting=0) as c:
+        c.decode[0].manner.before_first_s = 1.0
+        asking = threading.Thread(target=c.complete, name="client")
+        asking.start()
+        until(c.decode[0].generations)
+        answer = c.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "PD-META-009")
+        assert answer.headers["retry-after"]
+        asking.join()

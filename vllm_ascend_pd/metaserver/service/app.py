@@ -84,8 +84,7 @@ class Worker:
         return state.own(self.hub.worker, self.front, self.canary, problem, details)
 
     def _lost(self, instance: Instance, why: str) -> None:
-        code = "PD-META-006" if instance.role is Role.PREFILL else "PD-META-007"
-        self.front.journal.trouble(code, f"takes no requests: {why}", instance.name)
+        self.front.journal.trouble("PD-META-011", f"takes no requests: {why}", instance.name)
 
     def total(self) -> dict[str, Any]:
         return state.total([self.report(details=True), *self.hub.others()])

@@ -31,11 +31,12 @@ class AttemptFailed(Exception):
     """The attempt ended before the client saw anything. `answer`: what to say if it was the last; `brief`: what the
     status page says of it, without an engine's words."""
 
-    def __init__(self, failure: Failure, answer: Answer, brief: str = "") -> None:
+    def __init__(self, failure: Failure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
         super().__init__(failure.value)
         self.failure = failure
         self.answer = answer
         self.brief = brief or failure.value
+        self.code = code
 
 
 class Interrupt:

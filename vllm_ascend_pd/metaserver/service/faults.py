@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.errors import CATALOGUE, PdError
 from vllm_ascend_pd.metaserver.http1 import Headers
 
 _TYPES = {
@@ -74,6 +74,11 @@ def fault(status: int, message: str, code: str | None = None, retry_after_s: flo
     if retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
     return Answer(status, error_body(status, message, code), headers)
+
+
+def known(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Answer:
+    """An error of the catalogue."""
+    return fault(status, PdError(code, **values).sentence, code, retry_after_s)
 
 
 def error_frame(message: str, code: str | None = None) -> bytes:

@@ -13,7 +13,7 @@ from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, 
 from vllm_ascend_pd.metaserver.http1 import Upstream
 from vllm_ascend_pd.metaserver.service import relay
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Journal, uncancel
-from vllm_ascend_pd.metaserver.service.faults import fault
+from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -22,7 +22,7 @@ from vllm_ascend_pd.observe.trace import emit
 
 _LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself
 _COME_BACK_S = 2.0
-_CLOSING = fault(503, "The metaserver is shutting down.", retry_after_s=_COME_BACK_S)
+_CLOSING = known(503, "PD-META-010", _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
 
 
@@ -81,7 +81,7 @@ class Front:
         if self.closing:
             await relay.refuse(exchange, _CLOSING)
         elif not await self.turnstile.enter(self.settings.max_wait_s):
-            await relay.refuse(exchange, fault(429, "Too many requests are waiting.", retry_after_s=_COME_BACK_S))
+            await relay.refuse(exchange, known(429, "PD-META-009", _COME_BACK_S))
         else:
             self.journal.begin(exchange)
             try:
@@ -102,15 +102,15 @@ class Front:
             exchange.number += 1
             decode = self._decode(exchange)
             if decode is None:
-                refusal = fault(503, "No decode instance is available.", retry_after_s=_COME_BACK_S)
-                await relay.refuse(exchange, refusal)
+                self.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
+                await relay.refuse(exchange, known(503, "PD-META-008", _COME_BACK_S, role="decode"))
                 return
             try:
                 await self._attempt(exchange, decode)
                 return
             except AttemptFailed as failed:
                 if failed.failure is not Failure.PREFILL:  # that one was noted where it happened
-                    self.journal.trouble("PD-META-007", failed.brief, decode.name, exchange.request_id)
+                    self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
                 delay = self.settings.retry.again(failed.failure, exchange.number, True, self.budget, random.random())
                 if delay is None or exchange.pinned is not None:
                     await relay.refuse(exchange, failed.answer)
@@ -155,8 +155,8 @@ class Front:
             return None
         if exchange.pinned is None and not self.fleet.usable(Role.PREFILL):
             if self.settings.without_prefill == "refuse":
-                refusal = fault(503, "No prefill instance is available.", "PD-META-006", _COME_BACK_S)
-                raise AttemptFailed(Failure.REFUSED, refusal)
+                refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
+                raise AttemptFailed(Failure.REFUSED, refusal, "no prefill instance", "PD-META-008")
             exchange.stage("local", "no prefill instance")
             return None
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}

@@ -12,7 +12,7 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Send
-from vllm_ascend_pd.metaserver.service.faults import fault
+from vllm_ascend_pd.metaserver.service.faults import fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -34,7 +34,7 @@ async def pass_on(front: Front, scope: MutableMapping[str, Any], headers: Header
         number += 1
         decode = front.fleet.choose(Role.DECODE, 1, frozenset(tried))
         if decode is None:
-            await tell(send, fault(503, "No decode instance is available.", retry_after_s=2))
+            await tell(send, known(503, "PD-META-008", 2, role="decode"))
             return
         with front.fleet.leg(decode, 1):
             try:
