@@ -1,13 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver and the HTTP calls around it: chosen by the production rule; answers are lost, late, or errors."""
+"""The metaserver and the HTTP calls around it, by the production rules of metaserver/decisions.py: whom to choose, when
+a POST may be repeated, when a leg may be tried again, which circuits are open. Answers are lost, late, or errors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulation.world import Process
-from vllm_ascend_pd.metaserver.decisions import Candidate, choose
+from vllm_ascend_pd.metaserver.decisions import (
+    NOT_EXECUTED,
+    Backoff,
+    Candidate,
+    Circuit,
+    Evidence,
+    Failure,
+    RetryBudget,
+    RetryPolicy,
+    choose,
+    post_again,
+    prefer,
+)
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -17,8 +31,12 @@ if TYPE_CHECKING:
     from simulation.decode import DecodeEngine, Request
     from simulation.prefill_engine import PrefillEngine
 
+URL = "http://metaserver:8000"
 READ_TIMEOUT_S = 6.0  # three heartbeats
+PATIENCE_S = 10.0  # of D's client with a metaserver that refuses
+BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 SECRETS = Secrets(b"the secret of the simulated cluster", b"the secret that it had a while before")
+OLDER = Secrets(b"the secret that it had a while before")  # of a D that was not restarted since
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +48,13 @@ class Call:
     request: Request
     reservation: Reservation
     sealed: bytes
+    started: float
+    posts: int = 0
     prefill: PrefillEngine | None = None
     prefill_incarnation: str = ""
     mute: bool = False  # the answer will be lost
-    tried: int = 0
+    tried: int = 0  # prefill legs
+    bad: set[str] = field(default_factory=set)  # P's that failed it
 
 
 class Broker:
@@ -41,22 +62,65 @@ class Broker:
         self.cluster = cluster
         self.process = Process(cluster.world, "M")
         self.calls: dict[TransferId, Call] = {}
+        self.circuits = [Circuit() for _ in cluster.settings.prefill]
+        self.retry = RetryPolicy()
+        self.budget = RetryBudget()
+        self._forgotten = -1.0  # requests that came before this are not known any more
+
+    # -- D's client
 
     def reserve(self, decode: DecodeEngine, request: Request, reservation: Reservation) -> None:
         """D's client posts. Exactly one outcome comes back, unless it hangs up."""
         world = self.cluster.world
-        call = Call(decode, decode.incarnation, request, reservation, seal(reservation, SECRETS))
+        sealed = seal(reservation, world.rng.choice((SECRETS, OLDER)))
+        call = Call(decode, decode.incarnation, request, reservation, sealed, world.now)
         self.calls[reservation.transfer] = call
+        self._post(reservation.transfer)
+
+    def _post(self, transfer: TransferId) -> None:
+        call = self.calls.get(transfer)
+        if call is None:
+            return
+        world = self.cluster.world
+        call.posts += 1
         delay = world.rng.uniform(0.0005, 0.005)
+        kind = ""
         if world.chance(self.cluster.settings.faults.http):
-            kind = world.rng.choice(("5xx", "late", "answer lost", "repeated"))
+            kind = world.rng.choice(("no connection", "4xx", "5xx", "503", "late", "answer lost"))
             world.fault(f"http {kind}")
-            if kind == "5xx":
-                world.after(delay, self._outcome, reservation.transfer, "500")
-                return
-            call.mute = kind == "answer lost"
-            delay += {"late": world.rng.uniform(0.5, 8.0), "repeated": 0.3}.get(kind, 0.0)
-        world.after(delay, self._dispatch, reservation.transfer)
+        if kind in _FAILURES:
+            world.after(delay, self._failed, transfer, _FAILURES[kind], kind)
+            return
+        call.mute = kind == "answer lost"
+        world.after(delay + (world.rng.uniform(0.5, 8.0) if kind == "late" else 0.0), self._posted, transfer)
+
+    def _posted(self, transfer: TransferId) -> None:
+        """The POST arrives."""
+        call = self.calls.get(transfer)
+        if call is None:
+            return
+        if not self.process.alive:
+            self.cluster.world.fault("http no metaserver")
+            self._failed(transfer, Failure.CONNECT, "no metaserver")
+        elif call.request.arrived < self._forgotten:
+            self.cluster.world.fault("http unknown ticket")
+            self._failed(transfer, Failure.SERVER, "404")
+        else:
+            self._dispatch(transfer)
+
+    def _failed(self, transfer: TransferId, failure: Failure, why: str) -> None:
+        call = self.calls.get(transfer)
+        if call is None:
+            return
+        world = self.cluster.world
+        left = PATIENCE_S - (world.now - call.started)
+        retry_after = world.rng.choice((None, 0.5, 30.0)) if failure is Failure.REFUSED else None
+        delay = post_again(failure, call.posts, left, retry_after, world.rng.random(), BACKOFF)
+        if delay is None:
+            self._outcome(transfer, why)
+        else:
+            world.stats["POSTs repeated"] += 1
+            world.after(delay, self._post, transfer)
 
     def hung_up(self, transfer: TransferId) -> None:
         """D has closed its connection: it has what it wanted, or wants it no more, or is dead."""
@@ -64,18 +128,34 @@ class Broker:
         if call is not None:
             self._cancel_leg(call)
 
+    # -- the metaserver
+
     def kill(self) -> None:
-        """All its calls break, in both directions."""
+        """All its calls break, in both directions; what it knew is lost."""
+        world = self.cluster.world
+        if not self.process.alive:
+            return
         self.process.kill()
-        self.process = Process(self.cluster.world, "M")
         for transfer in list(self.calls):
-            self.cluster.world.after(
-                self.cluster.world.rng.uniform(0.001, 0.1), self._outcome, transfer, "connection lost"
-            )
+            world.after(world.rng.uniform(0.001, 0.1), self._outcome, transfer, "connection lost")
+        for engine in self.cluster.decode:
+            for request in list(engine.loading.values()) if engine.alive else ():
+                if world.rng.random() < 0.5:  # its client's connection ran through the metaserver
+                    engine.scheduler.post(world.rng.uniform(0.001, 0.1), engine.leave, request)
+        world.after(world.rng.choice((0.01, 1.0, 20.0)), self._boot)
+
+    def _boot(self) -> None:
+        self.process = Process(self.cluster.world, "M")
+        self._forgotten = self.cluster.world.now
+        self.circuits = [Circuit() for _ in self.circuits]
 
     def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str) -> None:
         """P has answered its request."""
-        self.cluster.world.after(self.cluster.world.rng.uniform(0.0005, 0.01), self._leg_ended, engine, transfer, kind)
+        world = self.cluster.world
+        if world.chance(self.cluster.settings.faults.http):
+            world.fault("http prefill's answer lost")
+            kind = "prefill broke"
+        world.after(world.rng.uniform(0.0005, 0.01), self._leg_ended, engine, transfer, kind)
 
     def prefill_died(self, engine: PrefillEngine) -> None:
         for transfer, call in list(self.calls.items()):
@@ -83,34 +163,67 @@ class Broker:
                 delay = self.cluster.world.rng.uniform(0.001, 0.3)
                 self.cluster.world.after(delay, self._leg_ended, engine, transfer, "prefill died")
 
+    def _candidates(self) -> list[Candidate]:
+        """P's whose circuits let a request through; all of them if none does."""
+        world = self.cluster.world
+        for engine, circuit in zip(self.cluster.prefill, self.circuits, strict=True):
+            probe = Evidence.PROBE_OK if engine.alive else Evidence.PROBE_FAILED
+            if circuit.open:
+                circuit.seen(world.now, probe, world.rng.random())  # the prober looks every second
+        admitted = [
+            e for e, circuit in zip(self.cluster.prefill, self.circuits, strict=True) if circuit.admits(world.now)
+        ]
+        return [Candidate(str(e.index), float(e.load())) for e in admitted or self.cluster.prefill]
+
     def _dispatch(self, transfer: TransferId) -> None:
         """Choose a P by load and send it the request."""
         call = self.calls.get(transfer)
-        if call is None:
+        if call is None or not self.process.alive:
             return
         world = self.cluster.world
-        candidates = [Candidate(str(e.index), float(e.load())) for e in self.cluster.prefill if e.alive]
-        chosen = choose(candidates, float(call.request.tokens), world.rng.random())
+        candidates = self._candidates()
+        names = prefer((c.name for c in candidates), frozenset(call.bad))
+        chosen = choose([c for c in candidates if c.name in names], float(call.request.tokens), world.rng.random())
         call.tried += 1
-        if chosen is None:
-            self._outcome(transfer, "no prefill")
+        engine = self.cluster.prefill[int(chosen or 0)]
+        circuit = self.circuits[engine.index]
+        circuit.sent(world.now)
+        call.prefill, call.prefill_incarnation = engine, engine.scheduler.incarnation
+        if not engine.alive or world.chance(self.cluster.settings.faults.http / 2):
+            failure = Failure.REFUSED if engine.alive else Failure.CONNECT
+            world.fault("http prefill refuses" if engine.alive else "http prefill unreachable")
+            if not engine.alive:
+                circuit.seen(world.now, Evidence.UNREACHED, world.rng.random())
+            self._try_another(call, engine, failure)
             return
-        call.prefill = engine = self.cluster.prefill[int(chosen)]
-        call.prefill_incarnation = engine.scheduler.incarnation
         reservation = unseal(call.sealed, SECRETS)
         engine.scheduler.post(world.rng.uniform(0.0005, 0.01), engine.accept, reservation, call.request.content)
         if call.mute:
             world.after(READ_TIMEOUT_S, self._outcome, transfer, "read timeout")
         if world.chance(self.cluster.settings.faults.double_dispatch) and call.tried < 2:
-            world.fault("dispatched twice")
+            world.fault("dispatched twice")  # by a router that is not ours
             world.after(world.rng.choice((0.0, 0.01, 2.0)), self._dispatch, transfer)
 
+    def _try_another(self, call: Call, engine: PrefillEngine, failure: Failure) -> None:
+        world, transfer = self.cluster.world, call.reservation.transfer
+        call.bad.add(str(engine.index))
+        delay = self.retry.again(failure, call.tried, False, self.budget, world.rng.random())
+        if failure in NOT_EXECUTED and delay is not None:
+            world.after(delay, self._dispatch, transfer)
+        else:
+            self._outcome(transfer, "no prefill")
+
     def _leg_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str) -> None:
+        world = self.cluster.world
+        circuit = self.circuits[engine.index]
+        circuit.seen(world.now, _EVIDENCE.get(kind, Evidence.SERVED), world.rng.random())
+        circuit.returned(world.now)
         call = self.calls.get(transfer)
         if call is None or call.prefill is not engine or call.mute:
             return
-        if kind == "prefill died" and call.tried < 2 and self.cluster.world.rng.random() < 0.5:
-            self._dispatch(transfer)  # another P, within the same POST
+        if kind == "prefill died" and call.tried < 2 and self.cluster.settings.faults.double_dispatch:
+            world.fault("dispatched again after a death")  # by a router that is not ours
+            self._dispatch(transfer)
         else:
             self._outcome(transfer, kind)
 
@@ -122,10 +235,20 @@ class Broker:
             self._cancel_leg(call)
         if call.decode.incarnation == call.incarnation:
             delay = self.cluster.world.rng.uniform(0.0005, 0.01)
-            call.decode.scheduler.post(delay, call.decode.outcome, transfer, kind)
+            outcome: Callable[[TransferId, str], None] = call.decode.outcome
+            call.decode.scheduler.post(delay, outcome, transfer, kind)
 
     def _cancel_leg(self, call: Call) -> None:
         engine = call.prefill
         if engine is not None and engine.scheduler.incarnation == call.prefill_incarnation:
             delay = self.cluster.world.rng.choice((0.001, 0.05, 2.0))
             engine.scheduler.post(delay, engine.abort, call.reservation.transfer)
+
+
+_FAILURES = {
+    "no connection": Failure.CONNECT,
+    "4xx": Failure.SERVER,
+    "5xx": Failure.SERVER,
+    "503": Failure.REFUSED,
+}
+_EVIDENCE = {"prefill died": Evidence.BROKE, "prefill broke": Evidence.BROKE}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simulation.broker import Broker
+from simulation.broker import URL, Broker
 from simulation.decode import DecodeEngine, DecodeRank, Request
 from simulation.memory import Content
 from simulation.mutations import Mutation
@@ -32,12 +32,7 @@ class Cluster:
         faults, timers = settings.faults, settings.timers
         self.network = Network(self.world, faults)
         self.wire = Wire(
-            self.world,
-            settings.transfer_timeout_s,
-            settings.quiet_s,
-            timers.margin_s,
-            faults.write_error,
-            faults.write_slow,
+            self.world, faults, settings.transfer_timeout_s, settings.quiet_s, timers.margin_s, self._stop_inside
         )
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
@@ -111,6 +106,11 @@ class Cluster:
             self.world.stats["requests refused"] += 1
             return
         request = Request(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number, s))
+        request.arrived = self.world.now
+        request.params = {"do_remote_prefill": True, "metaserver": URL, "ticket": request.name}
+        if self.world.chance(s.faults.forged):
+            self.world.fault("forged parameters")
+            request.params["metaserver"] = rng.choice(("http://metaserver:8001", "https://metaserver:8000", 7))
         self.requests.append(request)
         engine.arrive(request)
         if self.world.chance(s.faults.leave):
@@ -136,8 +136,11 @@ class Cluster:
                 )
 
     def _span(self) -> float:
-        """A time that matters: short, about a lease, about a hold, or far beyond."""
+        """A time that matters: short, about a lease, about a hold, beyond it, or without a bound."""
         rng, t = self.world.rng, self.settings.timers
+        if rng.random() < 0.05:
+            self.world.fault("stopped for ten holds or more")
+            return self.hold_s * rng.uniform(10, 30)
         return rng.choice(
             (
                 rng.uniform(0.01, 1.0),
@@ -152,9 +155,21 @@ class Cluster:
         """Stop a writer just before it submits; perhaps it is killed while what it submits after that is on its way."""
         if rank.process.partitioned_until < self.world.now:
             self.world.fault("writer stopped before its submission")
-            span = self._span()
-            rank.process.pause(span)
-            if self.settings.faults.kill_prefill and self.world.rng.random() < 0.5:
+            self._pause(rank, 0.5)
+            return
+
+    def _stop_inside(self, rank: PrefillRank) -> None:
+        if rank.process.partitioned_until < self.world.now:
+            self._pause(rank, 0.2)
+
+    def _pause(self, rank: PrefillRank, deadly: float) -> None:
+        """Perhaps it is killed while it is stopped, or while what it goes on to submit is on its way."""
+        span = self._span()
+        rank.process.pause(span)
+        if self.settings.faults.kill_prefill and self.world.rng.random() < deadly:
+            if self.world.rng.random() < 0.3:
+                self.world.after(span * self.world.rng.random(), self._kill_prefill, rank.engine)
+            else:
                 self.world.after(span + self.world.rng.expovariate(1 / 0.002), self._kill_prefill, rank.engine)
 
     def _stop_prefill(self) -> None:
@@ -268,6 +283,7 @@ class Cluster:
 
     def check_end(self) -> None:
         """Promise 5, and that everything has ended, once nothing is left to happen."""
+        self.world.now += 10 * self.hold_s  # quarantines end by time alone
         for engine in self.decode:
             left = {
                 "waiting requests": len(engine.waiting),
@@ -284,12 +300,10 @@ class Cluster:
                 "prompts": len(prefill.waiting) + len(prefill.running) + len(prefill.holding),
                 "pushes": prefill.book.open_count(),
                 "blocks": self.settings.prefill[prefill.index].blocks - len(prefill.free),
-                "records": sum(rank.sender.record_count() for rank in prefill.ranks),
-                "works": sum(len(rank.works) for rank in prefill.ranks),
-                "flights": sum(f.target.process.alive for rank in prefill.ranks for f in rank.flights),
-                "timers": sum(rank.sender.next_wake() is not None for rank in prefill.ranks),
             }
             _nothing(f"P{prefill.index}", left)
+            for worker in prefill.ranks:
+                _nothing(worker.process.name, worker.left())
         _nothing("M", {"calls": len(self.broker.calls)})
         for request in self.requests:
             if request.state in ("waiting", "loading", "decoding"):

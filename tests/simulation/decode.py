@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from simulation.broker import URL
 from simulation.memory import NOISE, Content, Memory, shade
 from simulation.settings import MODEL, Shape
 from simulation.world import Alarm, Process, Violation
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook
+from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
@@ -34,11 +35,13 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     transfer: TransferId | None = None
     serial: int = 0
+    arrived: float = 0.0
     first: int = 0
     started: float = 0.0
     stopped_before: float = 0.0  # seconds that its engine's processes had been stopped when it started
     reports: dict[int, bool] = field(default_factory=dict)
     left: bool = False
+    params: dict[str, object] = field(default_factory=dict)
     state: str = "waiting"
 
 
@@ -129,7 +132,11 @@ class DecodeRank:
                 world.stats["revocations"] += 1
                 world.log(self.process.name, "REVOKES")
                 self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
-            elif isinstance(action, Note) and world.tracing:
+            elif isinstance(action, Note):
+                if action.stage == "fencing":
+                    world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
+                if not world.tracing:
+                    continue
                 world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
         self._alarm.set()
 
@@ -261,7 +268,9 @@ class DecodeEngine:
         request.blocks = [self.free.pop(world.rng.randrange(len(self.free))) for _ in range(need)]
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
-        count = self.book.wanted(request.name, request.tokens, computed)
+        ticket = read_ticket(request.params, frozenset({URL}))
+        remote = isinstance(ticket, Ticket)
+        count = self.book.wanted(request.name, request.tokens, computed) if remote else 0
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:

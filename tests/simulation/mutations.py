@@ -5,12 +5,14 @@ looks. Nothing of this is in the package: rules are removed by subclassing the m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from simulation.settings import Faults, Settings
+from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.fence import Fence, Writer
@@ -27,6 +29,10 @@ from vllm_ascend_pd.protocol.tables import (
 )
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.words import ready
+from vllm_ascend_pd.regroup.staging import StagingSlot
+from vllm_ascend_pd.runtime.pieces import Pieces
+from vllm_ascend_pd.runtime.regrouping import Regrouper
+from vllm_ascend_pd.runtime.work import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,11 @@ class Mutation:
     hasty_release: bool = False  # P frees a finished request's blocks at once
     private_plans: bool = False  # a P rank plans a step without the pushes that have failed on this rank
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
+    pieces: Callable[..., Pieces] = Pieces
+    regrouper: Callable[..., Regrouper] = Regrouper
+    believes_strangers: bool = False  # P writes what an exchange brought without looking who gave it
+    seals_early: bool = False  # P seals a push although it missed an exchange
+    world: Callable[[Settings], Settings] = lambda settings: settings  # in which the rule is needed often enough
 
 
 def _anywhere() -> Mapping[ReservationState, Mapping[ReservationEvent, Rule[ReservationState]]]:
@@ -250,6 +261,31 @@ class TimeAloneFrees(Receiver):
         self._fence_of = Impatient(self._timers, kwargs["quiet_s"])
 
 
+class SlotsReused(Pieces):
+    """P takes a staging slot back as soon as its bytes were offered."""
+
+    def unused(self, slot: StagingSlot) -> None:
+        self._staging.release(slot)
+
+    def _let_go(self, now: float, slot: StagingSlot) -> None:
+        slot.users -= 1
+
+
+class StaysAway(Regrouper):
+    """A rank that missed nothing takes no part when an exchange is made again."""
+
+    def catch_up(self, units: Iterable[Unit], event: Any) -> None:
+        missing = {unit for unit, _ in self._missed._shares}
+        super().catch_up([unit for unit in units if unit in missing], event)
+
+
+def _scarce_slots(settings: Settings) -> Settings:
+    """Exchanges are missed and made again all the time, and parts of them go wrong."""
+    faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
+    always = RegroupConfig(regroup="always")
+    return replace(settings, regroup=always, slots=1, slot_destinations=1, spares=0, room=1, faults=faults)
+
+
 WANTED = (
     Mutation("free before fence", receiver=FreeBeforeFence),
     Mutation("READY before bind", receiver=ReadyBeforeBind),
@@ -272,5 +308,9 @@ MORE = (
     Mutation("ranks plan what they know", private_plans=True),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
+    Mutation("strangers believed", believes_strangers=True, world=_scarce_slots),
+    Mutation("sealed before the catch-up", seals_early=True),
+    Mutation("slots reused at once", pieces=SlotsReused),
+    Mutation("a rank stays away from a catch-up", regrouper=StaysAway),
 )
 ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

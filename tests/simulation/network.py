@@ -38,17 +38,24 @@ class Network:
         if world.chance(faults.double):
             world.fault("message doubled")
             copies = 2
+        meant = receiver()
         for _ in range(copies):
             delay = rng.uniform(0.0001, 0.003)
             if world.chance(faults.late):
                 world.fault("message late")
                 delay = rng.choice((rng.uniform(0.1, 3.0), rng.uniform(3.0, 30.0), rng.uniform(30.0, 300.0)))
-            world.after(delay, self._arrive, receiver, deliver, message)
+            world.after(delay, self._arrive, meant, receiver, deliver, message)
 
     def _arrive(
-        self, receiver: Callable[[], Process | None], deliver: Callable[[Message], None], message: Message
+        self,
+        meant: Process | None,
+        receiver: Callable[[], Process | None],
+        deliver: Callable[[Message], None],
+        message: Message,
     ) -> None:
         process = receiver()
+        if meant is not None and process is not meant and process is not None:
+            self._world.fault("message across a restart")
         if process is not None and process.partitioned_until <= self._world.now:
             process.run(deliver, message)
 

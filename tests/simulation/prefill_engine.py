@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import MODEL, Shape
 from simulation.world import Process, Violation
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.geometry.regroup import Room
+from vllm_ascend_pd.geometry.substeps import room_for_a_block
+from vllm_ascend_pd.prefill.decisions import Exchanged
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
@@ -67,7 +72,25 @@ class PrefillEngine:
         self._preempted = False
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
-        self.ranks = [PrefillRank(self, s, r) for s in range(self.shape.pp) for r in range(self.shape.tp)]
+        self._looking = False
+        self._resting_until = 0.0
+        self.ranks: list[PrefillRank] = []
+        room = self._room()
+        for stage in range(self.shape.pp):
+            group = Group(self.cluster.world, f"P{self.index}.{stage}") if room is not None else None
+            self.ranks += [PrefillRank(self, stage, rank, group, room) for rank in range(self.shape.tp)]
+
+    def _room(self) -> Room | None:
+        """What slots and buffers hold: a few blocks, so that long steps are cut. None where nothing is ever exchanged."""
+        settings = self.cluster.settings
+        if self.shape.tp == 1 or settings.kv_heads == 1 or settings.regroup.regroup == "never":
+            return None
+        theirs = [settings.geometry(shape) for shape in settings.decode]
+        needs = [room_for_a_block(self.geometry, d) for d in theirs if not mismatches(self.geometry, d)]
+        if not needs:
+            return None
+        slot, buffer = max(need.slot for need in needs), max(max(need.send, need.receive) for need in needs)
+        return Room(slot * settings.room, buffer * settings.room, buffer * settings.room)
 
     def kill(self) -> None:
         self.alive = False
@@ -122,6 +145,8 @@ class PrefillEngine:
         if meta.empty and not fills:
             if preempted:
                 self._poke()
+            elif self.book.must_step() or any(rank.owed() for rank in self.ranks):
+                self._look_soon()
             return
         self._stepping = True
         self._left = set(range(len(self.ranks)))
@@ -144,11 +169,15 @@ class PrefillEngine:
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is prompt:
+                    # Held blocks are in its way: to start over at once would only waste simulated work.
+                    self._resting_until = self.cluster.world.now + 5.0
+                    self.scheduler.post(5.0, self._poke)
                     break
             if prompt in self.running:
                 fills.append(self._chunk(prompt, count))
                 budget -= count
-        while budget > 0 and self.waiting and not self._preempted:
+        rests = self.cluster.world.now < self._resting_until
+        while budget > 0 and self.waiting and not self._preempted and not rests:
             prompt = self.waiting[0]
             size = self.shape.block_size
             hit = self.cluster.world.rng.choice((0, 0, 1, 2)) * size
@@ -174,7 +203,7 @@ class PrefillEngine:
         if not prompt.admitted:
             prompt.admitted = True
             r = prompt.reservation
-            prompt.error = self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push)
+            prompt.error = self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
         new = prompt.blocks if prompt.fresh else prompt.blocks[prompt.known :]
         self.book.scheduled(prompt.name, prompt.computed, count, new, replaces=prompt.fresh)
         # A prefix hit: what is cached was computed before this step.
@@ -193,8 +222,34 @@ class PrefillEngine:
         prompt.blocks, prompt.known, prompt.computed, prompt.fresh = [], 0, 0, True
         self.book.preempted(prompt.name)
 
-    def rank_done(self, rank: int) -> None:
+    def _look_soon(self) -> None:
+        """An engine whose only work are held blocks steps now and then; its workers are asked what they missed."""
+        if not self._looking:
+            self._looking = True
+            at_once = self.book.must_step()
+            delay = (
+                self.cluster.world.rng.uniform(0.001, 0.05) if at_once else self.cluster.world.rng.uniform(0.05, 1.0)
+            )
+            self.scheduler.post(delay, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        for rank in self.ranks:
+            rank.process.run(self._tell_missed, rank)
+        self._poke()
+
+    def _tell_missed(self, rank: PrefillRank) -> None:
+        missed = rank.missed()
+        if missed:
+            self.scheduler.post(0.0001, self._missed, missed)
+
+    def _missed(self, exchanges: list[Exchanged]) -> None:
+        self.book.missed(exchanges)
+        self._poke()
+
+    def rank_done(self, rank: int, missed: list[Exchanged]) -> None:
         """A rank has computed the step; the next one starts when all have."""
+        self.book.missed(missed)
         self._left.discard(rank)
         if self._left:
             return

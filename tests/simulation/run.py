@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from simulation.cluster import Cluster
@@ -14,6 +18,8 @@ from simulation.mutations import ALL, Mutation
 from simulation.settings import Settings, draw
 from simulation.world import Violation
 from vllm_ascend_pd.errors import LocalProtocolError
+
+CHUNK = 8  # seeds that one process runs before it reports
 
 
 @dataclass(slots=True)
@@ -23,6 +29,7 @@ class Result:
     violation: str = ""
     faults: Counter[str] = field(default_factory=Counter)
     stats: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
 
 
@@ -30,7 +37,8 @@ def run_seed(
     seed: int, mutation: Mutation | None = None, settings: Settings | None = None, *, tracing: bool = False
 ) -> Result:
     """One cluster from start to silence."""
-    cluster = Cluster(seed, settings or draw(seed), mutation or Mutation(), tracing=tracing)
+    mutation = mutation or Mutation()
+    cluster = Cluster(seed, settings or mutation.world(draw(seed)), mutation, tracing=tracing)
     world = cluster.world
     violation = ""
     try:
@@ -43,7 +51,7 @@ def run_seed(
     except (Violation, LocalProtocolError) as found:
         violation = f"{type(found).__name__}: {found}"
         world.log("", "VIOLATION", violation)
-    return Result(seed, cluster.transfers, violation, world.faults, world.stats, world.trace)
+    return Result(seed, cluster.transfers, violation, world.faults, world.stats, world.reasons, world.trace)
 
 
 @dataclass(slots=True)
@@ -55,29 +63,49 @@ class Sum:
     violations: list[Result] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     stats: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
 
-    def add(self, result: Result) -> None:
-        self.seeds += 1
-        self.transfers += result.transfers
-        self.faults += result.faults
-        longest = max(self.stats["longest ms"], result.stats["longest ms"])
-        self.stats += result.stats
+    def add(self, other: Sum) -> None:
+        self.seeds += other.seeds
+        self.transfers += other.transfers
+        self.faults += other.faults
+        self.reasons += other.reasons
+        longest = max(self.stats["longest ms"], other.stats["longest ms"])
+        self.stats += other.stats
         self.stats["longest ms"] = longest
-        if result.violation:
-            self.violations.append(result)
+        self.violations += other.violations
 
 
-def run_seeds(first: int, count: int, mutation: Mutation, *, progress_s: float, stop_at: int) -> Sum:
-    """Consecutive seeds; says every `progress_s` seconds how far it is."""
+def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1) -> Sum:
+    """Consecutive seeds in this process."""
     total = Sum()
-    began = said = time.monotonic()
-    for seed in range(first, first + count):
-        result = run_seed(seed, mutation)
-        total.add(result)
-        if result.violation:
-            print(f"seed {seed}: {result.violation}", flush=True)
+    gc.disable()  # a cluster lives for a tenth of a second; what it leaves is collected between seeds
+    try:
+        for seed in range(first, first + count):
+            found = run_seed(seed, ALL[mutation] if mutation else None)
+            violations = [found] if found.violation else []
+            total.add(Sum(1, found.transfers, violations, found.faults, found.stats, found.reasons))
             if len(total.violations) >= stop_at:
                 break
+            if seed % 8 == 7:
+                gc.collect()
+    finally:
+        gc.enable()
+    return total
+
+
+def run_seeds(
+    first: int, count: int, mutation: str = "", *, jobs: int = 1, progress_s: float = 5.0, stop_at: int = 1
+) -> Sum:
+    """Consecutive seeds on `jobs` cores; says every `progress_s` seconds how far it is."""
+    total = Sum()
+    began = said = time.monotonic()
+    for part in _parts(first, count, mutation, jobs, stop_at):
+        total.add(part)
+        for result in part.violations:
+            print(f"seed {result.seed}: {result.violation}", flush=True)
+        if len(total.violations) >= stop_at:
+            break
         now = time.monotonic()
         if now - said >= progress_s:
             said = now
@@ -89,6 +117,19 @@ def run_seeds(first: int, count: int, mutation: Mutation, *, progress_s: float, 
     return total
 
 
+def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int) -> Iterator[Sum]:
+    """A few seeds at a time."""
+    chunks = [(at, min(CHUNK, first + count - at), mutation, stop_at) for at in range(first, first + count, CHUNK)]
+    if jobs == 1:
+        yield from (run_some(*chunk) for chunk in chunks)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            yield from pool.map(run_some, *zip(*chunks, strict=True))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def tell(total: Sum, cpu_s: float, wall_s: float) -> None:
     ended = {key: total.stats[key] for key in ("transfers ok", "transfers failed", "revocations", "writes landed")}
     died = total.transfers - ended["transfers ok"] - ended["transfers failed"]
@@ -97,6 +138,7 @@ def tell(total: Sum, cpu_s: float, wall_s: float) -> None:
         f"  {ended['transfers ok']} ended well, {ended['transfers failed']} failed and fenced, {died} died with their D"
     )
     print(f"  {ended['writes landed']} writes landed, {ended['revocations']} revocations")
+    print(f"  {total.stats['exchanges']} exchanges, {total.stats['catch-ups']} asked for again (counted by rank)")
     print(f"  longest transfer {total.stats['longest ms'] / 1000:.1f} simulated seconds, not counting stops of its D")
     print(
         f"  {cpu_s:.1f} s of one core ({total.transfers / max(cpu_s, 1e-9):.0f} transfers/s), {wall_s:.1f} s by the clock"
@@ -104,6 +146,9 @@ def tell(total: Sum, cpu_s: float, wall_s: float) -> None:
     print("faults injected")
     for kind, number in sorted(total.faults.items()):
         print(f"  {number:8d}  {kind}")
+    print("why pushes were given up (P) and transfers fenced (D), the most frequent")
+    for reason, number in total.reasons.most_common(24):
+        print(f"  {number:8d}  {reason}")
     print(f"violations: {len(total.violations)}")
 
 
@@ -118,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulate.sh", description="Simulated clusters, one per seed.")
     parser.add_argument("--seeds", type=int, default=50, help="how many (default 50, about 35 transfers each)")
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
     parser.add_argument("--seed", type=int, help="run only this one")
     parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
     parser.add_argument("--lines", type=int, default=60, help="lines of the trace shown for a violation (default 60)")
@@ -130,9 +176,10 @@ def main(argv: list[str] | None = None) -> int:
         result = replay(args.seed, mutation, 0) if args.trace else run_seed(args.seed, mutation)
         print(result.violation or f"seed {args.seed}: {result.transfers} transfers, no violation")
         return 1 if result.violation else 0
-    cpu, wall = time.process_time(), time.monotonic()
-    total = run_seeds(args.first, args.seeds, mutation, progress_s=5.0, stop_at=args.violations)
-    tell(total, time.process_time() - cpu, time.monotonic() - wall)
+    wall = time.monotonic()
+    total = run_seeds(args.first, args.seeds, mutation.name, jobs=args.jobs, stop_at=args.violations)
+    times = os.times()
+    tell(total, times.user + times.system + times.children_user + times.children_system, time.monotonic() - wall)
     for result in total.violations[:1]:
         print(
             f"\nseed {result.seed}: {result.violation}\nthe end of its trace (scripts/simulate.sh --seed {result.seed} --trace shows all):"

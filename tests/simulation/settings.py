@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 
 MODEL = "model"
@@ -26,6 +26,8 @@ class Faults:
     leave: float = 0.0  # clients that give up
     preempt: float = 0.0
     submit_stall: float = 0.0  # a writer is stopped between its claim and its submission
+    write_stop: float = 0.0  # a writer is stopped inside a write
+    exchange_error: float = 0.0  # a rank cannot give its part of an exchange
     stop_prefill: float = 0.0
     stop_decode: float = 0.0
     kill_prefill: float = 0.0
@@ -35,6 +37,7 @@ class Faults:
     partition: float = 0.0  # the side channel of a P worker is cut, the data path is not
     silent_death: float = 0.0  # share of deaths that nobody is told of
     double_dispatch: float = 0.0
+    forged: float = 0.0  # clients that name a metaserver of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,11 @@ class Settings:
     tokens: int
     chunk: int
     verify: bool
+    regroup: RegroupConfig
+    slots: int = 4  # staging: for each destination
+    slot_destinations: int = 4
+    spares: int = 4
+    room: int = 8  # D blocks in a slot
     faults: Faults = field(default_factory=Faults)
 
     def names(self) -> tuple[str, ...]:
@@ -124,6 +132,12 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         chunk=rng.choice((4, 8, 16, 64)),
         verify=rng.random() < 0.1,
         faults=_faults(rng),
+        # Cells are tiny here: by their spans nearly all pushes would be regrouped.
+        regroup=RegroupConfig(regroup=rng.choice(("never", "never", "always", "always", "auto")), regroup_min_span=8),
+        slots=rng.choice((1, 2, 4)),
+        slot_destinations=rng.choice((1, 2, 4)),
+        spares=rng.choice((0, 1, 4)),
+        room=rng.choice((1, 2, 8)),
     )
 
 
@@ -174,6 +188,8 @@ def _faults(rng: random.Random) -> Faults:
         leave=some(0.05, 0.2),
         preempt=some(0.05, 0.2),
         submit_stall=some(0.005, 0.02),
+        write_stop=some(0.002, 0.01),
+        exchange_error=some(0.005, 0.05),
         stop_prefill=some(0.01, 0.03),
         stop_decode=some(0.01, 0.03),
         kill_prefill=some(0.005, 0.02),
@@ -183,4 +199,5 @@ def _faults(rng: random.Random) -> Faults:
         partition=some(0.01, 0.03),
         silent_death=some(0.3, 1.0),
         double_dispatch=some(0.05),
+        forged=some(0.05),
     )

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes between memories: they land late, partly, after an error, after their writer's death, or into a dead session."""
+"""Writes between memories: they land late, partly, after an error, after their writer's death or a stop in their midst,
+or into a dead session."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from simulation.exchange import STAGING
 from simulation.memory import BASE
 from simulation.world import Violation, World
 
 if TYPE_CHECKING:
     from simulation.decode import DecodeRank
     from simulation.prefill import PrefillRank
-    from simulation.pushes import Span
+    from simulation.settings import Faults
+    from vllm_ascend_pd.protocol.messages import Endpoint
     from vllm_ascend_pd.protocol.push import Claim
+    from vllm_ascend_pd.runtime.batches import Triples
 
 UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read what waited for it
 
@@ -22,14 +27,15 @@ UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read wha
 class Flight:
     """One batch on its way. It reads its source when it lands."""
 
-    __slots__ = ("claims", "landed", "pieces", "returned", "session", "source", "target")
+    __slots__ = ("claims", "landed", "peer", "pieces", "returned", "session", "source", "target")
 
-    def __init__(self, source: PrefillRank, target: DecodeRank, session: str, claims: list[Claim]) -> None:
+    def __init__(self, source: PrefillRank, target: DecodeRank, peer: Endpoint, session: str) -> None:
         self.source = source
         self.target = target
+        self.peer = peer
         self.session = session
-        self.claims = claims
-        self.pieces: list[tuple[str, int, Span]] = []  # push, serial of the transfer, spans
+        self.claims: list[Claim] = []
+        self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
         self.landed = False
         self.returned = False
 
@@ -38,15 +44,23 @@ class Wire:
     """The data path of the whole cluster."""
 
     def __init__(
-        self, world: World, timeout_s: float, quiet_s: float, margin_s: float, error: float, slow: float
+        self,
+        world: World,
+        faults: Faults,
+        timeout_s: float,
+        quiet_s: float,
+        margin_s: float,
+        stop: Callable[[PrefillRank], None],
     ) -> None:
         self._world = world
+        self._stop = stop
         self._timeout_s = timeout_s
         # T is the transport's timeout and the tail after it: nothing of a write lands later than that after its
         # submission, or after its writer's death, as long as both sides run. M is for their stops.
         self._physical_s = quiet_s - margin_s
-        self._error = error
-        self._slow = slow
+        self._error = faults.write_error
+        self._slow = faults.write_slow
+        self._stopped = faults.write_stop
 
     def fly(self, flight: Flight) -> None:
         """Submit. The source learns the outcome by `returned(flight, ok)`."""
@@ -56,6 +70,8 @@ class Wire:
         if world.chance(self._slow):
             world.fault("write slow")
             duration = rng.uniform(0, self._timeout_s * 1.2)
+        if world.chance(self._stopped):
+            world.after(duration * rng.random(), self._stop_inside, flight)
         if flight.session != flight.target.session or not flight.target.process.alive:
             flight.landed = True  # there is nothing it could land in
             flight.source.process.post(rng.uniform(0.0001, 0.5), self._back, flight, False)
@@ -65,6 +81,11 @@ class Wire:
             self._fail(flight, self._timeout_s)
         else:
             flight.source.process.post(duration, self._arrive, flight, world.now)
+
+    def _stop_inside(self, flight: Flight) -> None:
+        if not flight.landed and flight.source.process.alive and not flight.source.process.paused:
+            self._world.fault("writer stopped inside a write")
+            self._stop(flight.source)
 
     def _arrive(self, flight: Flight, submitted: float) -> None:
         """In the source's process: the last byte leaves."""
@@ -123,12 +144,13 @@ class Wire:
         flight.landed = True
         self._world.log(target.process.name, "LANDED", f"from {flight.source.process.name} partly={partly}")
         for _, serial, spans in flight.pieces:
-            src, dst, size = spans.src - BASE, spans.dst - BASE, spans.size
+            src, dst, size = spans.src, spans.dst - BASE, spans.size
             if partly:
                 some = max(1, len(src) // 2)
                 src, dst, size = src[:some], dst[:some], size[:some]
             self._check(flight, serial, dst, size)
-            read, write = flight.source.memory.bytes, target.memory.bytes
+            read, base = flight.source.readable(int(src[0]) >= STAGING)
+            src, write = src - base, target.memory.bytes
             for a, b, n in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
                 write[b : b + n] = read[a : a + n]
         self._world.stats["writes landed"] += 1

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import heapq
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+# Numbers (but not those of codes) and names.
+_REASON = re.compile(r"(?<![-\w])[0-9.]+( s)?|\b[PD][0-9]+[.:/@]\S*|\bpush[0-9]+|\[.*")
+MAX_DRIFT = 0.001
 
 
 class Violation(Exception):
@@ -22,6 +27,7 @@ class World:
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.stats: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()  # why pushes were given up and transfers fenced
         self.tracing = tracing
         self.trace: list[str] = []
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -55,6 +61,10 @@ class World:
     def fault(self, kind: str) -> None:
         self.faults[kind] += 1
 
+    def gave_up(self, side: str, why: str) -> None:
+        """`why` as the protocol words it; its numbers and names are left out."""
+        self.reasons[f"{side}: {_REASON.sub('', why)[:60].strip(' :')}"] += 1
+
     def chance(self, p: float) -> bool:
         return p > 0 and self.rng.random() < p
 
@@ -76,7 +86,9 @@ class Process:
         self.disturbed = -1e9  # when it was last stopped, killed or cut off: an excuse for not answering
         self.stopped_s = 0.0  # how long it has been stopped altogether
         self._paused_at = 0.0
-        self._rate = 1.0 + world.rng.uniform(-0.001, 0.001)
+        drift = world.rng.choice((-MAX_DRIFT, MAX_DRIFT, world.rng.uniform(-MAX_DRIFT, MAX_DRIFT)))
+        world.faults["clock drifts"] += 1
+        self._rate = 1.0 + drift
         self._offset = world.rng.uniform(0, 1e6)
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchanges of prefill ranks on a simulated device: what is launched runs later, in order, when every rank has come.
+
+The production Regrouper launches an exchange from a layer's hook, as on an NPU; here is what it launches into. A rank's
+stream goes on although its process is stopped; a collective waits for the last of its ranks. Bytes really move, by the
+production plans' own tables.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.memory import Memory
+from simulation.world import Violation, World
+from vllm_ascend_pd.geometry.images import Rows
+from vllm_ascend_pd.geometry.regroup import RegroupPlan
+from vllm_ascend_pd.regroup.exchange import TAGS, Outcome
+from vllm_ascend_pd.regroup.staging import StagingSlot
+
+STAGING = 1 << 40  # where staging slots lie: far from every cache
+Bytes = NDArray[np.uint8]
+Moves = tuple[NDArray[np.int64], NDArray[np.int64]]  # where each byte comes from, where it goes
+
+
+class Flat:
+    """Registered memory as `Staging` sees it: a length, an address, slices."""
+
+    def __init__(self, content: Bytes, address: int = STAGING) -> None:
+        self.bytes = content
+        self._address = address
+
+    def numel(self) -> int:
+        return len(self.bytes)
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def __getitem__(self, part: slice) -> Flat:
+        return Flat(self.bytes[part], self._address + (part.start or 0))
+
+
+class Event:
+    """A point on a rank's side stream."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self.reached = reached
+
+    def done(self) -> bool:
+        return self.reached
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoves:
+    """What fills one slot; `tags` are what its sources said last, by slot number."""
+
+    own: Moves
+    received: Moves
+    sources: tuple[int, ...]
+    tags: dict[int, dict[int, int]]
+
+    def strangers(self, slot: StagingSlot, number: int) -> list[int]:
+        found = self.tags.get(slot.number, {})
+        return [source for source in self.sources if found.get(source) != number]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A plan as byte moves, once for all layers."""
+
+    plan: RegroupPlan
+    send: Moves
+    slots: tuple[SlotMoves, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """One exchange on one rank's stream."""
+
+    tables: Tables
+    layer: int
+    slots: Sequence[StagingSlot | None]
+    number: int
+    tag: int
+    event: Event = field(default_factory=Event)
+    sent: Bytes | None = None
+    moving: bool = False
+
+
+class Stream:
+    """The device of one rank, and its part in the group's collectives: stands for Device and for Exchange."""
+
+    exchanges_inline = True
+
+    def __init__(self, group: Group, rank: int, memory: Memory, buffer_bytes: int, told: Callable[[], None]) -> None:
+        self.buffer_bytes = buffer_bytes
+        self.collectives = self.nbytes = 0
+        self.seconds = 0.0
+        self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part goes wrong
+        self.queue: deque[Launched] = deque()
+        self._group, self._rank, self._memory, self._told = group, rank, memory, told
+        self._tags: dict[int, dict[int, int]] = {}
+        self._inside = False
+        self._last = Event(reached=True)
+        group.streams.append(self)
+
+    # -- Device
+
+    def record(self) -> Event:
+        return self._last if self._inside else Event(reached=True)
+
+    @contextmanager
+    def side_stream(self, after: Any) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    # -- Exchange
+
+    def prepare(self, plan: RegroupPlan, slot: Any) -> Tables:
+        del slot
+        borders = np.cumsum(plan.receive_splits)
+        slots = []
+        for planned in plan.slots:
+            starts = planned.received[:, 3]
+            sources = tuple(int(rank) for rank in np.unique(np.searchsorted(borders, starts, side="right")))
+            received = buffer_moves(planned.received)
+            slots.append(SlotMoves(cache_moves(self._memory, planned.own), received, sources, self._tags))
+        return Tables(plan, cache_moves(self._memory, plan.send), tuple(slots))
+
+    def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
+        """Enqueue only."""
+        number = self.collectives % (TAGS - 1) + 1
+        self.collectives += tables.plan.exchanges
+        failed = self.fails()
+        launched = Launched(tables, layer, slots, number, 0 if failed else number)
+        self._last = launched.event
+        self.queue.append(launched)
+        self._group.soon()
+        return Outcome(number, RuntimeError("this part went wrong") if failed else None, 0.0)
+
+    # -- the stream
+
+    def gather(self, launched: Launched) -> None:
+        source, target = launched.tables.send
+        launched.sent = np.zeros(sum(launched.tables.plan.send_splits), dtype=np.uint8)
+        if launched.tag:  # else whatever lay in the buffer goes out
+            launched.sent[target] = self._layer(launched)[source]
+
+    def assemble(self, launched: Launched, received: Bytes, tags: dict[int, int]) -> None:
+        cache = self._layer(launched)
+        for slot, moves in zip(launched.slots, launched.tables.slots, strict=True):
+            if slot is None:
+                continue
+            memory: Any = slot.memory
+            memory.bytes[moves.own[1]] = cache[moves.own[0]]
+            memory.bytes[moves.received[1]] = received[moves.received[0]]
+            self._tags[slot.number] = {source: tags[source] for source in moves.sources}
+
+    def finish(self) -> None:
+        launched = self.queue.popleft()
+        launched.event.reached = True
+        self._told()
+
+    def _layer(self, launched: Launched) -> Bytes:
+        size = self._memory.regions * self._memory.plane
+        return self._memory.bytes[launched.layer * size : (launched.layer + 1) * size]
+
+
+class Group:
+    """The ranks of one stage: their streams meet in each collective."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.streams: list[Stream] = []
+        self._world, self._name = world, name
+
+    def soon(self) -> None:
+        """Look in an event of its own: a violation must not end in the caller's handler for errors."""
+        self._world.after(0.0, self.advance)
+
+    def advance(self) -> None:
+        """Start what can start. A rank reads its cache when its stream gets there, not when the last rank comes."""
+        for stream in self.streams:
+            if stream.queue and stream.queue[0].sent is None:
+                stream.gather(stream.queue[0])
+        for stream in self.streams:
+            if stream.queue and not stream.queue[0].tables.plan.exchanges and not stream.queue[0].moving:
+                stream.queue[0].moving = True
+                self._world.after(self._world.rng.uniform(0.0, 0.001), self._packed, stream)
+        heads = [stream.queue[0] for stream in self.streams if stream.queue]
+        if len(heads) == len(self.streams) and all(h.tables.plan.exchanges and not h.moving for h in heads):
+            self._check(heads)
+            for head in heads:
+                head.moving = True
+            self._world.after(self._world.rng.expovariate(1 / 0.002), self._exchanged)
+
+    def _packed(self, stream: Stream) -> None:
+        head = stream.queue[0]
+        stream.assemble(head, np.empty(0, dtype=np.uint8), {})
+        stream.finish()
+        self.advance()
+
+    def _exchanged(self) -> None:
+        heads = [stream.queue[0] for stream in self.streams]
+        self._world.stats["exchanges"] += 1
+        tags = {rank: head.tag for rank, head in enumerate(heads)}
+        borders = [np.concatenate(([0], np.cumsum(head.tables.plan.send_splits))) for head in heads]
+        for rank, stream in enumerate(self.streams):
+            parts = [
+                head.sent[border[rank] : border[rank + 1]]
+                for head, border in zip(heads, borders, strict=True)
+                if head.sent is not None
+            ]
+            stream.assemble(heads[rank], np.concatenate(parts), tags)
+        for stream in self.streams:
+            stream.finish()
+        self.advance()
+
+    def _check(self, heads: list[Launched]) -> None:
+        first = heads[0]
+        for head in heads[1:]:
+            alike = head.layer == first.layer and np.array_equal(head.tables.plan.matrix, first.tables.plan.matrix)
+            if not alike or head.number != first.number:
+                raise Violation(f"promise 3: the ranks of {self._name} are in different exchanges")
+
+
+def cache_moves(memory: Memory, rows: Rows) -> Moves:
+    """The bytes that a table of cache rows moves, within one layer."""
+    if not len(rows):
+        return _NOWHERE
+    region = memory.geometry.regions[0]
+    of, block, head, token, heads, tokens, offset, head_stride, token_stride = rows.T
+    row, h, t = _cells(heads, tokens)
+    source = of[row] * memory.plane + block[row] * region.block_stride
+    source += (head[row] + h) * region.head_stride + (token[row] + t) * region.token_stride
+    target = offset[row] + h * head_stride[row] + t * token_stride[row]
+    return _bytes(source, target, np.full(len(row), region.cell_bytes))
+
+
+def buffer_moves(rows: Rows) -> Moves:
+    """The bytes that a table of buffer rows moves."""
+    if not len(rows):
+        return _NOWHERE
+    cell, heads, tokens, src, src_head, src_token, dst, dst_head, dst_token = rows.T
+    row, h, t = _cells(heads, tokens)
+    source = src[row] + h * src_head[row] + t * src_token[row]
+    target = dst[row] + h * dst_head[row] + t * dst_token[row]
+    return _bytes(source, target, cell[row])
+
+
+_NOWHERE: Moves = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+
+def _cells(heads: Rows, tokens: Rows) -> tuple[Rows, Rows, Rows]:
+    """Row, head and token of every cell."""
+    count = heads * tokens
+    row = np.repeat(np.arange(len(count)), count)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    h, t = np.divmod(nth, tokens[row])
+    return row, h, t
+
+
+def _bytes(source: Rows, target: Rows, length: Rows) -> Moves:
+    nth = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+    return np.repeat(source, length) + nth, np.repeat(target, length) + nth
