@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake writes from one device into another: each byte compared by checksum, GB/s for pieces of several sizes.
+
+    python npu_transfer.py [--protocol ascend|tcp] [--megabytes N] [--devices 0,1]
+
+With `tcp` memory is the host's, which shows that this program is right where there is no NPU. The parent writes, a child
+of its own device receives. Prints a line "figure: …" per size of piece, then "ok".
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_ascend_pd.config import WireConfig
+from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.create import create
+
+LOOPBACK = "127.0.0.1"
+ALIGNMENT = 2 << 20  # what an NPU's pages are
+PIECES = (4 << 10, 16 << 10, 128 << 10, 1 << 20)
+DEADLINE_S = 120.0
+
+
+class Memory:
+    """Aligned bytes on a device, registered with a transport."""
+
+    def __init__(self, size: int, protocol: str, device: int) -> None:
+        self.device = f"npu:{device}" if protocol == "ascend" else "cpu"
+        if protocol == "ascend":
+            torch.npu.set_device(device)
+        whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self.device)
+        skip = -whole.data_ptr() % ALIGNMENT
+        self.bytes = whole[skip : skip + size]
+        self.transport: Transport = create(WireConfig(mooncake_protocol=protocol), LOOPBACK)
+        self.transport.register([(self.bytes.data_ptr(), size)])
+
+    def fill(self, seed: int | None) -> None:
+        size = self.bytes.numel()
+        host = (
+            np.zeros(size, np.uint8) if seed is None else np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        )
+        self.bytes.copy_(torch.from_numpy(host))
+
+    def sum(self) -> str:
+        return hashlib.sha256(self.bytes.cpu().numpy().tobytes()).hexdigest()
+
+
+def receive(size: int, protocol: str, device: int) -> None:
+    """Print the session and the address, then obey: clear, sum, end."""
+    memory = Memory(size, protocol, device)
+    memory.fill(None)
+    print(memory.transport.session, memory.bytes.data_ptr(), flush=True)
+    for line in sys.stdin:
+        word = line.strip()
+        if word == "end":
+            break
+        if word == "clear":
+            memory.fill(None)
+        print(memory.sum(), flush=True)
+    memory.transport.close()
+
+
+def write(memory: Memory, session: str, base: int, piece: int) -> tuple[float, str]:
+    """Every piece goes to its place; pieces are submitted in an order in which no two neighbours can be merged."""
+    count = memory.bytes.numel() // piece
+    order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]) * piece
+    sizes = np.full(count, piece)
+    begun = time.perf_counter()
+    handle = memory.transport.submit(session, order + memory.bytes.data_ptr(), order + base, sizes)
+    state = WriteState.PENDING
+    while state is WriteState.PENDING and time.perf_counter() - begun < DEADLINE_S:
+        state = memory.transport.poll(handle)
+        time.sleep(0.0001)
+    return time.perf_counter() - begun, state.value
+
+
+def run(size: int, protocol: str, devices: Sequence[int]) -> int:
+    command = [sys.executable, __file__, "--receive", "--protocol", protocol, "--megabytes", str(size >> 20)]
+    command += ["--devices", ",".join(map(str, devices))]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert child.stdin is not None and child.stdout is not None
+
+    def ask(word: str) -> str:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(word + "\n")
+        child.stdin.flush()
+        return child.stdout.readline().strip()
+
+    try:
+        memory = Memory(size, protocol, devices[0])
+        session, base = child.stdout.readline().split()
+        wrong = 0
+        write(memory, session, int(base), PIECES[-1])  # first contact is not measured
+        for seed, piece in enumerate(PIECES):
+            memory.fill(seed)
+            empty = ask("clear")
+            seconds, state = write(memory, session, int(base), piece)
+            right = state == "landed" and ask("sum") == memory.sum() != empty
+            wrong += not right
+            verdict = (
+                "checksums equal" if right else f"WRONG: the write is {state}, or what arrived is not what was sent"
+            )
+            print(
+                f"figure: mooncake {protocol}, pieces of {piece >> 10} KiB: {size / seconds / 1e9:.2f} GB/s, {verdict}"
+            )
+        memory.transport.close()
+        child.stdin.write("end\n")
+        child.stdin.flush()
+        child.wait(60)
+    finally:
+        child.kill()
+        child.wait()
+    print("wrong" if wrong else "ok")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--protocol", choices=("ascend", "tcp"), default="ascend")
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--devices", default="0,1", help="of the writer and of the receiver")
+    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.protocol == "ascend":
+        import torch_npu  # noqa: F401 (registers the device)
+    size, devices = args.megabytes << 20, [int(word) for word in args.devices.split(",")]
+    if args.receive:
+        receive(size, args.protocol, devices[1])
+    else:
+        sys.exit(bool(run(size, args.protocol, devices)))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    main()
