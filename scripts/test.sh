@@ -12,7 +12,8 @@ Sets up if needed (scripts/setup.sh), then runs the tests: unit, native, simulat
 
 usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
 
-  --all       also what is marked slow: it does not fit the time of a CI run
+  --all       also what is marked slow: it does not fit the time of a CI run (as root, installs cross-compiler and
+              emulator for aarch64 first)
   --no-setup  do not check the installation first
 
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run; other arguments go to pytest as they are.
@@ -22,6 +23,7 @@ TEXT
 
 selection=(-m 'not slow')
 install=1
+browser=
 paths=()
 arguments=()
 for word in "$@"; do
@@ -30,7 +32,10 @@ for word in "$@"; do
       help
       exit 0
       ;;
-    --all) selection=() ;;
+    --all)
+      selection=()
+      browser=1
+      ;;
     --no-setup) install= ;;
     *) if [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
   esac
@@ -42,5 +47,11 @@ if [ ${#paths[@]} = 0 ]; then
 fi
 
 if [ -n "$install" ]; then pd_setup test; else pd_choose_interpreter; fi
+if [ -n "$install" ] && [ -n "$all" ]; then pd_native_tools; fi
+# The status page is tested in a browser where there is one; 96 MB are too much to fetch in each CI run.
+if [ "$install$browser" = 11 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
+  ! command -v chromium-headless-shell chromium >/dev/null; then
+  pd_apt_install chromium-headless-shell >/dev/null 2>&1 || echo "Chromium cannot be installed: its tests are skipped" >&2
+fi
 # Nothing after this line: the summary of pytest is the end of the output.
 exec "$PD_PYTHON" -m pytest "${selection[@]}" "${arguments[@]}" "${paths[@]}"
