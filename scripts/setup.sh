@@ -175,6 +175,21 @@ pd_debian() {
   pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"
 }
 
+# What `test.sh --all` uses besides: cross-compiled parts under emulation, the NPU library's CMake path. Whoever cannot
+# install them runs the other tests; these say what they lack.
+pd_native_tools() {
+  local missing=()
+  command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
+  command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || missing+=(qemu-user)
+  command -v cmake >/dev/null || missing+=(cmake)
+  if [ ${#missing[@]} = 0 ]; then return 0; fi
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    pd_say "tests that need ${missing[*]} will be skipped. As root: apt-get install ${missing[*]}"
+  else
+    pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"
+  fi
+}
+
 # ---- stamps: a step is done when the hash of what it was made from is written down
 
 pd_stamp_is() { [ -f "$PD_STAMPS/$1" ] && [ "$(<"$PD_STAMPS/$1")" = "$2" ]; }
