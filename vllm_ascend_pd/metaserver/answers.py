@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_pd.errors import CATALOGUE
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -47,7 +49,7 @@ def outcome(line: bytes) -> Outcome | None:
     event = _object(line)
     kind = event.get("event")
     if kind == "accepted":
-        return Outcome("accepted", prefill=str(event.get("prefill", "")))
+        return Outcome("accepted", prefill=_words(event.get("prefill", ""))[:300])
     return _final(event) if kind in ("prefilled", "failed") else None
 
 
@@ -59,8 +61,8 @@ def plain(body: bytes) -> Outcome:
 def reason(body: bytes) -> str:
     """The words of an error answer."""
     try:
-        return str(json.loads(body)["error"]["message"])[:500]
-    except (ValueError, KeyError, TypeError):
+        return _words(json.loads(body)["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:200].decode(errors="replace").strip()
 
 
@@ -74,7 +76,7 @@ def seconds(retry_after: str | None) -> float | None:
 def _object(text: bytes) -> dict[str, Any]:
     try:
         event = json.loads(text)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BadAnswer(f"a line of its answer is not JSON: {text[:80]!r}") from problem
     if not isinstance(event, dict):
         raise BadAnswer(f"a line of its answer is no object: {text[:80]!r}")
@@ -84,5 +86,12 @@ def _object(text: bytes) -> dict[str, Any]:
 def _final(event: dict[str, Any]) -> Outcome:
     if event.get("event") == "failed" or event.get("error"):
         detail = event.get("detail") or event.get("error") or ""
-        return Outcome("failed", str(event.get("code") or "PD-META-006"), str(detail)[:1000])
-    return Outcome("prefilled", prefill=str(event.get("prefill", "")))
+        code = event.get("code")
+        known = isinstance(code, str) and code in CATALOGUE  # it becomes the label of a metric
+        return Outcome("failed", str(code) if known else "PD-META-006", _words(detail)[:1000])
+    return Outcome("prefilled", prefill=_words(event.get("prefill", ""))[:300])
+
+
+def _words(value: object) -> str:
+    """What can be logged and sent on: JSON can say half of a surrogate pair, UTF-8 cannot."""
+    return str(value).encode(errors="replace").decode()

@@ -19,6 +19,7 @@ import msgspec
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 FORBIDDEN = "kv_transfer_params"
+_SIDE_DOOR = "vllm_xargs"  # vLLM puts its entries where the forbidden field goes, so it may be in there too
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
@@ -62,6 +63,8 @@ def parse(route: str, body: bytes) -> Request:
     """Raises BodyError for what is not a JSON object or has impossible values where we look at them."""
     fields = parse_fields(body)
     fields.pop(FORBIDDEN, None)
+    if _SIDE_DOOR in fields:
+        fields[_SIDE_DOOR] = msgspec.Raw(strip(bytes(fields[_SIDE_DOOR])))
     prompt = bytes(fields.get("messages" if route == CHAT else "prompt", b""))
     prompts, tokens = _measure(prompt, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
@@ -121,10 +124,11 @@ def strip(body: bytes) -> bytes:
     except RecursionError as problem:
         raise BodyError("The body is nested too deeply.") from problem
     requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
-    if not any(FORBIDDEN in request for request in requests):
+    places = requests + [r[_SIDE_DOOR] for r in requests if isinstance(r.get(_SIDE_DOOR), dict)]
+    if not any(FORBIDDEN in place for place in places):
         return body
-    for request in requests:
-        request.pop(FORBIDDEN, None)
+    for place in places:
+        place.pop(FORBIDDEN, None)
     return json.dumps(value).encode()
 
 
@@ -137,13 +141,15 @@ def _value(body: bytes) -> Any:
 
 def _measure(raw: bytes, chat: bool) -> tuple[int, int]:
     """Prompts, and estimated tokens, of what is text, token ids, or a list of either."""
-    if chat or raw[:1] != b"[":
-        return 1, len(raw) // _BYTES_PER_TOKEN + 1
-    inner = raw[1:64].lstrip()[:1]
-    if inner in (b'"', b"["):
+    if not chat and raw[:1] == b"[" and raw[1:64].lstrip()[:1] in (b'"', b"["):
         several = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        return len(several), sum(_measure(bytes(item), chat=False)[1] for item in several)
-    return 1, raw.count(b",") + 1
+        return len(several), sum(_tokens(bytes(item)) for item in several)
+    return 1, len(raw) // _BYTES_PER_TOKEN + 1 if chat else _tokens(raw)
+
+
+def _tokens(raw: bytes) -> int:
+    """Of text or of token ids. What is nested deeper is no prompt, and not looked into."""
+    return raw.count(b",") + 1 if raw[:1] == b"[" else len(raw) // _BYTES_PER_TOKEN + 1
 
 
 def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:

@@ -25,6 +25,7 @@ _IDLE_S = 4.0  # below the engines' own 5 s, so that a connection they are closi
 _SWEEP_S = 0.5
 _AHEAD_BYTES = 256 << 10  # read ahead of the client at most
 _HEAD_BYTES = 64 << 10
+_UNREAD_BYTES = 1 << 20  # taken in without a header or a piece of body that came of it: the parser keeps it
 
 
 class Origin(NamedTuple):
@@ -153,6 +154,7 @@ class _Connection(asyncio.Protocol):
         self._head: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
         self._heard = False
+        self._unread = 0
         self._used = False
         self._paused = False
         self._until_close = False
@@ -164,7 +166,7 @@ class _Connection(asyncio.Protocol):
             raise _Stale
         self._parser = httptools.HttpResponseParser(self)
         self._status_seen, self._headers, self._head_size = False, [], 0
-        self._bodiless, self._heard, self._until_close = bodiless, False, False
+        self._bodiless, self._heard, self._until_close, self._unread = bodiless, False, False, 0
         self.deadline = self.loop.time() + timeout_s
         self._head = self.loop.create_future()
         self._pool.busy.add(self)
@@ -202,10 +204,13 @@ class _Connection(asyncio.Protocol):
         self._heard = True
         if self._reply is not None:
             self.deadline = self.loop.time() + self._patience_s
+        self._unread += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as problem:
             self._fail(UpstreamError(Failure.BROKEN, f"not HTTP: {problem}"))
+        if self._unread > _UNREAD_BYTES and self._head is not None:
+            self._fail(UpstreamError(Failure.BROKEN, "a header of its answer does not end"))
 
     def connection_lost(self, problem: Exception | None) -> None:
         if self._reply is not None and self._until_close and problem is None:
@@ -225,6 +230,7 @@ class _Connection(asyncio.Protocol):
             self.abort()  # another answer right behind the one that was asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._unread = 0
         self._headers.append((name.lower(), value))
         self._head_size += len(name) + len(value)
         if self._head_size > _HEAD_BYTES:
@@ -246,6 +252,7 @@ class _Connection(asyncio.Protocol):
             self._finish(keep=False)
 
     def on_body(self, piece: bytes) -> None:
+        self._unread = 0
         if self._reply is not None and not self._reply.feed(piece) and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()

@@ -30,6 +30,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile
+from vllm_ascend_pd.metaserver.service.intake import Intake, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.passing import pass_on
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -50,10 +51,6 @@ _NOT_FORWARDED = frozenset(
 _MAX_RESERVATION_BYTES = 64 << 20
 
 
-class TooLarge(Exception):
-    pass
-
-
 class Worker:
     """One worker process: everything it shares, and the application over it."""
 
@@ -70,6 +67,7 @@ class Worker:
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
         self.canary = Canary(self.front)
+        self._intake = Intake()
         self.hub = hub or Hub(0)
         self.hub.attach(self.fleet, self.canary, self.report)
         self._prober = Prober(settings, self.fleet, self.upstream)
@@ -132,7 +130,7 @@ class Worker:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         try:  # the body is given no name here: this frame lives as long as the stream
-            request = bodies.parse(scope["path"], await read_body(receive, self.settings.max_body_bytes))
+            request = bodies.parse(scope["path"], await self._intake.body(receive, self.settings.max_body_bytes))
         except bodies.BodyError as problem:
             METRICS.requests.labels(scope["path"], 400).inc()
             await tell(send, fault(400, str(problem)))
@@ -150,13 +148,13 @@ class Worker:
             METRICS.requests.labels(exchange.request.route, exchange.status if not interrupt.left else "left").inc()
 
     async def _reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(receive, _MAX_RESERVATION_BYTES)
+        body = await self._intake.body(receive, _MAX_RESERVATION_BYTES)
         interrupt = Interrupt()
         await while_connected(receive, interrupt, self._reservations.answer(body, interrupt, send))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, _ = forwarded(scope, self.settings.engine_token)
-        body = await read_body(receive, self.settings.max_body_bytes)
+        body = await self._intake.body(receive, self.settings.max_body_bytes)
         await while_connected(receive, Interrupt(), pass_on(self.front, scope, headers, body, send))
 
     # -- what operators ask
@@ -208,23 +206,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._handle(scope, receive, send)
-        except TooLarge:
-            await tell(send, fault(413, "The request body is too large."))
-
-
-async def read_body(receive: Receive, most: int) -> bytes:
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        return body
-    pieces, size = [body], len(body)
-    while message.get("more_body", False):
-        message = await receive()
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > most:
-            raise TooLarge
-    return b"".join(pieces)
+        except Refused as refused:
+            await tell(send, refused.answer)
 
 
 async def while_connected(receive: Receive, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.hub import Hub
+from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.observe.trace import TraceFile
 
@@ -64,6 +65,8 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
     config = uvicorn.Config(
         worker.app(),
         interface="asgi3",
+        http=Protocol,
+        ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,

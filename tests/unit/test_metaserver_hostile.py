@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metaserver among callers and engines that mean harm: bounded in memory and time, and never made to say what is not so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from vllm_ascend_pd.metaserver import answers, bodies, http1
+from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.metaserver.service import intake
+from vllm_ascend_pd.metaserver.service.relay import tell
+
+LOOPBACK = "127.0.0.1"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@asynccontextmanager
+async def door(reader: intake.Intake | None = None, most: int = 1 << 20) -> AsyncIterator[int]:
+    """The metaserver's own HTTP protocol before a handler that reads a body and says how long it was."""
+    taken = reader or intake.Intake()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            body = await taken.body(receive, most)
+        except intake.Refused as refused:
+            await tell(send, refused.answer)
+            return
+        head = [(b"content-length", b"%d" % len(str(len(body))))]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": str(len(body)).encode()})
+
+    config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none")
+    config.load()
+    made: list[Any] = []
+
+    def protocol() -> Any:
+        made.append(intake.Protocol(config, ServerState(), {}))  # type: ignore[no-untyped-call]
+        return made[-1]
+
+    server = await asyncio.get_running_loop().create_server(protocol, LOOPBACK, 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for each in made:
+            each.transport.abort()
+
+
+async def talk(port: int, data: bytes, *, patience: float = 5.0) -> bytes:
+    """Everything that comes back until the other side closes, or answers."""
+    reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.read(65536), patience)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_an_ordinary_request_gets_through() -> None:
+    async with door() as port:
+        assert (await talk(port, HEAD + b"content-length: 5\r\n\r\nhello")).endswith(b"\r\n\r\n5")
+        chunks = b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
+        assert (await talk(port, HEAD + chunks)).endswith(b"\r\n\r\n7")
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"GET /", HEAD + b"x: ", HEAD + b"x", HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx: "],
+    ids=["an address", "a header", "a header's name", "a trailer"],
+)
+async def test_a_head_without_an_end_is_cut_off(start: bytes) -> None:
+    async with door() as port:
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(start)
+        sent = 0
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while sent < 64 << 20:
+                writer.write(b"a" * 65536)
+                sent += 65536
+                await writer.drain()
+                await asyncio.sleep(0)
+        assert sent < 32 << 20, "most of it waits in the kernel's buffers"
+        writer.close()
+        assert (await talk(port, HEAD + b"content-length: 2\r\n\r\nhi")).endswith(b"2")
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HT"], ids=["silence", "half a head"])
+async def test_who_does_not_ask_is_not_waited_for(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "HEAD_S", 0.1)
+    async with door() as port:
+        assert await talk(port, data) == b""
+
+
+async def test_a_second_head_is_waited_for_as_long_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "HEAD_S", 0.3)
+    async with door() as port:
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        for _ in range(3):
+            writer.write(HEAD + b"content-length: 1\r\n\r\n1")
+            assert b"200 OK" in await asyncio.wait_for(reader.read(65536), 5)
+            await asyncio.sleep(0.2)
+        writer.write(b"GET / HT")
+        assert await asyncio.wait_for(reader.read(65536), 5) == b""
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async with door(intake.Intake(body_s=0.2)) as port:
+        assert b" 408 " in await talk(port, HEAD + b"content-length: 100\r\n\r\nsome")
+
+
+async def test_a_body_too_large_is_refused_while_it_comes() -> None:
+    async with door(most=1000) as port:
+        for size in (
+            b"content-length: 5000\r\n\r\n" + b"a" * 5000,
+            b"transfer-encoding: chunked\r\n\r\n7d0\r\n" + b"a" * 2000,
+        ):
+            assert b" 413 " in await talk(port, HEAD + size)
+
+
+async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() -> None:
+    taken = intake.Intake(reading_bytes=100_000)
+    async with door(taken) as port:
+        waiting = [await asyncio.open_connection(LOOPBACK, port) for _ in range(3)]
+        for _, writer in waiting:
+            writer.write(HEAD + b"content-length: 50000\r\n\r\n" + b"a" * 40_000)
+            await writer.drain()
+        refused = asyncio.ensure_future(waiting[2][0].read(65536))
+        assert b" 429 " in await asyncio.wait_for(refused, 5)
+        for reader, writer in waiting[:2]:
+            writer.write(b"a" * 10_000)
+            assert b"50000" in await asyncio.wait_for(reader.read(65536), 5)
+        assert taken.reading == 0
+        for _, writer in waiting:
+            writer.close()
+
+
+# -- what engines and D's metaserver answer
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 OK\r\nx: ",
+        b"HTTP/1.1 200 OK\r\nx",
+        b"HTTP/1.1 200 O",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;",
+    ],
+    ids=["a header", "a header's name", "the reason", "a trailer", "a chunk's extension"],
+)
+async def test_an_answer_whose_head_has_no_end_is_broken_off(start: bytes) -> None:
+    served = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        await reader.read(100)
+        writer.write(start)
+        try:
+            while served < 64 << 20:
+                writer.write(b"a" * 65536)
+                served += 65536
+                await writer.drain()
+        except ConnectionError:
+            pass
+
+    server = await asyncio.start_server(serve, LOOPBACK, 0)
+    upstream = http1.Upstream(5.0, 30.0)
+    origin = http1.Origin("http", LOOPBACK, server.sockets[0].getsockname()[1])
+    with pytest.raises(http1.UpstreamError, match="does not end") as broken:
+        async with await upstream.send(origin, "GET", b"/", [], b"", 30.0) as reply:
+            await reply.rest(1 << 20)
+    assert broken.value.failure is Failure.BROKEN and served < 32 << 20
+    await upstream.close()
+    server.close()
+
+
+@pytest.mark.parametrize("answer", [b"[" * 60_000, b'{"a":' * 10_000, b'{"event":' + b"1" * 5000 + b"}"])
+def test_an_answer_nested_without_end_is_a_bad_answer(answer: bytes) -> None:
+    with pytest.raises(answers.BadAnswer):
+        answers.outcome(answer)
+    assert answers.reason(answer) == answer[:200].decode()
+
+
+def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
+    """JSON can say half of a surrogate pair; neither UTF-8 nor msgpack can, and CANCEL carries these words."""
+    line = b'{"event": "failed", "code": "PD-META-006", "detail": "bad \\ud800 words"}'
+    told = answers.outcome(line)
+    assert told is not None and msgspec.msgpack.encode(told.detail) and "bad" in told.detail
+    accepted = answers.outcome(b'{"event": "accepted", "prefill": "\\udfff"}')
+    assert accepted is not None and accepted.prefill.encode()
+    assert answers.reason(b'{"error": {"message": "\\udfff"}}').encode()
+
+
+@pytest.mark.parametrize("code", ["PD-XXX-999", "x" * 10_000, 7, None, [], {}, ["PD-META-006"], True])
+def test_a_code_of_nobodys_catalogue_does_not_become_the_label_of_a_metric(code: object) -> None:
+    told = answers.outcome(json.dumps({"event": "failed", "code": code}).encode())
+    assert told is not None and told.code == "PD-META-006"
+
+
+# -- what clients send
+
+
+@pytest.mark.parametrize("forged", ["x", 7, ["do_remote_decode"], {"do_remote_decode": True}])
+def test_parameters_do_not_come_in_by_the_side_door(forged: object) -> None:
+    """vLLM puts the entries of vllm_xargs where kv_transfer_params goes."""
+    body = {"prompt": "p", "vllm_xargs": {"kv_transfer_params": forged, "mine": 1}}
+    request = bodies.parse(bodies.COMPLETIONS, json.dumps(body).encode())
+    for made in (bodies.for_decode(request, None), bodies.for_prefill(request, {"m": 1}, None)[1],
+                 bodies.for_prefill(request, {"m": 1}, [1, 2])[1]):  # fmt: skip
+        assert json.loads(made)["vllm_xargs"] == {"mine": 1}
+    assert json.loads(bodies.strip(json.dumps(body).encode())) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
+    assert json.loads(bodies.strip(json.dumps([body]).encode())) == [{"prompt": "p", "vllm_xargs": {"mine": 1}}]
+
+
+@pytest.mark.parametrize("xargs", [None, 1, "x", [], [1], {}, {"a": "b"}])
+def test_other_extra_arguments_are_the_engines_to_judge(xargs: object) -> None:
+    request = bodies.parse(bodies.CHAT, json.dumps({"messages": [], "vllm_xargs": xargs}).encode())
+    assert json.loads(bodies.for_decode(request, None))["vllm_xargs"] == xargs
+
+
+def test_a_prompt_nested_deeply_costs_no_more_than_its_length() -> None:
+    for depth in (3, 100, 400):
+        body = b'{"prompt":' + b"[" * depth + b'"' + b"a" * 1000 + b'"' + b"]" * depth + b"}"
+        assert bodies.parse(bodies.COMPLETIONS, body).copies == 1
+
+
+@pytest.mark.parametrize("prompt", [["a", [1, 2]], [[1], "b" * 8], [[[1, 2]], 3], [{}], [None, 2]])
+def test_lists_of_anything_are_measured_without_an_error(prompt: object) -> None:
+    request = bodies.parse(bodies.COMPLETIONS, json.dumps({"prompt": prompt}).encode())
+    assert request.prefill_tokens >= 1
