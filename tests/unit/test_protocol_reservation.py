@@ -108,6 +108,21 @@ def test_parking_is_bounded() -> None:
     assert r.counters["parked_full"] == 10
 
 
+def test_what_is_parked_is_bounded_in_bytes_too() -> None:
+    """A message may have 4 MiB; a peer that fills its BEGINs must not fill our memory."""
+    r = receiver()
+    layers = tuple(f"{index:04}" + "x" * 1000 for index in range(2000))
+    huge = geometry(2, stages=(layers,))
+    for n in range(200):
+        r.message(0.0, "p", begin(transfer=TransferId(D_INCARNATION, n, "u"), geometry=huge))
+    assert r.parked_count() < 40 and r.counters["parked_full"] > 150
+    r.tick(1000.0)
+    assert r.parked_count() == 0
+    for n in range(20):  # and the room is there again
+        r.message(1000.0, "p", begin(transfer=TransferId(D_INCARNATION, n, "u"), geometry=huge))
+    assert r.parked_count() == 20
+
+
 def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(ONE))

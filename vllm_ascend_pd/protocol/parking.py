@@ -15,6 +15,8 @@ from vllm_ascend_pd.protocol.messages import Begin, Failed
 from vllm_ascend_pd.protocol.timing import Agenda
 
 MAX_PARKED = 4096
+MAX_PARKED_BYTES = 64 << 20  # about; one BEGIN of an ordinary model has some KiB
+_CONTRIBUTOR_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Parked:
     peer: Hashable
     message: Begin | Failed
     until: float
+    size: int
 
 
 class Parking:
@@ -30,18 +33,22 @@ class Parking:
         self._waiting: dict[TransferId, dict[Contributor, Parked]] = {}
         self._agenda: Agenda[TransferId] = Agenda()
         self.count = 0
+        self._bytes = 0
 
     def keep(self, now: float, peer: Hashable, message: Begin | Failed) -> str:
         """Returns "" when it is kept, else the reason why not, for the counters."""
         waiting = self._waiting.get(message.transfer, {})
         before = waiting.get(message.contributor)
-        if before is None and self.count >= MAX_PARKED:
-            return "parked_full"
         if before is not None and before.message.push == message.push and before.message.seq >= message.seq:
             return "parked_late"
+        size = _size(message)
+        more = size - (before.size if before is not None else 0)
+        if (before is None and self.count >= MAX_PARKED) or self._bytes + more > MAX_PARKED_BYTES:
+            return "parked_full"
         self._waiting.setdefault(message.transfer, waiting)
-        waiting[message.contributor] = Parked(peer, message, now + self._keep_s)
+        waiting[message.contributor] = Parked(peer, message, now + self._keep_s, size)
         self.count += before is None
+        self._bytes += more
         self._reschedule(message.transfer)
         return ""
 
@@ -49,6 +56,7 @@ class Parking:
         """Everything of this transfer, in the order of first arrival."""
         waiting = self._waiting.pop(transfer, {})
         self.count -= len(waiting)
+        self._bytes -= sum(parked.size for parked in waiting.values())
         self._reschedule(transfer)
         return list(waiting.values())
 
@@ -79,6 +87,7 @@ class Parking:
                 if unwanted(parked):
                     del waiting[contributor]
                     self.count -= 1
+                    self._bytes -= parked.size
             if not waiting:
                 del self._waiting[transfer]
             self._reschedule(transfer)
@@ -86,3 +95,14 @@ class Parking:
     def _reschedule(self, transfer: TransferId) -> None:
         waiting = self._waiting.get(transfer)
         self._agenda.set(transfer, min(parked.until for parked in waiting.values()) if waiting else None)
+
+
+def _size(message: Begin | Failed) -> int:
+    """About what it takes to keep: a peer may send messages of 4 MiB."""
+    size = len(message.transfer.incarnation) + len(message.transfer.uuid) + 1024
+    if isinstance(message, Begin):
+        size += _CONTRIBUTOR_BYTES * (len(message.contributors) + len(message.geometry.regions))
+        size += sum(len(name) + 64 for stage in message.geometry.stages for name in stage)
+        size += 64 * len(message.geometry.stages) + len(message.geometry.dtype) + len(message.geometry.packing)
+        size += sum(len(region.name) for region in message.geometry.regions)
+    return size
