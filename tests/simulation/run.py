@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 
 from simulation.cluster import Cluster
 from simulation.mutations import ALL, Mutation
@@ -123,7 +124,7 @@ def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int) -> It
     if jobs == 1:
         yield from (run_some(*chunk) for chunk in chunks)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
             yield from pool.map(run_some, *zip(*chunks, strict=True))
         finally:
