@@ -15,6 +15,7 @@ from fake_engine import Served
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome, origin
+from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.runtime.loop import LoopThread
 
 
@@ -139,6 +140,18 @@ def test_accepted_then_prefilled_comes_on_the_loop_thread(loop: LoopThread, scri
     assert told.outcomes[0][1].prefill == "p:1"
     assert told.threads == {"client-loop"}
     assert server.posts == [{"ticket": "t"}] and mine.open_count() == 0
+
+
+def test_each_post_is_a_stage_of_its_transfer(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
+    server, told = scripted(status(503), WELL), Told()
+    stages: list[tuple[str, Any]] = []
+    unsubscribe = trace.subscribe(lambda stage, facts: stages.append((stage, dict(facts))))
+    try:
+        client(loop, told, server.served.url).reserve("t/1", server.served.url, {}, 10)
+        assert told.final("t/1").kind == "prefilled"
+    finally:
+        unsubscribe()
+    assert stages == [("posted", {"transfer": "t/1", "attempt": n}) for n in (1, 2)]
 
 
 def test_a_failure_carries_the_servers_code_and_words(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:

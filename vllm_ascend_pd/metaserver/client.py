@@ -28,6 +28,7 @@ from vllm_ascend_pd.metaserver import answers
 from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
 from vllm_ascend_pd.metaserver.httpx_transport import Transport
+from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.runtime.loop import LoopThread
 
 __all__ = ["ClientStats", "MetaserverClient", "Outcome", "origin"]
@@ -212,6 +213,8 @@ class MetaserverClient:
         """One attempt, to its end. Raises _Failed."""
         call.attempts += 1
         self.stats.posts += 1
+        if trace.enabled():
+            trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
         url = call.url.rstrip("/") + "/v1/metaserver"
         try:
             async with self._client().stream("POST", url, json=call.body) as answer:
