@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 from channel_kit import Ear
+from metaserver_cluster import cluster
 
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.checkup import host, npu, pair
 from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
 from vllm_ascend_pd.cli.checkup.line import Broken, Line, dial
-from vllm_ascend_pd.config import ChannelConfig, PushConfig
+from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.runtime.loop import LoopThread
 
@@ -156,6 +157,15 @@ def test_no_secret_beyond_this_host_is_a_failure() -> None:
     assert host.secret(asked).level == FAILURE and "PD-SEC-002" in host.secret(asked).says
     open_ = PushConfig(channel=ChannelConfig(allow_unauthenticated=True))
     assert host.secret(dataclasses.replace(asked, push=open_)).level == WARNING
+
+
+def test_metaservers_of_the_allow_list_are_called() -> None:
+    with cluster(prefill=0, decode=0) as c, socket.socket() as nobody:
+        nobody.bind((LOOPBACK, 0))
+        urls = (str(c.http.base_url), "http://{}:{}".format(*nobody.getsockname()), "https://10.0.0.1:1")
+        push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=urls))
+        levels = [check.level for check in host.metaservers(host.Asked(push))]
+    assert levels == [GOOD, WARNING, NOTE]
 
 
 # ---- a host with NPUs, as its files look

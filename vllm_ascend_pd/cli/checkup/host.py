@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 import time
+import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from vllm_ascend_pd.transport.package import installed_version, load, prepare_en
 
 ROOT = Path("/")
 ASCEND_PORTS = ((15000, 17000), (20000, 35999))  # what Mooncake's ascend transport listens on
+METASERVER_S = 3.0
 MANY_FILES, FEW_FILES = 65536, 4096
 SMALL_SHM = 1 << 30
 
@@ -54,6 +56,7 @@ def checks(asked: Asked) -> Iterator[Check]:
     yield clock()
     yield secret(asked)
     yield from settings(asked)
+    yield from metaservers(asked)
 
 
 # ---- software
@@ -270,3 +273,18 @@ def settings(asked: Asked) -> Iterable[Check]:
     if asked.role == "kv_consumer" and not push.metaserver.metaserver_urls:
         says = "metaserver_urls is empty: this decode engine prefills every prompt by itself"
         yield warning("configuration", says, "List the metaserver's scheme://host:port.")
+
+
+def metaservers(asked: Asked) -> Iterator[Check]:
+    """Each address of the allow-list, as a decode engine would call it; a proxy of the environment is not asked."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for url in asked.push.metaserver.metaserver_urls:
+        if url.startswith("https"):
+            yield note("metaserver", f"{url} is not called: its certificates are the engine's business")
+            continue
+        try:
+            with direct.open(url.rstrip("/") + "/health", timeout=METASERVER_S) as answer:
+                yield good("metaserver", f"{url} answers {answer.status}")
+        except (OSError, ValueError) as problem:  # urllib's own errors are OSErrors
+            remedy = "Start it, or correct metaserver_urls; look at firewalls between."
+            yield warning("metaserver", f"{url} does not answer: {problem}", remedy)
