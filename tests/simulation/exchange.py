@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,9 @@ class Stream:
             yield
         finally:
             self._inside = False
+
+    def planning(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     # -- Exchange
 
