@@ -21,6 +21,9 @@ CHAT = "/v1/chat/completions"
 FORBIDDEN = "kv_transfer_params"
 _SIDE_DOOR = "vllm_xargs"  # vLLM puts its entries where the forbidden field goes, so it may be in there too
 
+# What msgspec raises for bytes that are not what they should be: it decodes UTF-8 and recurses as Python does.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
@@ -89,7 +92,7 @@ def parse(route: str, body: bytes) -> Request:
 def parse_fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         return _FIELDS.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+    except UNREADABLE as problem:
         raise BodyError(f"The body is not a JSON object: {problem}") from problem
 
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from vllm_ascend_pd.metaserver.bodies import UNREADABLE
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.faults import error_body
@@ -186,7 +187,7 @@ async def _json(request: Request) -> dict[str, Any]:
             raise Refusal(413, "The body is too large.")
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError as problem:
+    except UNREADABLE as problem:
         raise Refusal(400, f"The body is not a JSON object: {problem}") from problem
 
 

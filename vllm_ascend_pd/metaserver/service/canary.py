@@ -144,7 +144,7 @@ class _Answer:
         if self._status != 200:
             return f"status {self._status}: {self._body[:300].decode(errors='replace')}"
         # A D of this package says how many tokens it received; one that recomputed the prompt would say none.
-        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+        with contextlib.suppress(*bodies.UNREADABLE, KeyError, TypeError):
             received = msgspec.json.decode(self._body)["kv_transfer_params"]["received_tokens"]
             return "" if received else "D computed the prompt by itself"
         return ""
@@ -157,5 +157,5 @@ def _proof(prefill: Instance, decode: Instance) -> Proof:
 def _model(body: bytes) -> str:
     try:
         return str(msgspec.json.decode(body)["data"][0]["id"])
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+    except (*bodies.UNREADABLE, KeyError, IndexError, TypeError):
         return ""

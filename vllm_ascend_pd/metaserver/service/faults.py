@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE, PdError
+from vllm_ascend_pd.metaserver.bodies import UNREADABLE
 from vllm_ascend_pd.metaserver.http1 import Headers
 
 _TYPES = {
@@ -53,7 +54,7 @@ def brief(status: int, body: bytes) -> str:
     """An engine's refusal without its words, which may quote the prompt: the status and the kind of error."""
     try:
         kind = _REFUSAL.decode(body).error.type
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         kind = ""
     return f"answered {status}" + (f" ({kind})" if kind.isidentifier() and len(kind) <= 64 else "")
 

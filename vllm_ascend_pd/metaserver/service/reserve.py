@@ -108,7 +108,7 @@ class Reservations:
         """Answer one POST. Interrupted when D closes it or the client's request ends."""
         try:
             posted = _DECODER.decode(body)
-        except msgspec.DecodeError as problem:
+        except bodies.UNREADABLE as problem:
             await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
         attempt = self._front.journal.tickets.get(posted.ticket)
@@ -244,7 +244,7 @@ def _check_push(name: str, text: bytes) -> None:
     """P may answer well although it refused to push (another prompt, another model); it says so in its answer."""
     try:
         push = _PREFILL_DECODER.decode(text).kv_transfer_params
-    except msgspec.DecodeError as problem:
+    except bodies.UNREADABLE as problem:
         raise PrefillFailed(Failure.PREFILL, f"{name}: its answer is not understood ({problem})") from problem
     if push is not None and push.pd_error is not None:
         raise PrefillFailed(Failure.PREFILL, f"{name}: {push.pd_error.detail}", push.pd_error.code)
