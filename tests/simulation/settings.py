@@ -133,7 +133,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         verify=rng.random() < 0.1,
         faults=_faults(rng),
         # Cells are tiny here: by their spans nearly all pushes would be regrouped.
-        regroup=RegroupConfig(regroup=rng.choice(("never", "never", "always", "always", "auto")), regroup_min_span=8),
+        regroup=RegroupConfig(regroup=rng.choice(("never", "never", "never", "always", "auto")), regroup_min_span=8),
         slots=rng.choice((1, 2, 4)),
         slot_destinations=rng.choice((1, 2, 4)),
         spares=rng.choice((0, 1, 4)),
