@@ -112,24 +112,16 @@ engine_environment() { # fills ENVIRONMENT
   if [ "$PD_DEVICE" = npu ]; then
     if [ -n "${OPT[devices]}" ]; then ENVIRONMENT+=("ASCEND_RT_VISIBLE_DEVICES=${OPT[devices]}"); fi
   else
-    # vLLM's own binding of threads to cores fails when two workers share one NUMA node.
-    ENVIRONMENT+=(VLLM_CPU_OMP_THREADS_BIND=nobind "OMP_NUM_THREADS=${OPT[threads]}")
+    engine_on_cpu environment
+    ENVIRONMENT+=("${ON_CPU[@]}" "OMP_NUM_THREADS=${OPT[threads]}")
   fi
 }
 
-engine_compilation() { # CPU only: fills ARGUMENTS with what the eager flag and the model's attention need
-  local parts=() config=${OPT[model]}/config.json
-  local stages=${OPT[pp]:-1}
-  if [ "${OPT[eager]}" != off ]; then
-    # vLLM's CPU pipeline stages do not run with --enforce-eager.
-    if [ "$stages" -gt 1 ]; then parts+=('"mode": 2' '"backend": "eager"'); else ARGUMENTS+=(--enforce-eager); fi
-  fi
-  # vLLM 0.32's rotary kernel for CPU is wrong with MLA's strides.
-  if [ -f "$config" ] && grep -Eq '"kv_lora_rank": *[0-9]' "$config"; then parts+=('"custom_ops": ["-rotary_embedding"]'); fi
-  if [ ${#parts[@]} -gt 0 ]; then
-    local IFS=,
-    ARGUMENTS+=(--compilation-config "{${parts[*]}}")
-  fi
+engine_on_cpu() { # WORD …: one answer of scripts/support/on_cpu.py, a line each, into ON_CPU
+  local answer python=python3 # --dry-run works before anything is installed
+  if [ -x "$PD_PYTHON" ]; then python=$PD_PYTHON; fi
+  answer=$(PYTHONPATH=$PD_ROOT "$python" -m scripts.support.on_cpu "$@")
+  mapfile -t ON_CPU < <(printf '%s' "$answer")
 }
 
 engine_arguments() { # fills ARGUMENTS
@@ -147,7 +139,10 @@ engine_arguments() { # fills ARGUMENTS
   fi
   if [ -n "$kv_bytes" ]; then ARGUMENTS+=(--kv-cache-memory-bytes "$kv_bytes"); fi
   if [ "$PD_DEVICE" = cpu ]; then
-    engine_compilation
+    local eager=()
+    if [ "${OPT[eager]}" = off ]; then eager=(--compiled); fi
+    engine_on_cpu arguments "${OPT[model]}" --pp "${OPT[pp]:-1}" "${eager[@]}"
+    ARGUMENTS+=("${ON_CPU[@]}")
   elif [ "${OPT[eager]}" = on ]; then
     ARGUMENTS+=(--enforce-eager)
   fi

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.support import on_cpu
 from scripts.support.models import ROOT, recipe_of
 
 CONNECTOR = "AscendPushConnector"
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}
 
-# vLLM on CPU: `nobind` because the default binding fails with two workers on one NUMA node; one thread per worker
-# because every worker of a pair shares the machine with the others.
 CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
+    **on_cpu.ENVIRONMENT,
+    "OMP_NUM_THREADS": "1",  # every worker of a pair shares the machine with the others
     "TOKENIZERS_PARALLELISM": "false",
     "MC_FORCE_TCP": "1",
 }
@@ -93,16 +92,10 @@ class EngineSpec:
     def _cpu_shape(self) -> list[str]:
         words = ["--dtype", "float32", "--kv-cache-memory-bytes", str(self.kv_bytes)]
         recipe = recipe_of(self.model)
-        compilation: dict[str, Any] = {}
-        if recipe is not None and recipe.mla:
-            compilation["custom_ops"] = ["-rotary_embedding"]  # vLLM's CPU kernel for it is wrong with MLA's strides
-        else:
+        mla = recipe.mla if recipe is not None else on_cpu.is_mla(self.model)
+        if not mla:
             words += ["--block-size", str(self.block_size)]  # MLA on CPU has 16, whatever one asks for
-        if self.pp > 1:
-            compilation |= {"mode": 2, "backend": "eager"}  # a pipeline on CPU does not start with --enforce-eager
-        else:
-            words += ["--enforce-eager"]
-        return [*words, "--compilation-config", json.dumps(compilation)] if compilation else words
+        return [*words, *on_cpu.arguments(mla=mla, pp=self.pp, eager=True)]
 
     def transfer_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}

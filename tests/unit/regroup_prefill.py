@@ -25,7 +25,8 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, RegroupParts, assembled
-from vllm_ascend_pd.runtime.pushing import PushRuntime, PushSite
+from vllm_ascend_pd.runtime.machine import PushSite
+from vllm_ascend_pd.runtime.pushing import PushRuntime
 from vllm_ascend_pd.transport.base import Transport, WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -55,6 +56,9 @@ class Answer:
 class PrefillRank:
     """One worker of P."""
 
+    make_memory: Callable[..., RankMemory] = RankMemory
+    make_device: Callable[..., Any] = Device
+
     def __init__(
         self,
         cache: Cache,
@@ -69,9 +73,9 @@ class PrefillRank:
     ) -> None:
         self.cache, self.contributor = cache, contributor
         self.names = cache.stage(contributor.stage)
-        self.memory = RankMemory(cache, self.names, contributor.rank, blocks)
+        self.memory = self.make_memory(cache, self.names, contributor.rank, blocks)
         self.memory.fill(7)
-        self.device = Device(cache.layout, inline)
+        self.device = self.make_device(cache.layout, inline)
         self.push = push or config()
         self.place = Place(contributor.stage * cache.tp + contributor.rank, cache.tp, cache.pp, step_tokens)
         self.transport = transport or MemoryTransport()

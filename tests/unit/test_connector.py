@@ -419,7 +419,7 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
             worker.save_kv_layer(name, tensor, None)
         worker.wait_for_save()
 
-    with runtime._lock:  # somebody else decides for a long time
+    with runtime._machine.lock:  # somebody else decides for a long time
         hooks = threading.Thread(target=forward, name="forward", daemon=True)
         hooks.start()
         hooks.join(10.0)

@@ -87,8 +87,8 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
         started(p, other)
         p.compute((lost, 32), (other, 32))
         runtime = p.ranks[1].runtime
-        for push in [work.push for work in runtime._works.values() if work.reservation == lost.reservation]:
-            runtime._abort(push, "PD-XFER-002", "injected")
+        for push in [work.push for work in runtime._machine.works.values() if work.reservation == lost.reservation]:
+            runtime._machine.abort(push, "PD-XFER-002", "injected")
         p.compute((lost, 32), (other, 32))
         assert p.ended(other)
         two.check(other)

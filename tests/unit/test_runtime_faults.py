@@ -352,9 +352,9 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
         knows, ignorant = (worker._runtime for worker in p.workers.values())
         assert knows is not None and ignorant is not None
         deaf = threading.Event()
-        ignorant._loop.post(deaf.wait, 20.0)  # it hears nothing of what happens now
-        (push,) = (work.push for work in knows._works.values() if work.request_id == failed.p_name)
-        knows._abort(push, "PD-XFER-002", "as if its writes had failed")
+        ignorant._machine._loop.post(deaf.wait, 20.0)  # it hears nothing of what happens now
+        (push,) = (work.push for work in knows._machine.works.values() if work.request_id == failed.p_name)
+        knows._machine.abort(push, "PD-XFER-002", "as if its writes had failed")
         until(lambda: any(stage == "push_closed" for stage, _ in events), "the end of the push on the rank that knows")
         for _ in range(7):
             p.compute((failed, 8), (fine, 8))
@@ -370,19 +370,19 @@ def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
     p = PrefillSite(TUPLES, 1)
     with sites(p):
         (worker,) = p.workers.values()
-        runtime = worker._runtime
-        assert runtime is not None
+        assert worker._runtime is not None
+        machine = worker._runtime._machine
 
         async def armed() -> float:
             now = time.monotonic()
-            runtime._arm(now + 1000.0)
-            runtime._arm(now + 2000.0)
-            assert runtime._timer is not None
-            first = runtime._timer.when()
-            runtime._arm(now + 500.0)
-            return first - runtime._timer.when()
+            machine._arm(now + 1000.0)
+            machine._arm(now + 2000.0)
+            assert machine._timer is not None
+            first = machine._timer.when()
+            machine._arm(now + 500.0)
+            return first - machine._timer.when()
 
-        assert 400.0 < runtime._loop.call(armed(), 10.0) < 600.0
+        assert 400.0 < machine._loop.call(armed(), 10.0) < 600.0
 
 
 def test_a_loop_that_does_not_answer_in_time_raises_the_built_in_time_out() -> None:

@@ -14,7 +14,8 @@ from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, allocate
-from vllm_ascend_pd.runtime.pushing import PushRuntime, PushSite
+from vllm_ascend_pd.runtime.machine import PushSite
+from vllm_ascend_pd.runtime.pushing import PushRuntime
 
 NO_STEP = PrefillStep(rotation=0)
 

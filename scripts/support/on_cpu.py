@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM needs to run on a CPU that it does not need on an NPU: one place for the scripts and the tests.
+
+    python -m scripts.support.on_cpu environment                           prints NAME=VALUE lines
+    python -m scripts.support.on_cpu arguments MODEL [--pp N] [--compiled] prints vLLM's arguments, one word a line
+
+Standard library only: commands are shown before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+# The default binding of threads to cores fails with two workers on one NUMA node.
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def is_mla(model: Path) -> bool:
+    """A model that is not a local directory counts as none: its configuration is not here to be read."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except OSError:
+        return False
+    return bool(config.get("kv_lora_rank"))
+
+
+def arguments(*, mla: bool, pp: int, eager: bool) -> list[str]:
+    """What follows from the model's attention and its stages."""
+    words: list[str] = []
+    compilation: dict[str, Any] = {}
+    if mla:
+        compilation["custom_ops"] = ["-rotary_embedding"]  # vLLM 0.32's kernel for it is wrong with MLA's strides
+    if eager and pp > 1:
+        compilation |= {"mode": 2, "backend": "eager"}  # a pipeline does not start with --enforce-eager
+    elif eager:
+        words += ["--enforce-eager"]
+    return [*words, "--compilation-config", json.dumps(compilation)] if compilation else words
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    wanted = parser.add_subparsers(dest="wanted", required=True)
+    wanted.add_parser("environment")
+    of_model = wanted.add_parser("arguments")
+    of_model.add_argument("model", type=Path)
+    of_model.add_argument("--pp", type=int, default=1)
+    of_model.add_argument("--compiled", action="store_true", help="not eager")
+    args = parser.parse_args()
+    if args.wanted == "environment":
+        lines = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    else:
+        lines = arguments(mla=is_mla(args.model), pp=args.pp, eager=not args.compiled)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
