@@ -18,7 +18,14 @@ from typing import Any
 import httpx
 
 from scripts.support import faults
-from scripts.support.checks import fresh_prompt, fresh_salt, loaded_tokens, reference_answers, wait_for_free_blocks
+from scripts.support.checks import (
+    counter,
+    fresh_prompt,
+    fresh_salt,
+    loaded_tokens,
+    reference_answers,
+    wait_for_free_blocks,
+)
 from scripts.support.checks import settled_free_blocks as free_now
 from scripts.support.client import Answer, RequestFailed, body_of, stream
 from scripts.support.cluster import STRICT, Cluster, Metaserver
@@ -65,6 +72,7 @@ TIMERS = {
     "recv_deadline_s": 8.0,
 }
 GRACE = ("--shutdown-timeout", "10")  # vLLM's default, 0, kills its engine core at once
+FAILED = "vllm:ascend_pd_num_failed_recvs_total"
 STOPPED_S = TIMERS["recv_deadline_s"] + 1.0
 LIMIT_S = 30.0  # after the fault (or the SIGCONT of who must answer): everything must be over
 REACH_S = 10.0
@@ -402,7 +410,7 @@ class Run:
         p = fresh_prompt(150)
         (want,) = reference_answers(self.site.prefill, [p], TOKENS)
         while True:
-            before = loaded_tokens(self.site.decode)
+            before, failed = loaded_tokens(self.site.decode), counter(self.site.decode, FAILED)
             clients = Clients(self.site.front.url, [body_of(p, TOKENS)])
             if not clients.wait(until):
                 raise Broken(f"{self.cell}: afterwards a request was not answered")
@@ -413,6 +421,9 @@ class Run:
                 raise Broken(f"{self.cell}: afterwards a request failed: {got!r}")
             time.sleep(0.25)
         self._compare(p, want, got)
+        free_now(self.site.decode)  # one more step, which tells the counters
+        if counter(self.site.decode, FAILED) != failed:  # a load counts as loaded when it begins
+            raise Broken(f"{self.cell}: afterwards a transfer failed and D computed the prompt itself")
         loaded = loaded_tokens(self.site.decode) - before
         if loaded != len(p):
             raise Broken(f"{self.cell}: afterwards D computed a prompt itself (loaded {loaded} of {len(p)} tokens)")

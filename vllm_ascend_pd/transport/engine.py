@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 ACCEPT_S = 0.05  # how long closing waits for the engine's control thread
 CONNECT_S = 1.0
+OPENINGS = 5  # each with another port
 
 PENDING, LANDED = 0, 1  # of `check`; anything below 0 is a failure
+_half_open: list[RawEngine] = []  # what their destructor does is not known: they end with the process
 _REFUSED = frozenset((0, -1, 2**32 - 1, 2**64 - 1))  # what a refused submission returns, as any integer type
 
 
@@ -40,10 +42,7 @@ class Engine:
     """Not for two threads at once, except `write` and `answers`."""
 
     def __init__(self, kind: type[RawEngine], host: str, protocol: str) -> None:
-        self._raw: RawEngine | None = kind()
-        rc = self._raw.initialize(host, "P2PHANDSHAKE", protocol, "")
-        if rc != 0:
-            raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}) returned {rc}")
+        self._raw: RawEngine | None = _opened(kind, host, protocol)
         port = self._raw.get_rpc_port()
         self.address = f"{host}:{port}"
         if shorten_accept(port, ACCEPT_S):
@@ -98,3 +97,21 @@ class Engine:
         if self._raw is None:
             raise LocalProtocolError(f"the engine at {self.address} is closed")
         return self._raw
+
+
+def _opened(kind: type[RawEngine], host: str, protocol: str) -> RawEngine:
+    """The engine looks for a free port, lets it go and binds it again: when somebody else was faster it throws."""
+    why = ""
+    for _ in range(OPENINGS):
+        raw = kind()
+        try:
+            rc = raw.initialize(host, "P2PHANDSHAKE", protocol, "")
+        except RuntimeError as problem:
+            _half_open.append(raw)
+            why = str(problem)
+            log.warning("a transfer engine lost its port to somebody else (%s): another one is opened", why)
+            continue
+        if rc != 0:
+            raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}) returned {rc}")
+        return raw
+    raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}): {why}")

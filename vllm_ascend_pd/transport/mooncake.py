@@ -188,20 +188,30 @@ class MooncakeTransport:
             address, _, tag = write.session.partition("/")
             known = address in self._known and self._tags[address] == tag
             answer = Answer.YES if known else self._introducer.ask(address)
-            if answer is Answer.YES:
+            if answer is Answer.YES and self._can_write(address, tag):
                 del self._waiting[handle]
                 self._inner[handle] = self._first_contact(address, tag, write), address
                 return WriteState.PENDING
             if answer is Answer.ASKING and self._clock() < write.deadline:
                 return WriteState.PENDING
-            log.warning("the transfer engine at %s does not answer", address)
+            if answer is not Answer.YES:
+                log.warning("the transfer engine at %s does not answer", address)
         del self._waiting[handle]
         return WriteState.FAILED
 
-    def _first_contact(self, address: str, tag: str, write: _Waiting) -> int:
-        """The engine opens the peer's segment inside this call: others wait for it, so it is hung up on if it drags."""
+    def _can_write(self, address: str, tag: str) -> bool:
+        """Have the engine that may meet this peer. One that cannot be opened now fails the write, not the thread."""
         if self._tags.get(address, tag) != tag:
             self._retire("another process is at the address of a known peer")
+        try:
+            self._need_writer()
+        except PdError as error:
+            log.error("nothing can be written: %s", error)
+            return False
+        return True
+
+    def _first_contact(self, address: str, tag: str, write: _Waiting) -> int:
+        """The engine opens the peer's segment inside this call: others wait for it, so it is hung up on if it drags."""
         engine = self._need_writer()
         host, _, port = address.rpartition(":")
         watch = threading.Timer(OPEN_S, hang_up, (host, int(port)))
