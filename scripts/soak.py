@@ -36,7 +36,7 @@ COUNTS = (
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=10_000, help="how many (default: 10000)")
-    parser.add_argument("--at-once", type=int, default=16, help="requests under way (default: 16)")
+    parser.add_argument("--at-once", type=int, default=24, help="requests under way (default: 24)")
     parser.add_argument("--seed", type=int, default=1, help="of the load (default: 1)")
     parser.add_argument("--rests", type=int, default=10, help="samples in a run (default: 10)")
     parser.add_argument("--no-restart", action="store_true", help="prefill stays")
@@ -53,7 +53,7 @@ class Place:
         shape = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
         polite = {"VLLM_ASCEND_PD_PATIENT_SHM": "1"}  # it has no connector that would stop vLLM's spinning
-        (self.single,) = cluster.start(EngineSpec("single", model, tp=2, environment=polite, **shape))  # type: ignore[arg-type]
+        (self.single,) = cluster.start(EngineSpec("single", model, tp=1, environment=polite, **shape))  # type: ignore[arg-type]
         self.prefill, self.decode = cluster.start(
             EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, **shape),  # type: ignore[arg-type]
             EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, **shape),  # type: ignore[arg-type]

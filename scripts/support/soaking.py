@@ -77,7 +77,7 @@ class Mix:
         else:
             prompt = _tokens(dice, dice.randrange(320, self._longest))
         leaves = dice.uniform(0.01, 0.6) if dice.random() < LEAVE else None
-        return Ask(index, prompt, dice.randrange(4, 17), leaves)
+        return Ask(index, prompt, dice.randrange(2, 11), leaves)
 
 
 def _tokens(dice: random.Random, length: int) -> tuple[int, ...]:
