@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import msgspec
 import pytest
 import torch
 from fake_engine import Served
-from runtime_pair import until
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm_configs import LAYERS, attention, cache_config, vllm_config
+from watching import until
 
 from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
@@ -236,10 +237,10 @@ class Pair:
         params = {"do_remote_prefill": True, "metaserver": self.metaserver.url, "ticket": name}
         asked = request(name, params)
         assert self.decode.get_num_new_matched_tokens(asked, 0) == (len(TOKENS), True)
+        count = len(self.metaserver.bodies)
         self.decode.update_state_after_alloc(asked, Blocks(list(blocks)), len(TOKENS))
         self.decode_step()
-        count = len(self.metaserver.bodies)
-        until(lambda: len(self.metaserver.bodies) > count or self.metaserver.bodies, "the POST")
+        until(lambda: len(self.metaserver.bodies) > count, "the POST")
         sealed = self.metaserver.bodies[-1]["reservation"]
         return request(f"{name}-p", {"do_remote_decode": True, "reservation": sealed})
 
@@ -280,8 +281,8 @@ class Pair:
         return found.finished_recving
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+@contextmanager
+def connected_pair() -> Iterator[Pair]:
     server = Metaserver()
     extra = {"metaserver_urls": [server.url]}
     made = {
@@ -303,6 +304,12 @@ def pair() -> Iterator[Pair]:
     for each in made.values():
         each.shutdown()
     server.served.stop()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with connected_pair() as made:
+        yield made
 
 
 @pytest.mark.parametrize("order", ["after", "before", "before and after"])

@@ -81,13 +81,20 @@ class _Pending:
 
 
 def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | str | None:
-    """A ticket, or why there is none (the request is then prefilled locally), or None if none was meant."""
-    if not params or params.get("do_remote_prefill") is not True or params.get("do_virtual") is True:
+    """A ticket, or why there is none (the request is then prefilled locally), or None if none was meant.
+
+    A client can reach an engine without a router: `params` may be anything that JSON can say.
+    """
+    if (
+        not isinstance(params, Mapping)
+        or params.get("do_remote_prefill") is not True
+        or params.get("do_virtual") is True
+    ):
         return None  # virtual: a warm-up that names no prefill; it is answered from a prefill of our own
     url, ticket = params.get("metaserver"), params.get("ticket")
     if not isinstance(url, str) or url.rstrip("/") not in allowed:
         return "its metaserver is not in metaserver_urls"
-    if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET:
+    if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET or not ticket.isascii():
         return "it carries no ticket"
     return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True)
 

@@ -42,7 +42,9 @@ class PrefillScheduler:
         """vLLM schedules the request: take its reservation, once."""
         request_id = request.request_id
         params = request.kv_transfer_params
-        if not params or params.get("do_remote_decode") is not True or params.get("do_virtual") is True:
+        if not isinstance(params, Mapping):
+            return  # a client can reach this engine without a router: it may be anything that JSON can say
+        if params.get("do_remote_decode") is not True or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
         if self._book.tracks(request_id) or request_id in self._refused:
             return

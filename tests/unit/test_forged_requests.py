@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that talks to an engine directly, with parameters of its own making: a plain prefill, and nothing else.
+
+Real connectors of both roles, driven with vLLM's own requests. Whatever the parameters are, no exception comes out (it
+would end the engine core), no byte of D's memory changes, nobody is called, and honest requests go on.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from test_connector import TOKENS, Blocks, Pair, connected_pair, connector, output, request, tensors
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+from watching import until
+
+from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+
+SECRET = Secrets(b"k" * 32)
+HUGE = list(range(200_000))
+
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """One pair for all: what one forgery left behind would be seen by the next."""
+    with pytest.MonkeyPatch.context() as environment, connected_pair() as made:
+        environment.delenv("VLLM_HOST_IP", raising=False)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def honest(pair: Pair) -> Reservation:
+    """What D really reserves."""
+    asked = pair.load("honest")
+    return unseal(base64.b64decode(asked.kv_transfer_params["reservation"]), None)  # type: ignore[index]
+
+
+# -- what is no reservation, and no ticket
+
+NONSENSE: dict[str, Any] = {
+    "text": "do_remote_decode",
+    "number": 7,
+    "list": ["do_remote_decode", "do_remote_prefill"],
+    "huge list": HUGE,
+    "true": True,
+    "empty": {},
+    "nothing else": {"do_remote_decode": True, "do_remote_prefill": True},
+    "not true": {"do_remote_decode": "true", "do_remote_prefill": 1, "reservation": "x", "ticket": "x"},
+    "keys of another connector": {
+        "do_remote_decode": True,
+        "do_remote_prefill": True,
+        "remote_engine_id": "engine-of-somebody-else",
+        "remote_block_ids": [[0, 1, 2, 3]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "remote_cached_tokens": None,
+        "tp_size": -1,
+    },
+}
+RESERVATIONS: dict[str, Any] = {
+    "none": None,
+    "number": 7,
+    "list": HUGE,
+    "object": {"transfer": "x"},
+    "empty": "",
+    "not base64": "§§§",
+    "no envelope": base64.b64encode(b"reservation").decode(),
+    "empty envelope": base64.b64encode(b"PDR\x00").decode(),
+    "unfinished": base64.b64encode(b"PDR\x00\x8d\xa7version\x01").decode(),
+    "nested": base64.b64encode(b"PDR\x00" + b"\x91" * 100_000).decode(),
+    "too long": "A" * (9 << 20),
+}
+TICKETS: dict[str, Any] = {
+    "no metaserver": {"ticket": "t"},
+    "another metaserver": {"metaserver": "http://169.254.169.254", "ticket": "t"},
+    "a metaserver by another name": {"metaserver": "http://localhost:1", "ticket": "t"},
+    "a number": {"metaserver": 7, "ticket": "t"},
+    "a list": {"metaserver": HUGE, "ticket": "t"},
+}
+BAD_TICKETS: dict[str, Any] = {"none": None, "number": 7, "empty": "", "long": "t" * 257, "half a pair": "\ud800"}
+
+
+def _at_prefill(pair: Pair, params: Any) -> dict[str, Any] | None:
+    """A request with these parameters lives its life on P; what its answer says of the push."""
+    name = f"forged-{next(_names)}"
+    asked = request(name, params)
+    assert pair.prefill.get_num_new_matched_tokens(asked, 0) == (0, False)
+    pair.prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
+    meta = pair.prefill.build_connector_meta(output(name, len(TOKENS), [2, 4]))
+    assert not meta.prefill.starts and not meta.prefill.slices  # type: ignore[attr-defined]
+    held, answer = pair.prefill.request_finished(asked, [2, 4])
+    assert not held, "its blocks are free at once"
+    return answer
+
+
+def _forged_posts(pair: Pair) -> int:
+    """What D has told its metaserver of requests that are not ours."""
+    return sum(not body["ticket"].startswith(("honest", "served-")) for body in pair.metaserver.bodies)
+
+
+def _still_serves(pair: Pair) -> None:
+    """An honest request crosses, and nothing but its blocks is written."""
+    mine, theirs = pair.caches
+    for cache in theirs.values():
+        cache.zero_()
+    asked = pair.load(f"served-{next(_names)}")
+    pair.prefilled(asked)
+    until(pair.results, "the honest load")
+    for name in mine:
+        assert torch.equal(theirs[name][[3, 5]], mine[name][[1, 6]])
+        assert not theirs[name][[0, 1, 2, 4, 6, 7]].any()
+
+
+@pytest.mark.parametrize("params", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_is_a_plain_prefill_on_either_engine(pair: Pair, params: Any) -> None:
+    answer = _at_prefill(pair, params)
+    meant = isinstance(params, dict) and params.get("do_remote_decode") is True
+    assert (answer is not None) == meant, "a refused push is told, to whoever asked for one"
+    assert pair.decode.get_num_new_matched_tokens(request("forged", params), 0) == (0, False)
+    pair.decode.request_finished(request("forged", params), [0])
+    assert _forged_posts(pair) == 0
+    _still_serves(pair)
+
+
+@pytest.mark.parametrize("reservation", RESERVATIONS.values(), ids=RESERVATIONS)
+def test_what_is_no_reservation_is_refused_in_words(pair: Pair, reservation: Any) -> None:
+    answer = _at_prefill(pair, {"do_remote_decode": True, "reservation": reservation})
+    assert answer is not None and answer["pd_error"]["code"] in ("PD-META-005", "PD-CTRL-002")
+    msgspec.json.encode(answer)
+    _still_serves(pair)
+
+
+@pytest.mark.parametrize("params", [*TICKETS.values()], ids=TICKETS)
+def test_a_metaserver_of_the_clients_choice_is_not_called(pair: Pair, params: dict[str, Any]) -> None:
+    forged = request("forged", {"do_remote_prefill": True, **params})
+    for _ in range(3):
+        assert pair.decode.get_num_new_matched_tokens(forged, 0) == (0, False)
+    assert _forged_posts(pair) == 0
+    _still_serves(pair)
+
+
+@pytest.mark.parametrize("ticket", BAD_TICKETS.values(), ids=BAD_TICKETS)
+def test_what_is_no_ticket_is_a_local_prefill(pair: Pair, ticket: Any) -> None:
+    params = {"do_remote_prefill": True, "metaserver": pair.metaserver.url, "ticket": ticket}
+    assert pair.decode.get_num_new_matched_tokens(request("forged", params), 0) == (0, False)
+    assert _forged_posts(pair) == 0
+
+
+# -- well-formed reservations that no D has made (engines without a secret)
+
+
+def _params(reservation: Reservation) -> dict[str, Any]:
+    return {"do_remote_decode": True, "reservation": base64.b64encode(seal(reservation, None)).decode()}
+
+
+FORGERIES: dict[str, dict[str, Any]] = {
+    "another protocol": {"version": 2},
+    "another model": {"model": "gpt"},
+    "another prompt": {"prompt_hash": "0" * 64},
+    "a longer prompt": {"prompt_length": 41, "end": 41},
+    "beyond the prompt": {"end": 1 << 40},
+    "a reversed range": {"first": 32, "end": 16},
+    "an empty range": {"first": 40, "end": 40},
+    "no blocks": {"blocks": b""},
+    "too few blocks": {"blocks": np.array([1], dtype="<i4").tobytes()},
+    "too many blocks": {"blocks": np.zeros(500_000, dtype="<i4").tobytes()},
+    "half a block": {"blocks": b"\x01\x00\x00"},
+    "no endpoints": {"endpoints": ()},
+    "many endpoints": {"endpoints": (Endpoint("127.0.0.1", 1),) * 5000},
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "a huge TP": {"tp_size": 1 << 40},
+    "no TP": {"tp_size": 0},
+    "blocks of nothing": {"block_size": 0},
+    "blocks of everything": {"block_size": 1 << 62},
+    "negative blocks": {"block_size": -32},
+    "no heads": {"kv_heads": 0},
+    "a billion heads": {"kv_heads": 1 << 30},
+    "no regions": {"regions": ()},
+    "no layers": {"stages": ()},
+    "layers of another model": {"stages": (("a", "b"),)},
+    "a hundred thousand layers": {"stages": (tuple(f"layer.{i}" for i in range(100_000)),)},
+    "another dtype": {"dtype": "fp8"},
+}
+
+
+@pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
+def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
+    pair: Pair, honest: Reservation, changes: dict[str, Any]
+) -> None:
+    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, **changes)))
+    assert answer is not None and answer["pd_error"]["code"].startswith("PD-"), answer
+
+
+@pytest.mark.parametrize("changes", CACHES.values(), ids=CACHES)
+def test_a_made_up_cache_is_refused_before_any_arithmetic(
+    pair: Pair, honest: Reservation, changes: dict[str, Any]
+) -> None:
+    geometry = msgspec.structs.replace(honest.geometry, **changes)
+    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry)))
+    assert answer is not None and answer["pd_error"]["code"].startswith("PD-"), answer
+
+
+@pytest.mark.parametrize("field", ["block_stride", "head_stride", "token_stride", "cell_bytes"])
+@pytest.mark.parametrize("value", [-1, 1 << 62, 1 << 40])
+def test_a_made_up_layout_is_refused_too(pair: Pair, honest: Reservation, field: str, value: int) -> None:
+    regions = tuple(msgspec.structs.replace(region, **{field: value}) for region in honest.geometry.regions)
+    geometry = msgspec.structs.replace(honest.geometry, regions=regions)
+    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry)))
+    assert answer is not None and answer["pd_error"]["code"].startswith("PD-"), answer
+
+
+@pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)
+def test_blocks_that_nobody_reserved_are_never_written(pair: Pair, honest: Reservation, blocks: list[int]) -> None:
+    """The transfer is an invention: D gives no authority for what its scheduler has not bound."""
+    name = f"forged-{next(_names)}"
+    transfer = msgspec.structs.replace(honest.transfer, uuid=name)
+    ids = np.array(blocks, dtype="<i4").tobytes()
+    before = {each: cache.clone() for each, cache in pair.caches[1].items()}
+    asked = request(name, _params(msgspec.structs.replace(honest, transfer=transfer, blocks=ids, deadline_s=1.0)))
+    pair.prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
+    pair.prefill_step(output(name, len(TOKENS), [2, 4]))
+    held, _ = pair.prefill.request_finished(asked, [2, 4])
+    assert held
+    sent: list[str] = []
+    until(lambda: sent.extend(pair.prefill_step(output(), finished=frozenset({name})).finished_sending) or sent)
+    pair.prefill.update_connector_output(KVConnectorOutput(finished_sending=set(sent)))
+    assert sent == [name], "its blocks on P are free again"
+    for each, cache in pair.caches[1].items():
+        assert torch.equal(cache, before[each])
+
+
+def test_a_reservation_is_good_for_one_push(pair: Pair) -> None:
+    asked = pair.load(f"served-{next(_names)}")
+    pair.prefilled(asked)
+    until(pair.results, "the load")
+    again = _at_prefill(pair, asked.kv_transfer_params)
+    assert again is not None and "pushed already" in again["pd_error"]["detail"]
+
+
+# -- with a secret
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[AscendPushConnector]:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET.current)
+    path.chmod(0o600)
+    made = {
+        kind: connector("kv_producer", kind, {"secret_file": str(path)})
+        for kind in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+    }
+    made[KVConnectorRole.WORKER].register_kv_caches(tensors())
+    shake = made[KVConnectorRole.WORKER].get_handshake_metadata()
+    assert shake is not None
+    made[KVConnectorRole.SCHEDULER].set_xfer_handshake_metadata({0: shake})
+    yield made[KVConnectorRole.SCHEDULER]
+    for each in made.values():
+        each.shutdown()
+
+
+def _answer(prefill: AscendPushConnector, sealed: bytes, name: str) -> dict[str, Any] | None:
+    asked = request(name, {"do_remote_decode": True, "reservation": base64.b64encode(sealed).decode()})
+    prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
+    prefill.build_connector_meta(output(name, len(TOKENS), [2, 4]))
+    return prefill.request_finished(asked, [])[1]
+
+
+def test_only_a_reservation_under_our_secret_is_taken(honest: Reservation, guarded: AscendPushConnector) -> None:
+    mine = seal(honest, SECRET)
+    flipped = bytearray(mine)
+    flipped[-1] ^= 1
+    forged = {
+        "unsigned": seal(honest, None),
+        "of another secret": seal(honest, replace(SECRET, current=b"x" * 32)),
+        "changed": bytes(flipped),
+        "signed, its contents unsigned": mine[:4] + bytes(32) + mine[36:],
+    }
+    for name, sealed in forged.items():
+        answer = _answer(guarded, sealed, name)
+        assert answer is not None and answer["pd_error"]["code"] == "PD-SEC-003", name
+        assert "kkkk" not in str(answer)
+    assert _answer(guarded, mine, "honest") is None
