@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_ascend_pd.geometry.images import BUFFER_ROW, CACHE_ROW
 from vllm_ascend_pd.regroup import ops
 
 BLOCK = 128
@@ -93,7 +94,7 @@ class Case:
         heads = s.held // s.d_ranks
         chunk = BLOCK * heads * s.cell
         unit, region, rank = (a.ravel() for a in np.indices((self.units, s.regions, s.d_ranks)))
-        rows = np.zeros((rank.size, len(ops.CACHE_ROW)), dtype=np.int64)
+        rows = np.zeros((rank.size, len(CACHE_ROW)), dtype=np.int64)
         rows[:, 0], rows[:, 1] = region, self.ids.numpy()[unit]
         rows[:, 2], rows[:, 4], rows[:, 5] = rank * heads, heads, BLOCK
         rows[:, 6] = ((rank * self.units + unit) * s.regions + region) * chunk
@@ -107,7 +108,7 @@ class Case:
         slice_ = s.cell * s.held
         chunk, block = BLOCK * slice_, BLOCK * slice_ * s.sources
         unit, region, source = (a.ravel() for a in np.indices((units, s.regions, s.sources)))
-        rows = np.zeros((unit.size, len(ops.BUFFER_ROW)), dtype=np.int64)
+        rows = np.zeros((unit.size, len(BUFFER_ROW)), dtype=np.int64)
         rows[:, 0], rows[:, 1], rows[:, 2] = s.cell, s.held, BLOCK
         rows[:, 3] = ((source * units + unit) * s.regions + region) * chunk
         rows[:, 4], rows[:, 5] = s.cell, slice_

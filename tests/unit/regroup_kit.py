@@ -9,14 +9,11 @@ the package's arithmetic for what belongs where: heads are dealt by walking, blo
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import mmap
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from geometry_reference import range_of
+from watching import parsed
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadCancel
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.runtime.receiving import Loaded, ReceiveRuntime, Site
@@ -54,28 +51,7 @@ FAST = {
 
 
 def config(*, quiet_s: float | None = None, **keys: Any) -> PushConfig:
-    """A quiet time below 5 s is what no real transfer engine has, so no key can set it."""
-    parsed = PushConfig.parse({**FAST, **keys})
-    if quiet_s is None:
-        return parsed
-    return dataclasses.replace(parsed, wire=dataclasses.replace(parsed.wire, transfer_timeout_s=quiet_s))
-
-
-def until(reached: Callable[[], object], what: str = "", seconds: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what or reached}"
-        time.sleep(0.002)
-
-
-@contextmanager
-def traced() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    events: list[tuple[str, dict[str, Any]]] = []
-    unsubscribe = trace.subscribe(lambda stage, facts: events.append((stage, dict(facts))))
-    try:
-        yield events
-    finally:
-        unsubscribe()
+    return parsed({**FAST, **keys}, quiet_s)
 
 
 # ---- caches
@@ -283,6 +259,9 @@ class Prompt:
 class DecodeSite:
     """One decode engine: a receive runtime for each rank. With `folder`, its memory is shared with other processes."""
 
+    make_memory: Callable[..., RankMemory] = RankMemory
+    make_device: Callable[..., Any] = Device
+
     def __init__(
         self, cache: Cache, *, blocks: int = 160, folder: Path | None = None, push: PushConfig | None = None
     ) -> None:
@@ -296,7 +275,7 @@ class DecodeSite:
             memory, transport = self._memory(rank, blocks, folder)
             self.ranks.append(memory)
             memory.fill(UNTOUCHED)
-            device = Device(cache.layout)
+            device = self.make_device(cache.layout)
             caches = memory.described(device)
             site = Site(self.incarnation, rank, NAME, LOOPBACK, 0, "")
             self.runtimes.append(ReceiveRuntime(push or config(), site, caches, device, transport, None))
@@ -309,7 +288,7 @@ class DecodeSite:
 
     def _memory(self, rank: int, blocks: int, folder: Path | None) -> tuple[RankMemory, MemoryTransport]:
         if folder is None:
-            return RankMemory(self.cache, self.cache.names, rank, blocks), MemoryTransport()
+            return self.make_memory(self.cache, self.cache.names, rank, blocks), MemoryTransport()
         path = folder / f"{self.incarnation}-{rank}"
         with path.open("w+b") as file:
             file.truncate(HEADER + RankMemory.bytes_of(self.cache, rank, blocks))

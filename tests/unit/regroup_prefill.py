@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 import torch.distributed as dist
-from regroup_kit import NAME, Cache, DecodeSite, Device, Pool, Prompt, RankMemory, config, own_threads, until
+from regroup_kit import NAME, Cache, DecodeSite, Device, Pool, Prompt, RankMemory, config, own_threads
+from watching import until
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches

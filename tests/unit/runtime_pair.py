@@ -9,9 +9,7 @@ included.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 from geometry_reference import range_of
 from runtime_caches import Model, Pool, RankCache
+from watching import parsed, until
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook
@@ -29,7 +28,6 @@ from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape
 from vllm_ascend_pd.engine import Engine, merge_geometries
-from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -59,30 +57,7 @@ Hook = Callable[[PrefillWorker, str, Any], None]
 
 
 def config(*, quiet_s: float | None = None, **keys: Any) -> PushConfig:
-    """The configuration of a test. A quiet time below 5 s is what no real transfer engine has, so no key can set it."""
-    parsed = PushConfig.parse({**FAST, "quiet_extra_s": 0.0, **keys})
-    if quiet_s is None:
-        return parsed
-    return dataclasses.replace(parsed, wire=dataclasses.replace(parsed.wire, transfer_timeout_s=quiet_s))
-
-
-def until(reached: Callable[[], object], what: str = "", seconds: float = DEADLINE_S) -> None:
-    """Look until it is reached; fails when the deadline passes."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what or reached}"
-        time.sleep(0.002)
-
-
-@contextmanager
-def traced() -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
-    """The stage events of everything in this process."""
-    events: list[tuple[str, Mapping[str, Any]]] = []
-    unsubscribe = trace.subscribe(lambda stage, facts: events.append((stage, dict(facts))))
-    try:
-        yield events
-    finally:
-        unsubscribe()
+    return parsed({**FAST, "quiet_extra_s": 0.0, **keys}, quiet_s)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: that woul
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from mooncake_child import Stalls
-from runtime_pair import DecodeSite, PrefillSite, Request, sites, traced, until
+from runtime_pair import DecodeSite, PrefillSite, Request, sites
 from site_child import SiteChild, decode_site, packed, prefill_site, unpacked
+from watching import traced, until
 
 from vllm_ascend_pd.transport.mooncake import MooncakeTransport
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ops_reference import Cache, Layout
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.images import BUFFER_ROW, CACHE_ROW
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.regroup import ops
 
@@ -195,7 +196,7 @@ BAD_CACHE_ROWS = [
 def test_a_bad_cache_row_is_refused_with_the_value_named(op: str, change: dict[str, int], words: str) -> None:
     caches = [torch.zeros(3, 4, 8, 16, dtype=torch.uint8) for _ in range(2)]
     buffer = torch.zeros(256, dtype=torch.uint8)
-    bad = [change.get(name, value) for name, value in zip(ops.CACHE_ROW, GOOD, strict=True)]
+    bad = [change.get(name, value) for name, value in zip(CACHE_ROW, GOOD, strict=True)]
     rows = torch.tensor([GOOD, bad])
     with pytest.raises(RuntimeError) as caught:
         if op == "gather":
@@ -229,7 +230,7 @@ BAD_BUFFER_ROWS = [
 @pytest.mark.parametrize(("change", "words"), BAD_BUFFER_ROWS, ids=[str(change) for change, _ in BAD_BUFFER_ROWS])
 def test_a_bad_buffer_row_is_refused_with_the_value_named(change: dict[str, int], words: str) -> None:
     good = (8, 2, 4, 0, 8, 16, 0, 8, 16)
-    bad = [change.get(name, value) for name, value in zip(ops.BUFFER_ROW, good, strict=True)]
+    bad = [change.get(name, value) for name, value in zip(BUFFER_ROW, good, strict=True)]
     source, out = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     with pytest.raises(RuntimeError) as caught:
         ops.assemble(source, torch.tensor([bad]), out)

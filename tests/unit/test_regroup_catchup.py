@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
-from regroup_kit import Cache, DecodeSite, config, traced, until
+from regroup_kit import Cache, DecodeSite, config
 from regroup_prefill import PrefillSite, Wire, engine, running
+from watching import traced, until
 
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.messages import Endpoint

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from regroup_kit import Cache, DecodeSite, Prompt, config, traced, until
+from regroup_kit import Cache, DecodeSite, Prompt, config
 from regroup_prefill import PrefillSite, Wire, engine, running
+from watching import traced, until
 
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, Exchange, ExchangeRows
 from vllm_ascend_pd.regroup.parts import RegroupParts

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from regroup_kit import Cache, DecodeSite, Prompt, config, until
+from regroup_kit import Cache, DecodeSite, Prompt, config
 from regroup_worker import Fleet, There
+from watching import until
 
 pytestmark = pytest.mark.timeout(240)
 

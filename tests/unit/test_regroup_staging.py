@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from regroup_kit import Cache, DecodeSite, config, until
+from regroup_kit import Cache, DecodeSite, config
 from regroup_prefill import Wire, engine, running
+from watching import until
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans

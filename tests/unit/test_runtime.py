@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from runtime_caches import HeldDevice, Model
-from runtime_pair import LOOPBACK, DecodeSite, Hook, PrefillSite, by_address, config, no_hook, sites, traced, until
+from runtime_pair import LOOPBACK, DecodeSite, Hook, PrefillSite, by_address, config, no_hook, sites
+from watching import traced, until
 
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from runtime_caches import Model
-from runtime_pair import DecodeSite, MakeTransport, PrefillSite, config, sites, until
+from runtime_pair import DecodeSite, MakeTransport, PrefillSite, config, sites
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from watching import until
 
 from vllm_ascend_pd.transport.base import Transport, WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

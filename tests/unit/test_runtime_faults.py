@@ -10,8 +10,9 @@ import time
 import msgspec
 import pytest
 from runtime_caches import HeldDevice, Model
-from runtime_pair import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites, traced, until
+from runtime_pair import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
 from runtime_wires import DyingWire, FlippingWire, LossyWire, SlowWire
+from watching import traced, until
 
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.protocol.messages import Endpoint

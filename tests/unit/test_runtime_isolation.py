@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 from runtime_caches import Model
-from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites, traced, until
+from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites
+from watching import traced, until
 
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.messages import Endpoint

@@ -9,7 +9,8 @@ import random
 
 import pytest
 from runtime_caches import Model
-from runtime_pair import DecodeSite, PrefillSite, Request, config, sites, until
+from runtime_pair import DecodeSite, PrefillSite, Request, config, sites
+from watching import until
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from runtime_caches import HeldDevice, Model
-from runtime_pair import DecodeSite, PrefillSite, config, sites, traced, until
+from runtime_pair import DecodeSite, PrefillSite, config, sites
 from runtime_wires import SlowWire
+from watching import traced, until
 
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.runtime.pusher import IN_FLIGHT

@@ -20,27 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.images import CACHE_ROW, Rows
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.regroup.copies import AssembleCopies, GatherCopies, Pages, View
 
-Rows = npt.NDArray[np.int64]
-
-CACHE_ROW = ("region", "block", "head", "token", "heads", "tokens", "offset", "head_stride", "token_stride")
-BUFFER_ROW = (
-    "cell",
-    "heads",
-    "tokens",
-    "source",
-    "source_head_stride",
-    "source_token_stride",
-    "destination",
-    "destination_head_stride",
-    "destination_token_stride",
-)
 NAMES = ("gather", "assemble", "scatter")
 NAMESPACE = "vllm_ascend_pd"
 

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines-without-vLLM of the tests share: looking until something is so, the stage events, a short quiet time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.observe import trace
+
+Events = list[tuple[str, Mapping[str, Any]]]
+
+
+def until(reached: Callable[[], object], what: str = "", seconds: float = 30.0) -> None:
+    """Look until it is reached; fails when the deadline passes."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what or reached}"
+        time.sleep(0.002)
+
+
+@contextmanager
+def traced() -> Iterator[Events]:
+    """The stage events of everything in this process."""
+    events: Events = []
+    unsubscribe = trace.subscribe(lambda stage, facts: events.append((stage, dict(facts))))
+    try:
+        yield events
+    finally:
+        unsubscribe()
+
+
+def parsed(keys: Mapping[str, Any], quiet_s: float | None) -> PushConfig:
+    """A quiet time below 5 s is what no real transfer engine has, so no key can set it."""
+    config = PushConfig.parse(keys)
+    if quiet_s is None:
+        return config
+    return dataclasses.replace(config, wire=dataclasses.replace(config.wire, transfer_timeout_s=quiet_s))
