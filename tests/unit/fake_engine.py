@@ -122,6 +122,7 @@ class Manner:
     deaf: bool = False  # as D: keeps its posts open although its request is gone
     health: int = 200
     push: bool = True  # as P: whether the KV really arrives
+    ends: bool = False  # 200, no token, finish_reason "abort": as vLLM answers while it shuts down
     refuses_push: str = ""  # as P: answers well, but says with this code that it did not push
 
 
@@ -211,6 +212,14 @@ class FakeEngine:
             await self._generate(seen, send)
 
     async def _generate(self, seen: Seen, send: Send) -> None:
+        if self.manner.ends:
+            said = json.dumps({"id": "fake", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}).encode()
+            if seen.body.get("stream"):
+                await _head(send, 200, b"text/event-stream")
+                await _piece(send, b"data: " + said + b"\n\ndata: [DONE]\n\n", last=True)
+            else:
+                await _answer(send, 200, said)
+            return
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.manner.prefill_s)

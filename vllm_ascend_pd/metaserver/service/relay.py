@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ OWN_HEADERS = frozenset(
 _WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENT = b'data: {"error"'
+# vLLM answers 200 to a request that it ends itself, as it does with new ones once it shuts down. Unescaped quotes: no
+# model can write this into its text.
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
 
 async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
@@ -94,7 +98,15 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
         # vLLM says 200 to a stream before the request has run; this is the failure that came after.
         body = first.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise _refused(front, attempt, 500, body, [])
+    if reply.status == 200 and aborted(first):
+        answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
+        raise _refused(front, attempt, 503, answer.body, [])
     return first
+
+
+def aborted(answer: bytes) -> bool:
+    """Whether an engine's 200 says that it has ended the request by itself."""
+    return _ABORTED.search(answer) is not None
 
 
 def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:

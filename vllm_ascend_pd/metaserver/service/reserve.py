@@ -22,7 +22,7 @@ from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.relay import tell
+from vllm_ascend_pd.metaserver.service.relay import aborted, tell
 from vllm_ascend_pd.observe.trace import emit
 
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
@@ -241,7 +241,10 @@ class Reservations:
 
 
 def _check_push(name: str, text: bytes) -> None:
-    """P may answer well although it refused to push (another prompt, another model); it says so in its answer."""
+    """P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
+    shuts down); it says so in its answer."""
+    if aborted(text):
+        raise PrefillFailed(Failure.PREFILL, f"{name} ended the request: it is shutting down")
     try:
         push = _PREFILL_DECODER.decode(text).kv_transfer_params
     except bodies.UNREADABLE as problem:
