@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = tuple(300 + 60 * i for i in range(10))
 GRACE_S = float(GRACE[1])
 END_S = 10.0  # for what an engine does once its requests have ended or its grace is over
-BAD = re.compile(r"did not (end|close|return) within|Traceback|shutting down: ")
+# Ours; vLLM itself writes tracebacks when it is given no time.
+BAD = re.compile(r"did not (end|close|return) within|pusher thread died|shutting down: ")
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +82,20 @@ def test_it_ends_by_itself_and_leaves_nothing(site: Site, role: str, grace: bool
     site.replace(role)
     right = 0
     for p, want, got in zip(prompts, expected, clients.results, strict=True):
-        if isinstance(got, Answer):
+        if isinstance(got, Answer) and got.finish != "abort":  # which is vLLM's word for an answer that it cut short
             site.tally.check(f"SIGTERM to {role}", p, want.tokens, got.tokens, site.prefill.url)
             right += 1
         else:
-            assert isinstance(got, RequestFailed) and got.status >= 400, repr(got)
+            assert isinstance(got, Answer) or (isinstance(got, RequestFailed) and got.status >= 400), repr(got)
     told(
         f"SIGTERM to {role}, grace {grace}: ended in {took:.1f} s, last answer {last:.1f} s, {right} of {len(prompts)} right"
     )
     if grace or role == "P":
         assert right == len(prompts), "what was under way is finished, or computed by D"
+    until = time.monotonic() + LIMIT_S
+    while not site.front.ready():
+        assert time.monotonic() < until, "the metaserver does not see the engine that came back"
+        time.sleep(0.1)
     prompt = fresh_prompt(150)
     (want,) = reference_answers(site.prefill, [prompt], TOKENS)
     assert complete(site.front.url, body_of(prompt, TOKENS)).tokens == want.tokens
