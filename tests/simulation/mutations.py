@@ -279,6 +279,24 @@ class StaysAway(Regrouper):
         super().catch_up([unit for unit in units if unit in missing], event)
 
 
+# Worlds in which what a rule is for happens all the time. The protocol itself must hold in them too.
+
+
+def _cut_off(settings: Settings) -> Settings:
+    """Writers whose side channel is cut in the middle of a prompt, while their data path works on."""
+    return replace(settings, chunk=4, faults=Faults(partition=0.2))
+
+
+def _stopped_and_killed(settings: Settings) -> Settings:
+    """Writers die while a stopped D has their writes in its buffers."""
+    return replace(settings, faults=Faults(stop_decode=0.1, kill_prefill=0.1, write_slow=0.1))
+
+
+def _killed_after_a_stop(settings: Settings) -> Settings:
+    """Writers that were stopped write once more before they die."""
+    return replace(settings, faults=Faults(submit_stall=0.02, write_stop=0.02, kill_prefill=0.05))
+
+
 def _scarce_slots(settings: Settings) -> Settings:
     """Exchanges are missed and made again all the time, and parts of them go wrong."""
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
@@ -292,7 +310,7 @@ WANTED = (
     Mutation("DONE counted twice", receiver=DoneCountedTwice),
     Mutation("no incarnation check", receiver=AnyIncarnationReceiver, sender=AnyIncarnationSender),
     Mutation("success in spite of one FAILED", receiver=SuccessInSpiteOfFailed),
-    Mutation("lease not checked before a write", sender=LeaseNotChecked),
+    Mutation("lease not checked before a write", sender=LeaseNotChecked, world=_cut_off),
     Mutation("cancel not acknowledged", sender=CancelNotAcknowledged),
     Mutation("quarantine skipped", sender=QuarantineSkipped),
 )
@@ -300,9 +318,9 @@ MORE = (
     Mutation("cancel answered at once", sender=CancelAnsweredAtOnce),
     Mutation("DONE from a lost source", sender=DoneFromLostSource),
     Mutation("sealed push restarted", sender=SealedPushRestarted, book=SealedPushOrderedAgain),
-    Mutation("hold runs while D is stopped", receiver=HoldWhileStopped),
+    Mutation("hold runs while D is stopped", receiver=HoldWhileStopped, world=_stopped_and_killed),
     Mutation("answer believed right after a stop", receiver=AnswerBelievedAfterStop),
-    Mutation("gone is quiet", receiver=GoneIsQuiet),
+    Mutation("gone is quiet", receiver=GoneIsQuiet, world=_killed_after_a_stop),
     Mutation("time alone frees", receiver=TimeAloneFrees),
     Mutation("preempted blocks not drained", deaf_to_preemption=True),
     Mutation("ranks plan what they know", private_plans=True),
