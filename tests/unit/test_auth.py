@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -110,6 +113,29 @@ def test_two_secrets_are_accepted_while_they_are_rotated(dialer_has: Secrets, li
     ((chosen, payload),) = opened
     assert payload == b"hello"
     assert bytes(dialer.open(chosen.protect(b"welcome"))) == b"welcome"
+
+
+ROTATION = (Secrets(OLD), Secrets(OLD, NEW), Secrets(NEW, OLD), Secrets(NEW))
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.pairwise(ROTATION)])
+def test_neighbouring_steps_of_a_rotation_understand_each_other(one: Secrets, other: Secrets) -> None:
+    """docs/security.md: while engines are restarted one after another there are always two kinds of them."""
+    for ours, theirs in ((one, other), (other, one)):
+        assert unseal(seal(reservation(), ours), theirs) == reservation()
+        frame = sessions(ours, DIALER, LISTENER, as_dialer=True)[0].protect(b"hello")
+        opened = 0
+        for candidate in sessions(theirs, DIALER, LISTENER, as_dialer=False):
+            with contextlib.suppress(RemoteProtocolError):
+                opened += bytes(candidate.open(frame)) == b"hello"
+        assert opened == 1
+
+
+def test_who_skips_the_first_step_is_refused_meanwhile() -> None:
+    with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
+        unseal(seal(reservation(), Secrets(NEW, OLD)), Secrets(OLD))
+    with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
+        unseal(seal(reservation(), Secrets(OLD)), Secrets(NEW))
 
 
 def test_a_short_nonce_or_secret_is_refused() -> None:
