@@ -50,13 +50,15 @@ class Place:
         self.cluster = cluster
         port, model = cluster.port(), ensure("gqa")
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
+        # A run may be stopped for minutes, as one: nothing that only waits may give up over it.
+        patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000"}
+        polite = {**patience, "VLLM_ASCEND_PD_PATIENT_SHM": "1"}  # no connector stops the reference's spinning
         shape = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
-        polite = {"VLLM_ASCEND_PD_PATIENT_SHM": "1"}  # it has no connector that would stop vLLM's spinning
         (self.single,) = cluster.start(EngineSpec("single", model, tp=1, environment=polite, **shape))  # type: ignore[arg-type]
         self.prefill, self.decode = cluster.start(
-            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, **shape),  # type: ignore[arg-type]
-            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, **shape),  # type: ignore[arg-type]
+            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=patience, **shape),  # type: ignore[arg-type]
+            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=patience, **shape),  # type: ignore[arg-type]
         )
         self.front = cluster.metaserver([self.prefill], [self.decode], port, AGES)
         self.counts: dict[str, dict[str, float]] = {}

@@ -219,7 +219,11 @@ class Soak:
 
     def _rest(self, done: int) -> None:
         for server in self.servers():
-            self.samples.append(sample(server, done))
+            try:
+                found = sample(server, done)
+            except httpx.TimeoutException:  # the whole run may have been stopped for minutes, in the middle of this
+                found = sample(server, done)
+            self.samples.append(found)
 
     # -- the verdict
 
