@@ -318,6 +318,18 @@ async def test_connections_are_bounded_and_the_peers_inside_do_not_notice() -> N
         await still_works(ear)
 
 
+async def test_a_crowd_at_the_door_does_not_keep_a_peer_out() -> None:
+    """Silent connections fill every place that is there for newcomers: who comes and proves himself gets in."""
+    limits = replace(FAST, max_unproven=20, greeting_s=60.0)
+    async with Ear(limits=limits) as ear:
+        crowd = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(20)]
+        await until(lambda: ear.listener.stats()["unproven"] == 20)
+        await still_works(ear)
+        assert ear.listener.stats()["refused_full"] == 1 and ear.listener.stats()["unproven"] == 19
+        for _, writer in crowd:
+            writer.close()
+
+
 async def test_one_incarnation_cannot_hold_many_connections() -> None:
     async with Ear() as ear:
         raws = [Raw(ear) for _ in range(FAST.max_per_incarnation + 4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,9 +16,14 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from vllm_ascend_pd.metaserver import answers, bodies, http1
-from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Failure
 from vllm_ascend_pd.metaserver.service import intake
+from vllm_ascend_pd.metaserver.service.exchange import Interrupt
+from vllm_ascend_pd.metaserver.service.fleet import Fleet
+from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.relay import tell
+from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
+from vllm_ascend_pd.metaserver.service.settings import Settings
 
 LOOPBACK = "127.0.0.1"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -240,3 +246,35 @@ def test_a_prompt_nested_deeply_costs_no_more_than_its_length() -> None:
 def test_lists_of_anything_are_measured_without_an_error(prompt: object) -> None:
     request = bodies.parse(bodies.COMPLETIONS, json.dumps({"prompt": prompt}).encode())
     assert request.prefill_tokens >= 1
+
+
+@pytest.mark.parametrize("item", [b'"a",', b"[],", b"[1],", b'"a" ,'])
+def test_very_many_prompts_are_not_taken_apart(item: bytes) -> None:
+    """One Python object for each would be gigabytes of a body of 64 MiB."""
+    body = b'{"prompt": [' + item * 2_000_000 + b'"z"]}'
+    tracemalloc.start()
+    request = bodies.parse(bodies.COMPLETIONS, body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert request.shape is bodies.Shape.BATCH and request.copies >= 2 and request.prefill_tokens > 1_000_000
+    assert peak < 5 * len(body)
+
+
+def test_a_body_of_very_many_values_is_not_read_whole() -> None:
+    with pytest.raises(bodies.BodyError, match="too many values"):
+        bodies.strip(b'{"a": [' + b"[]," * 3_000_000 + b"1]}")
+    audio = b"--boundary\r\n" + b",[{" * 3_000_000
+    assert bodies.strip(audio) is audio
+
+
+async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
+    front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
+    handler = Reservations(front, Heart(2.0))
+    statuses: list[int] = []
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    posted = {"ticket": "nobody's", "transfer": "t", "reservation": "", "prompt_token_ids": ["no", "ids"]}
+    await handler.answer(json.dumps(posted).encode(), Interrupt(), send)
+    assert statuses == [404]

@@ -123,6 +123,29 @@ def test_what_is_parked_is_bounded_in_bytes_too() -> None:
     assert r.parked_count() == 20
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stages": (("layer",),) * 1025}, "stages"),
+        ({"stages": (tuple(map(str, range(4097))),)}, "layers"),
+        ({"regions": (Region("kv", 4096, 1024, 64, 64),) * 65}, "regions"),
+        ({"stages": (("x" * 257,),)}, "too long"),
+        ({"packing": "x" * 257}, "too long"),
+    ],
+)
+def test_a_cache_larger_than_any_is_refused_before_it_is_compared(changes: dict[str, object], says: str) -> None:
+    r = opened()
+    (answer,) = messages(r.message(0.2, "p1", begin(geometry=geometry(2, **changes))), Refused)
+    assert answer.code == "mismatch" and says in answer.detail
+
+
+def test_of_very_many_contributors_only_some_are_told() -> None:
+    r = opened()
+    crowd = tuple(Contributor(0, index) for index in range(60_000))
+    (answer,) = messages(r.message(0.2, "p1", begin(contributors=crowd)), Refused)
+    assert answer.code == "mismatch" and "contributors: prefill P0.0 P0.1 P0.2" in answer.detail
+
+
 def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(ONE))

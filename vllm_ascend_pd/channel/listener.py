@@ -72,7 +72,7 @@ class Listener:
         self._on_message, self._on_gone, self._on_back = on_message, on_gone, on_back
         self._limits = limits or ChannelLimits()
         self._callers: dict[Connection, _Caller] = {}
-        self._unproven: set[Connection] = set()
+        self._unproven: dict[Connection, None] = {}  # the oldest first
         self._by_incarnation: dict[str, list[Connection]] = {}  # the newest last
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -136,14 +136,18 @@ class Listener:
         return Connection(self, self._loop.time, self._limits.send_buffer_bytes)
 
     def connected(self, connection: Connection) -> None:
-        full = len(self._callers) >= self._limits.max_connections or len(self._unproven) >= self._limits.max_unproven
+        full = len(self._callers) >= self._limits.max_connections
+        crowded = len(self._unproven) >= self._limits.max_unproven
         self._callers[connection] = _Caller()
-        self._unproven.add(connection)
+        self._unproven[connection] = None
         self._counts["accepted"] += 1
-        if full:
+        if full or crowded:
+            # Who has waited longest has not proven himself for longest: a peer needs no more than a round trip.
+            gone = connection if full else next(iter(self._unproven))
+            del self._unproven[gone]
             self._counts["refused_full"] += 1
-            self._complain("full", "side channel: too many connections, refused %s", connection.address)
-            connection.abort()
+            self._complain("full", "side channel: too many connections, refused %s", gone.address)
+            gone.abort()
 
     def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
         caller = self._callers[connection]
@@ -165,7 +169,7 @@ class Listener:
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         caller = self._callers.pop(connection)
-        self._unproven.discard(connection)
+        self._unproven.pop(connection, None)
         self._counts[f"ended_{ending.value}"] += 1
         if not caller.proven or caller.hello is None:
             return
@@ -195,7 +199,7 @@ class Listener:
         caller.proven = True
         connection.send(guarded_frame(caller.guards[0], Proof()))
         connection.allow(FRAME_BYTES)
-        self._unproven.discard(connection)
+        self._unproven.pop(connection, None)
         self._counts["proven"] += 1
         log.debug("side channel: %s is %s (%s)", connection.address, hello.name, hello.incarnation)
         connections = self._by_incarnation.setdefault(hello.incarnation, [])

@@ -24,6 +24,10 @@ _SIDE_DOOR = "vllm_xargs"  # vLLM puts its entries where the forbidden field goe
 # What msgspec raises for bytes that are not what they should be: it decodes UTF-8 and recurses as Python does.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+MAX_VALUES = 4 << 20  # in a body that is read whole: each takes many times its bytes
+_BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space, and the marks of an encoding
+_LONG = 4 << 20  # bytes of a list of prompts that is not taken apart to be measured
+
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
@@ -120,6 +124,8 @@ def strip(body: bytes) -> bytes:
     Engines read bodies with the standard library, which takes more than strict JSON (NaN, UTF-16): what the strict
     decoder refuses is read their way, so that nothing slips through in a form that only they understand.
     """
+    if body[:64].lstrip(_BEFORE_JSON)[:1] in (b"[", b"{") and _values(body) > MAX_VALUES:
+        raise BodyError("The body holds too many values.")
     try:
         value = _value(body)
     except ValueError:
@@ -135,6 +141,11 @@ def strip(body: bytes) -> bytes:
     return json.dumps(value).encode()
 
 
+def _values(body: bytes) -> int:
+    """No fewer than it holds."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
 def _value(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
@@ -145,6 +156,8 @@ def _value(body: bytes) -> Any:
 def _measure(raw: bytes, chat: bool) -> tuple[int, int]:
     """Prompts, and estimated tokens, of what is text, token ids, or a list of either."""
     if not chat and raw[:1] == b"[" and raw[1:64].lstrip()[:1] in (b'"', b"["):
+        if len(raw) > _LONG:
+            return max(2, raw.count(b"[") - 1), max(raw.count(b","), len(raw) // _BYTES_PER_TOKEN)
         several = msgspec.json.decode(raw, type=list[msgspec.Raw])
         return len(several), sum(_tokens(bytes(item)) for item in several)
     return 1, len(raw) // _BYTES_PER_TOKEN + 1 if chat else _tokens(raw)

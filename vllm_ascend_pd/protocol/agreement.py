@@ -11,12 +11,15 @@ from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.shard import contributors
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
-from vllm_ascend_pd.protocol.messages import Begin
+from vllm_ascend_pd.protocol.messages import MAX_LAYERS, Begin
 from vllm_ascend_pd.protocol.timing import MAX_QUIET_S
 
 PLAN_MODES = ("direct", "regroup")
 MAX_TP = 1024
 MAX_HEADS = 65536
+MAX_STAGES = 1024
+MAX_REGIONS = 64
+MAX_NAME = 256
 
 
 def contributor_pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[Contributor, ...]:
@@ -44,7 +47,9 @@ def differences(begin: Begin, model: str, d: CacheGeometry, d_rank: int, first: 
     found.extend(_mismatches(begin.geometry, d))
     if not found:
         # Only now: shares and plans of caches that do not fit each other mean nothing.
-        _compare(found, "contributors", _set(begin.contributors), _set(_pairs(begin.geometry, d, d_rank)))
+        pairs = _pairs(begin.geometry, d, d_rank)
+        if begin.contributors != pairs:  # a message can hold very many: only the beginning is told
+            _compare(found, "contributors", _set(begin.contributors[: len(pairs) + 8]), _set(pairs))
         digests = [_digest(begin.geometry, d, first, end, mode) for mode in PLAN_MODES]
         if begin.plan_digest not in digests:
             found.append(f"plan: prefill {begin.plan_digest}, decode {' or '.join(digests)}")
@@ -66,7 +71,12 @@ def _impossible(p: CacheGeometry) -> str:
     for field, size, most in sizes:
         if not 1 <= size <= most:
             return f"{field}: prefill {size}, decode accepts 1 to {most}"
-    return ""
+    counts = (("stages", len(p.stages), MAX_STAGES), ("regions", len(p.regions), MAX_REGIONS))
+    for field, count, most in (*counts, ("layers", sum(map(len, p.stages)), MAX_LAYERS)):
+        if count > most:
+            return f"{field}: prefill {count}, decode accepts at most {most}"
+    names = (p.dtype, p.packing, *(region.name for region in p.regions), *p.layers)
+    return "a name of the cache is too long" if any(len(name) > MAX_NAME for name in names) else ""
 
 
 @lru_cache(maxsize=64)

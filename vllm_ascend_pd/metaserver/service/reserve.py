@@ -40,6 +40,12 @@ class Reservation(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
+class _Posted(Reservation, frozen=True):
+    """The same as it comes: anybody can post, so the prompt is not read before the ticket is known."""
+
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
+
+
 class _PushError(msgspec.Struct, frozen=True):
     code: str = "PD-META-006"
     detail: str = ""
@@ -55,7 +61,8 @@ class _PrefillAnswer(msgspec.Struct, frozen=True):
     kv_transfer_params: _PushAnswer | None = None
 
 
-_DECODER = msgspec.json.Decoder(Reservation)
+_DECODER = msgspec.json.Decoder(_Posted)
+_TOKENS: msgspec.json.Decoder[list[int] | None] = msgspec.json.Decoder(list[int] | None)
 _PREFILL_DECODER = msgspec.json.Decoder(_PrefillAnswer)
 
 
@@ -107,11 +114,13 @@ class Reservations:
     async def answer(self, body: bytes, interrupt: Interrupt, send: Send) -> None:
         """Answer one POST. Interrupted when D closes it or the client's request ends."""
         try:
-            posted = _DECODER.decode(body)
+            came = _DECODER.decode(body)
+            attempt = self._front.journal.tickets.get(came.ticket)
+            tokens = _TOKENS.decode(came.prompt_token_ids) if attempt is not None else None
         except bodies.UNREADABLE as problem:
             await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
-        attempt = self._front.journal.tickets.get(posted.ticket)
+        posted = Reservation(came.ticket, came.transfer, came.reservation, tokens)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
             await tell(send, refusal or fault(404, "Unknown ticket."))
