@@ -29,7 +29,7 @@ from protocol_rig import (
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Closed
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, layout_hash
+from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, layout_hash
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.tables import PairState
 from vllm_ascend_pd.protocol.timing import authority_until, hold_s, settled_s
@@ -69,6 +69,17 @@ def test_begin_carries_what_decode_compares() -> None:
     (asked,) = messages(s.open(0.0, order()))
     assert (asked.transfer, asked.push, asked.seq, asked.d_incarnation) == (T, PUSH, 1, T.incarnation)
     assert (asked.plan_digest, asked.quiet_s, asked.known_layout) == (DIGEST, QUIET, "")
+
+
+@pytest.mark.parametrize("message", [ready(), refused(), cancel()], ids=lambda m: type(m).__name__)
+def test_another_decode_rank_has_no_say_in_a_push(message: Ready | Refused | Cancel) -> None:
+    """It may know the push's name (a log, a trace): addresses and ends come from the one that was asked."""
+    s = asking()
+    assert s.message(0.1, "d7", message) == []
+    assert s.state(PUSH, 0) is PairState.ASK and s.addresses(PUSH, 0) is None
+    assert s.counters["wrong_peer"] == 1
+    s.message(0.2, "d0", ready())
+    assert s.state(PUSH, 0) is PairState.PUSH
 
 
 def test_begin_is_repeated_with_doubling_gaps_and_a_new_seq() -> None:

@@ -145,6 +145,8 @@ class Sender(PushRules):
             self._answer_unknown(event, now, peer, message)
         elif message.transfer != pair.push.order.transfer or message.d_incarnation != message.transfer.incarnation:
             self.counters["wrong_transfer"] += 1
+        elif peer != pair.destination.peer:
+            self.counters["wrong_peer"] += 1  # another D: it has no say in this push, and no memory for it
         else:
             self._fire(event, now, pair, Cue(message=message))
             self._schedule(pair.push)

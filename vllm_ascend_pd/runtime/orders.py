@@ -25,6 +25,7 @@ from vllm_ascend_pd.runtime.work import PushWork
 log = logging.getLogger(__name__)
 
 DIRECT = "direct"
+MAX_MODES = 256  # decode engines of so many different caches; who makes them up must not fill our memory
 
 
 class OrderBook:
@@ -67,6 +68,8 @@ class OrderBook:
     def _mode(self, d: CacheGeometry) -> str:
         mode = self._modes.get(d)
         if mode is None:
+            if len(self._modes) >= MAX_MODES:
+                self._modes.clear()
             mode = self._modes[d] = self._decide(d)
         return mode
 
