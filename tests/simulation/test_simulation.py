@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from simulation.run import Sum, run_seed, run_seeds
+from simulation.run import Sum, main, run_seed, run_seeds
 from simulation.settings import draw
+from simulation.sums import summed
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
@@ -151,3 +153,13 @@ def test_a_violation_ends_the_command_with_its_seed_and_trace() -> None:
     assert "promise" in done.stdout
     assert "--seed" in done.stdout
     assert "VIOLATION" in done.stdout
+
+
+def test_runs_are_summed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "8", "--from", "2000"]) == 0
+    out = capsys.readouterr().out
+    one, faults = summed([out])
+    two, twice = summed([out, out, out[: out.index("violations: ")], "cut off"])
+    assert one["transfers"] > 100 and one["seeds"] == 8 and one["ended well"] > 50 and faults["clock drifts"] > 50
+    assert two == Counter({what: 2 * count for what, count in one.items()})
+    assert twice == Counter({what: 2 * count for what, count in faults.items()})
