@@ -18,7 +18,7 @@ def summed(texts: list[str]) -> tuple[Counter[str], Counter[str]]:
     total: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for text in texts:
-        tail = text[text.index("\n\n") :] if "\nviolations: " in text else ""
+        tail = text if "\nviolations: " in text else ""
         for line in tail.splitlines():
             found = _SEEDS.match(line)
             if found:
