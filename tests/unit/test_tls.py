@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS between D and its metaserver, and between the metaserver and its engines: verified unless somebody says no."""
+
+from __future__ import annotations
+
+import http.server
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_pd.config import MetaserverConfig
+from vllm_ascend_pd.metaserver import http1
+from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
+from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.runtime.loop import LoopThread
+
+LOOPBACK = "127.0.0.1"
+
+
+def _certificate(folder: Path, name: str, address: str) -> tuple[Path, Path]:
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}", "-keyout", str(key), "-out", str(cert)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def mine(folder: Path) -> tuple[Path, Path]:
+    return _certificate(folder, "mine", LOOPBACK)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(folder: Path) -> tuple[Path, Path]:
+    """Of another address: good for nothing here."""
+    return _certificate(folder, "elsewhere", "127.0.0.9")
+
+
+class _Server:
+    """Answers every POST well; with `ca`, only to who shows a certificate of it."""
+
+    def __init__(self, certificate: tuple[Path, Path], ca: Path | None = None) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(200)
+                self.send_header("content-length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        if ca is not None:
+            context.load_verify_locations(ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        self._http = http.server.ThreadingHTTPServer((LOOPBACK, 0), Handler)
+        self._http.daemon_threads = True
+        self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+        self.port = self._http.server_address[1]
+        self._thread = threading.Thread(target=self._http.serve_forever, name="tls", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread("tls-loop")
+    yield thread
+    thread.stop()
+
+
+def _asked(loop: LoopThread, port: int, **config: object) -> Outcome:
+    """The end of one reservation."""
+    url, told, ended = f"https://{LOOPBACK}:{port}", [], threading.Event()
+
+    def outcome(_: object, said: Outcome) -> None:
+        told.append(said)
+        ended.set()
+
+    client = MetaserverClient(MetaserverConfig(metaserver_urls=(url,), **config), loop, outcome)  # type: ignore[arg-type]
+    client.reserve("k", url, {}, 20.0)
+    assert ended.wait(20)
+    loop.call(client.close(), 5.0)
+    return told[0]
+
+
+def test_d_trusts_a_metaserver_of_its_own_authority(loop: LoopThread, mine: tuple[Path, Path]) -> None:
+    server = _Server(mine)
+    assert _asked(loop, server.port, tls_ca_file=str(mine[0])).kind == "prefilled"
+    server.stop()
+
+
+def test_d_verifies_unless_it_is_told_not_to(
+    loop: LoopThread, mine: tuple[Path, Path], elsewhere: tuple[Path, Path]
+) -> None:
+    server = _Server(mine)
+    unknown = _asked(loop, server.port)
+    assert (unknown.kind, unknown.code) == ("failed", "PD-META-002")
+    assert _asked(loop, server.port, tls_verify=False).kind == "prefilled"
+    server.stop()
+    stranger = _Server(elsewhere)
+    named = _asked(loop, stranger.port, tls_ca_file=str(elsewhere[0]))
+    assert (named.kind, named.code) == ("failed", "PD-META-002"), "a known authority, for another address"
+    stranger.stop()
+
+
+def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple[Path, Path], folder: Path) -> None:
+    cert, key = _certificate(folder, "engine", LOOPBACK)
+    server = _Server(mine, ca=cert)
+    shown = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+    assert _asked(loop, server.port, tls_ca_file=str(mine[0]), **shown).kind == "prefilled"
+    assert _asked(loop, server.port, tls_ca_file=str(mine[0])).kind == "failed"
+    server.stop()
+
+
+async def test_the_metaserver_verifies_its_engines(mine: tuple[Path, Path], elsewhere: tuple[Path, Path]) -> None:
+    """There is no way to switch it off; without --engine-ca the system's authorities count."""
+    for certificate, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
+        server = _Server(certificate)
+        upstream = http1.Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())
+        asked = upstream.send(http1.Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
+        if good:
+            async with await asked as reply:
+                assert await reply.rest(10) == b"{}"
+        else:
+            with pytest.raises(http1.UpstreamError, match="certificate verify failed"):
+                await asked
+        await upstream.close()
+        server.stop()
