@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Whole clusters on a simulated clock, one per seed, with everything going wrong that can; checks the protocol's promises.
-#   scripts/simulate.sh --seeds N --from S     N consecutive seeds; the exit code says whether a promise was broken
-#   scripts/simulate.sh --seed X --trace       one seed again, event by event
+#   scripts/simulate.sh --seeds N --from S [--jobs J]     consecutive seeds; the exit code says whether a promise was broken
+#   scripts/simulate.sh --seed X --trace                  one seed again, event by event
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
