@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 GATE_POLL_S = 0.001
 START_S = 10.0
 CLOSE_GRACE_S = 5.0
+REVOKE_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,12 @@ class ReceiveRuntime:
 
     def _revoke(self, action: act.Revoke) -> list[act.Action]:
         log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
-        self._transport.revoke()
+        try:
+            self._transport.revoke()
+        except PdError as error:  # the old engine is closed, so nothing lands; but there is no other one yet
+            log.error("%s", error)
+            self._loop.loop.call_later(REVOKE_AGAIN_S, lambda: self._do([action]))
+            return []
         return self._receiver.revoked(time.monotonic(), self._addresses())
 
     def _note(self, action: act.Note) -> None:
