@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from uvicorn.server import ServerState
 
 from vllm_ascend_pd.metaserver import answers, bodies, http1
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Failure
-from vllm_ascend_pd.metaserver.service import intake
+from vllm_ascend_pd.metaserver.service import intake, server
 from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -150,6 +151,32 @@ async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() 
         assert taken.reading == 0
         for _, writer in waiting:
             writer.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+async def test_who_reads_nothing_is_not_served_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_UNREAD_S", 0.5)
+    ended = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        left = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not left.done():
+            await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+        ended.set()
+
+    config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none")
+    config.load()
+    listening = server.listen(LOOPBACK, 0)
+    loop = asyncio.get_running_loop()
+    serving = await loop.create_server(lambda: intake.Protocol(config, ServerState(), {}), sock=listening)  # type: ignore[no-untyped-call]
+    with socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await loop.run_in_executor(None, lazy.connect, listening.getsockname())
+        lazy.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 20)
+    serving.close()
 
 
 # -- what engines and D's metaserver answer

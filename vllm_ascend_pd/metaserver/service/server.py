@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _KEEPALIVE_S = 75  # longer than a client keeps a connection idle, so that it is the client that closes
 _LAST_WORDS_S = 5
 _BACKLOG = 4096
+_UNREAD_S = 300.0  # a client that reads nothing of what waits for it is cut off after this; accepted sockets inherit it
 
 
 class Server(uvicorn.Server):
@@ -93,6 +94,8 @@ def listen(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNREAD_S * 1000))
     try:
         listening.bind((host, port))
     except OSError as problem:
