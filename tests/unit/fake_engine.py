@@ -216,6 +216,10 @@ class FakeEngine:
             said = json.dumps({"id": "fake", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}).encode()
             if seen.body.get("stream"):
                 await _head(send, 200, b"text/event-stream")
+                if "chat" in seen.route:  # as vLLM does: who speaks comes first, in a piece of its own
+                    role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                    await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
+                    await asyncio.sleep(0.1)
                 await _piece(send, b"data: " + said + b"\n\ndata: [DONE]\n\n", last=True)
             else:
                 await _answer(send, 200, said)

@@ -34,6 +34,15 @@ def test_a_d_that_shuts_down_gives_nobody_an_empty_answer(stream: bool) -> None:
         assert answer.status_code == 503 and "shutting down" in answer.text
 
 
+def test_a_chats_opening_is_no_answer_yet() -> None:
+    with cluster() as c:
+        asked = {"model": "fake", "messages": [{"role": "user", "content": "p"}], "max_tokens": 3, "stream": True}
+        assert c.http.post("/v1/chat/completions", json=asked).text.endswith("data: [DONE]\n\n")
+        c.decode[0].manner.ends = True
+        answer = c.http.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 503 and "shutting down" in answer.text
+
+
 def test_a_text_that_quotes_the_reason_is_an_answer() -> None:
     from vllm_ascend_pd.metaserver.service.relay import aborted
 

@@ -33,6 +33,7 @@ OWN_HEADERS = frozenset(
 _WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENT = b'data: {"error"'
+_OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
 # vLLM answers 200 to a request that it ends itself, as it does with new ones once it shuts down. Unescaped quotes: no
 # model can write this into its text.
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
@@ -92,6 +93,8 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
         first = await reply.rest(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
         first = await reply.read(timeout_s)
+        while _only_opens(first) and (more := await reply.read(timeout_s)):
+            first += more
     if reply.status == 200 and not first.strip():
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
     if first.startswith(_ERROR_EVENT):
@@ -102,6 +105,12 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise _refused(front, attempt, 503, answer.body, [])
     return first
+
+
+def _only_opens(stream: bytes) -> bool:
+    """A chat's stream begins with who speaks, once the first token is there: what follows is on its way."""
+    events = [event for event in stream.split(b"\n\n") if event.strip()]
+    return bool(events) and all(_OPENING.search(event) for event in events)
 
 
 def aborted(answer: bytes) -> bool:
