@@ -51,7 +51,7 @@ class Place:
         port, model = cluster.port(), ensure("gqa")
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
         # A run may be stopped for minutes, as one: nothing that only waits may give up over it.
-        patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000"}
+        patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
         polite = {**patience, "VLLM_ASCEND_PD_PATIENT_SHM": "1"}  # no connector stops the reference's spinning
         shape = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
