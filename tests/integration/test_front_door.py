@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver before a real pair, asked by the unmodified `openai` client."""
+"""The metaserver before a real pair, asked by the unmodified `openai` client. The engines are the faulty pair's, which
+behave as long as nobody orders a fault."""
 
 from __future__ import annotations
 
@@ -11,20 +12,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pairs import PairMaker
 
-from scripts.support.cluster import Cluster
+from scripts.support.cells import Site
 from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
 WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
 @dataclass
 class Door:
     url: str
-    prefill: Engine
     decode: Engine
     client: openai.OpenAI
     single: openai.OpenAI  # the prefill engine asked directly: what one engine answers
@@ -37,19 +36,14 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(cluster: Cluster) -> Iterator[Door]:
-    model, port = ensure("gqa"), cluster.port()
-    url = f"http://127.0.0.1:{port}"
-    prefill, decode = cluster.start(
-        EngineSpec("door-p", model, role="kv_producer", extra=cluster.push_config()),
-        EngineSpec("door-d", model, role="kv_consumer", extra=cluster.push_config(url)),
-    )
-    front = cluster.metaserver([prefill], [decode], port)  # ready means: its canary has moved a block
-    clients = [openai.OpenAI(base_url=f"{u}/v1", api_key="-", max_retries=0, timeout=120) for u in (url, prefill.url)]
-    yield Door(url, prefill, decode, *clients)
+def door(faulty: Site, make_pair: PairMaker) -> Iterator[Door]:
+    pair = make_pair(faulty.prefill, faulty.decode)
+    urls = (pair.front.url, faulty.prefill.url)
+    clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=120) for url in urls]
+    yield Door(pair.front.url, faulty.decode, *clients)
     for client in clients:
         client.close()
-    cluster.stop(front, prefill, decode)
+    pair.cluster.stop(pair.front)
 
 
 def both(door: Door, ask: Callable[[openai.OpenAI], Any]) -> None:
@@ -77,9 +71,19 @@ def test_list_prompts_and_several_choices(door: Door) -> None:
     prompts = ["the first prompt " * 20, "the second prompt " * 20]
     both(door, lambda c: [x.text for x in c.completions.create(prompt=prompts, **WORDS).choices])
     before = door.prefilled()
-    asked = {**WORDS, "temperature": 1.0, "n": 2, "seed": 1}
+    asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
     assert len(door.client.completions.create(prompt="two answers " * 20, **asked).choices) == 2
     assert door.prefilled() == before + 2
+
+
+def test_several_choices_of_a_chat_and_of_a_stream(door: Door) -> None:
+    before = door.prefilled()
+    asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
+    messages = [{"role": "user", "content": "two answers to this, please " * 20}]
+    assert len(door.client.chat.completions.create(messages=messages, **asked).choices) == 2
+    pieces = door.client.completions.create(prompt="two streams " * 20, stream=True, **asked)
+    assert {choice.index for piece in pieces for choice in piece.choices} == {0, 1}
+    assert door.prefilled() == before + 4
 
 
 def test_an_engines_errors_reach_the_client_as_they_are(door: Door) -> None:

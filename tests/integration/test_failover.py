@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A metaserver before two real P's and a D: vLLM's serve benchmark as it is, and a P that is killed under load.
+
+Three engines are started for this file alone, so everything here is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pairs import fresh_prompt, reference_answers
+
+from scripts.support import browser
+from scripts.support.client import Answer, attempt, body_of
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+@dataclass
+class Door:
+    url: str
+    prefill: Engine
+    spare: Engine  # the second P
+    decode: Engine
+    operator: httpx.Client
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        return {facts["name"]: facts for facts in self.operator.get("/instances").json()["instances"]}
+
+    def prefilled(self) -> float:
+        """Prefills that D had done elsewhere, by the metaserver's own count."""
+        page = self.operator.get("/metrics").text
+        name = 'ascend_pd_metaserver_reservations_total{end="prefilled"}'
+        return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
+
+
+@pytest.fixture(scope="module")
+def door(cluster: Cluster) -> Iterator[Door]:
+    model, port = ensure("gqa"), cluster.port()
+    url = f"http://127.0.0.1:{port}"
+    prefill, spare, decode = cluster.start(
+        EngineSpec("door-p", model, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("door-p2", model, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("door-d", model, role="kv_consumer", kv_bytes=256 << 20, extra=cluster.push_config(url)),
+    )
+    # Ready means: its canary has moved a block.
+    front = cluster.metaserver([prefill, spare], [decode], port, ("--trace-dir", str(cluster.traces)))
+    with httpx.Client(base_url=url, trust_env=False) as operator:
+        door = Door(url, prefill, spare, decode, operator)
+        yield door
+    cluster.stop(front, door.prefill, door.spare, door.decode)
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backend: str) -> None:
+    """As a script, since the `vllm` command does not start with the CPU wheel."""
+    path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+    words = ["--backend", backend, "--base-url", door.url, "--endpoint", path, "--model", "model"]
+    words += ["--tokenizer", str(ensure("gqa")), "--dataset-name", "random", "--num-prompts", "24", "--ignore-eos"]
+    words += ["--random-input-len", "200", "--random-output-len", "8", "--max-concurrency", "8"]
+    words += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    code = "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
+    code += "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+    before = door.prefilled()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told["completed"] == 24 and told["total_output_tokens"] == 24 * 8
+    assert door.prefilled() >= before + 24  # and the request with which it looks whether the server is there
+
+
+def until(promise: Callable[[], Any], otherwise: str, timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not promise():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.01)
+
+
+def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
+    door: Door, cluster: Cluster, tally: Tally, tmp_path: Path
+) -> None:
+    """50 streams; every answer must be whole and right, the page shows what happened, the P comes back by itself."""
+    gone = door.spare.url.removeprefix("http://")
+    prompts = [fresh_prompt(600) for _ in range(50)]
+    bodies = [body_of(p, 32) for p in prompts]
+    with ExitStack() as stack:
+        page = stack.enter_context(browser.browser(tmp_path / "chromium")) if browser.found() else None
+        if page is not None:
+            page.open(door.url)
+            page.until(shown(gone, "ready"))
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="clients"))
+        asking = pool.submit(attempt, door.url, bodies)
+        until(lambda: door.instances()[gone]["requests"] >= 5, "the P that is to be killed has no work")
+        assert not door.spare.process.kill()
+        until(lambda: door.instances()[gone]["state"] == "down", "it is not seen to be down")
+        if page is not None:
+            page.until(shown(gone, "down"))
+            page.picture(cluster.directory / "status.png")
+        answers = asking.result(240)
+        assert [a for a in answers if not isinstance(a, Answer)] == []
+        (door.spare,) = cluster.start(restarted(cluster, door.spare))
+        until(lambda: door.instances()[gone]["state"] == "ready", "it does not come back")
+        if page is not None:
+            page.until(shown(gone, "ready"))
+            assert not page.complaints
+    retried = [r for r in door.operator.get("/status").json()["last"] if r["attempts"] > 1]
+    assert retried, "nobody was hit"
+    for prompt, want, got in zip(prompts, reference_answers(door.prefill, prompts, 32), answers, strict=True):
+        assert isinstance(got, Answer)
+        tally.check("a stream", prompt, want.tokens, got.tokens, door.prefill.url, {"cache_salt": "failover"})
+    served = door.instances()[gone]["served"]
+    answers = attempt(door.url, [body_of(fresh_prompt(180), 4) for _ in range(20)])
+    assert all(isinstance(a, Answer) for a in answers)
+    assert door.instances()[gone]["served"] > served, "the P that came back gets no work"
+
+
+def restarted(cluster: Cluster, killed: Engine) -> EngineSpec:
+    """The same command on the same port; the cluster forgets the one that was killed."""
+    cluster.stop(killed)
+    return killed.spec
+
+
+def shown(name: str, state: str) -> str:
+    """True in the status page when it shows the instance in this state."""
+    rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
+    return f"{rows}?.cells[2]?.innerText === '{state}'"
