@@ -13,6 +13,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,12 +92,18 @@ class Cluster:
         self._next_device = 0
         self._port_base = port_base
         self._running: list[Engine | Metaserver] = []
+        self._before: Any = None  # what SIGTERM did outside
 
     def __enter__(self) -> Cluster:
+        if threading.current_thread() is threading.main_thread():
+            # Who is told to end (timeout, a CI job that is cancelled) ends what it started, too.
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
     def _write_secret(self) -> Path:
         path = self.directory / "secret"

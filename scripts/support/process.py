@@ -109,10 +109,23 @@ class Child:
         if self.alive:
             os.kill(self.pid, number)
 
+    def pause(self) -> None:
+        """SIGSTOP to every member."""
+        self._to_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._to_all(signal.SIGCONT)
+
+    def _to_all(self, number: int) -> None:
+        for process in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
     def stop(self, grace_s: float = 30.0) -> list[str]:
         """End the tree; returns what had to be killed by force (a clean stop returns nothing). Never raises."""
         known = self.members()
         self.signal(signal.SIGTERM)
+        self.resume()  # who is paused does not hear
         with contextlib.suppress(subprocess.TimeoutExpired):  # named below as a process that had to be killed
             self._popen.wait(grace_s)
         # Workers notice their parent's end by themselves; that may take a moment after the front end is gone.
