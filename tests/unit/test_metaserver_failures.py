@@ -277,6 +277,30 @@ def test_readiness_needs_a_block_that_moved_and_again_after_an_engine_came_back(
         assert len(c.legs()) == 2
 
 
+def test_readiness_outlives_one_of_two_engines_because_each_was_proven() -> None:
+    with cluster(prefill=2, canary=True) as c:
+        until(lambda: all(engine.generations() for engine in c.prefill))
+        until(lambda: len(c.http.get("/readiness").json()["proven_pairs"]) == 2)
+        c.prefill[0].served.kill()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
+        assert c.http.get("/readiness").status_code == 200
+        assert len(c.legs()) == 2  # each engine once, and no pair needlessly
+
+
+def test_an_engine_that_cannot_be_proven_keeps_no_other_from_it() -> None:
+    with cluster(prefill=2, canary=True) as c:
+        until(lambda: len(c.http.get("/readiness").json()["proven_pairs"]) == 2)
+        c.prefill[0].served.kill()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
+        c.prefill[0].manner.refuses_push = "PD-META-005"
+        c.prefill[0].served.start()
+        until(lambda: len(c.prefill[0].generations()) > 1)  # its canary, and in vain
+        c.prefill[1].served.kill()
+        until(lambda: c.http.get("/readiness").status_code == 503)
+        c.prefill[1].served.start()
+        until(lambda: c.http.get("/readiness").status_code == 200)
+
+
 def test_readiness_is_denied_when_no_kv_arrives() -> None:
     with cluster(canary=True) as c:
         c.prefill[0].served.kill()

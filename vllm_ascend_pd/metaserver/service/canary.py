@@ -2,7 +2,8 @@
 """Readiness: true once a pair has really moved a block since both of its engines came up.
 
 A canary is a request for one token with a prompt that nobody has ever sent, through the same way as a client's, over a
-given P and D. It is sent only while no pair is proven; an engine that went away and came back must be proven again.
+given P and D. It is sent only for an engine that is in no proven pair, so that readiness outlives one that goes away;
+an engine that went away and came back must be proven again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 import uuid
 from collections.abc import MutableMapping
 from itertools import product
@@ -41,7 +43,7 @@ class Canary:
         self._front = front
         self._proofs: set[Proof] = set()
         self._told: list[Pair] | None = None  # by the worker that flies the canaries, if that is not this one
-        self._failures = 0
+        self._failed: dict[Proof, tuple[int, float]] = {}  # how often, and until when it is left alone
         self.last_error = ""
 
     # -- what is known
@@ -77,11 +79,30 @@ class Canary:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             METRICS.ready.set(self.ready())
-            if not self._front.settings.canary or self._front.closing or self.proven():
+            if not self._front.settings.canary or self._front.closing:
                 continue
-            pairs = self._pairs()
-            if pairs:
-                await self._fly(*pairs[0])
+            pair = self._wanted()
+            if pair is not None:
+                await self._fly(*pair)
+
+    def _wanted(self) -> tuple[Instance, Instance] | None:
+        """A pair with an engine that is in no proven one, and that is not left alone after a failure."""
+        pairs, now = self._pairs(), time.monotonic()
+        self._forget_the_gone()
+        known = {name for pair in self.proven() for name in pair}
+        for prefill, decode in pairs:
+            _, until = self._failed.get(_proof(prefill, decode), (0, 0.0))
+            if not {prefill.name, decode.name} <= known and now >= until:
+                return prefill, decode
+        return None
+
+    def _forget_the_gone(self) -> None:
+        """Lives of engines that have ended; one that is down for a while has not."""
+        lives = {(i.name, i.comings) for i in self._front.fleet}
+        gone = [proof for proof in (*self._proofs, *self._failed) if not {proof[:2], proof[2:]} <= lives]
+        for proof in gone:
+            self._proofs.discard(proof)
+            self._failed.pop(proof, None)
 
     async def _fly(self, prefill: Instance, decode: Instance) -> None:
         proof = _proof(prefill, decode)
@@ -93,11 +114,10 @@ class Canary:
             self.last_error = problem.why
         if not self.last_error:
             self._proofs.add(proof)
-            self._failures = 0
             return
         self.last_error = f"{prefill.name} to {decode.name}: {self.last_error}"
-        self._failures += 1
-        await asyncio.sleep(_BACKOFF.delay(self._failures, 0.5 + random.random() / 2))
+        failures = self._failed.get(proof, (0, 0.0))[0] + 1
+        self._failed[proof] = failures, time.monotonic() + _BACKOFF.delay(failures, 0.5 + random.random() / 2)
 
     async def _try(self, prefill: Instance, decode: Instance) -> str:
         """What went wrong, or nothing."""
