@@ -19,7 +19,7 @@ KNOWN = {
     "cancel not acknowledged": 24,
     "quarantine skipped": 7,
     "cancel answered at once": 4,
-    "DONE from a lost source": 457,
+    "DONE from a lost source": 163,
     "sealed push restarted": 12,
     "hold runs while D is stopped": 0,
     "answer believed right after a stop": 43,
