@@ -155,7 +155,8 @@ class Soak:
         mix = Mix(self.seed, self.longest)
         part = max(1, prompts // self.rests)
         restarting: asyncio.Future[None] | None = None
-        limits = httpx.Limits(max_connections=2 * self.at_once, max_keepalive_connections=2 * self.at_once)
+        # A connection for each request: a kept one may be closed by its server in the moment in which it is used again.
+        limits = httpx.Limits(max_connections=2 * self.at_once, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False
         ) as client:
