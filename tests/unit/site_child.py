@@ -2,9 +2,10 @@
 """One side of a pair in a process of its own, with the real Mooncake: so that it can be stopped and killed.
 
     python site_child.py decode      obeys: reserve NAME TOKENS · step · check NAME · halt-at STAGE
-    python site_child.py prefill     obeys: prefill NAME TOKENS SEED RESERVATION · blocks · halt-at STAGE
+    python site_child.py prefill     obeys: prefill NAME TOKENS SEED RESERVATION · blocks · halt-in-write COUNT
 
-`halt-at` makes the process stop itself (SIGSTOP) when it next reaches that stage event. Each command is answered by a line.
+The process stops itself (SIGSTOP): `halt-at` at that stage event, `halt-in-write` with so many of a write's descriptors in
+the transfer engine, before the others. Each command is answered by a line.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.transport.base import Transport
 from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.engine import Engine
 
 MODEL = Model("token", layers=4, dim=64)
 BLOCK, BLOCKS = 16, 256
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
 ROOT = Path(__file__).parents[2]
-ANSWER_S = 30.0
+ANSWER_S = 120.0  # it imports torch first, on a machine that others use too
 
 
 def push_config() -> PushConfig:
@@ -136,6 +138,24 @@ class Halt:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class HaltInWrite:
+    """Between two descriptors of one write: the writer that the fence is made for."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._submit = Engine.submit
+        halt = self
+
+        def submit(self: Engine, *where: Any) -> int | None:
+            if halt.left:
+                halt.left -= 1
+                if not halt.left:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            return halt._submit(self, *where)
+
+        Engine.submit = submit  # type: ignore[method-assign]
+
+
 def serve_decode(halt: Halt) -> None:
     site = decode_site(seed=4)
     requests: dict[str, Request] = {}
@@ -156,7 +176,8 @@ def serve_decode(halt: Halt) -> None:
         print(answer, flush=True)
 
 
-def serve_prefill(halt: Halt) -> None:
+def serve_prefill(_: Halt) -> None:
+    halt = HaltInWrite()
     site = prefill_site(seed=5)
     open_requests: list[Request] = []
     print("ready", flush=True)
@@ -173,8 +194,8 @@ def serve_prefill(halt: Halt) -> None:
             with contextlib.suppress(AssertionError):
                 site.released_blocks_of(*open_requests)
             answer = " ".join(sorted(site.released)) or "nothing"
-        elif command == "halt-at":
-            halt.stage = words[0]
+        elif command == "halt-in-write":
+            halt.left = int(words[0])
         print(answer, flush=True)
 
 

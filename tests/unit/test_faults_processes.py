@@ -133,11 +133,15 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
     """Revocation with the real transfer engine: D fences, revokes, frees and goes on; the sleeper writes nowhere."""
     d, other = decode_site(), prefill_site()
     with SiteChild("prefill") as sleeper, sites(d, other), traced() as events:
+        first = d.reserve("warm", 40)  # it has met D: what it writes next is issued at once
+        d.step()
+        sleeper.say("prefill", first.name, 40, 0, packed(first.reservation))
+        assert d.received(first)[0].ok
+        assert sleeper.line() == "ok"
         bad = d.reserve("bad", TOKENS)
         d.step()
-        seed = len(d.requests) - 1
-        sleeper.ask("halt-at", "layer_submitted")
-        sleeper.say("prefill", bad.name, TOKENS, seed, packed(bad.reservation))
+        sleeper.ask("halt-in-write", 3)
+        sleeper.say("prefill", bad.name, TOKENS, len(d.requests) - 1, packed(bad.reservation))
         sleeper.halted()
         assert d.book.request_finished(bad.name) is not None  # the client leaves: D fences
         slow = d.reserve("slow", 320)  # under way from another P when access is revoked
@@ -163,7 +167,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         before = [view.copy() for views in d.ranks[0].views for view in views]
         sleeper.wake()
         assert sleeper.line() == "ok"
-        assert sleeper.ask("blocks") == f"{bad.name}-on-p", "it gives its own blocks back"
+        assert sleeper.ask("blocks") == "bad-on-p warm-on-p", "it gives its own blocks back"
         time.sleep(0.5)
         after = [view for views in d.ranks[0].views for view in views]
         assert all((a == b).all() for a, b in zip(before, after, strict=True)), "the sleeper wrote when it woke"
