@@ -102,7 +102,21 @@ class Build:
         env["PYTHONPATH"] = f"{ROOT}:{HERE}"
         env["VLLM_ASCEND_PD_NPU_LIBRARY"] = str(self.binding)
         env["OMP_NUM_THREADS"] = "1"
+        env["STAND_INS"] = "1"
         return env
+
+    def command(self, program: Path, *arguments: str) -> list[str]:
+        """Runs a program of this environment and counts the lines of the package that it and its children run."""
+        counting = ["-m", "coverage", "run", f"--rcfile={self._settings()}"]
+        return [str(self.python), "-W", "ignore", *counting, str(program), *arguments]
+
+    def _settings(self) -> Path:
+        path, package = self.folder / "coverage.ini", ROOT / "vllm_ascend_pd"
+        path.write_text(
+            f"[run]\nparallel = true\ndata_file = {self.folder}/lines\nconcurrency = multiprocessing,thread\n"
+            f"patch = subprocess\nsource = \n  {package}/device\n  {package}/regroup\n"
+        )
+        return path
 
     def setup_py(self, folder: Path) -> Path:
         """The library as setup.py and csrc/npu/CMakeLists.txt build it, over a CANN whose kernel compiler is the emulation."""
@@ -129,8 +143,22 @@ class Build:
         return folder / "vllm_ascend_pd" / "_C_npu.so"
 
     def forget_counts(self) -> None:
-        for counts in self.folder.glob("*.gcda"):
+        for counts in (*self.folder.glob("*.gcda"), *self.folder.glob("lines*")):
             counts.unlink()
+
+    def uncovered_python(self) -> dict[str, tuple[float, list[str]]]:
+        """The same for device/ and regroup/."""
+        coverage = [str(self.python), "-m", "coverage"]
+        settings, report = f"--rcfile={self._settings()}", self.folder / "report.json"
+        for words in (["combine", "--keep", "--quiet", settings], ["json", "--quiet", settings, "-o", str(report)]):
+            subprocess.run([*coverage, *words], check=True, capture_output=True, timeout=120, cwd=ROOT)
+        found = {}
+        for name, file in json.loads(report.read_text())["files"].items():
+            text = (ROOT / name).read_text().splitlines()
+            missed = [f"{number}: {text[number - 1].strip()}" for number in file["missing_lines"]]
+            share = file["summary"]["covered_lines"] / max(1, file["summary"]["num_statements"])
+            found[str(Path(name).relative_to("vllm_ascend_pd"))] = (share, missed)
+        return found
 
     def uncovered(self) -> dict[str, tuple[float, list[str]]]:
         """Of each source of the binding: the share of lines that ran since `forget_counts`, and those that did not."""

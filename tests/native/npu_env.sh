@@ -11,6 +11,7 @@ cd "$(dirname "$0")/../.."
 . scripts/setup.sh
 
 TORCH_NPU=2.13.0
+COVERAGE=7.17.3
 
 pd_choose_interpreter
 main=$PD_PYTHON
@@ -21,14 +22,14 @@ read -r torch packages <<<"$facts"
 if [ "${torch%%+*}" != "$TORCH_NPU" ]; then
   pd_fail "torch $torch in $main: torch_npu $TORCH_NPU belongs to torch $TORCH_NPU" || exit 3
 fi
-stamp="$TORCH_NPU $facts"
+stamp="$TORCH_NPU $COVERAGE $facts"
 
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
 make_venv() {
   pd_step "an environment beside $main" "$main" -m venv --clear --without-pip "$venv"
   pd_step "torch_npu $TORCH_NPU" "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" \
-    install --no-deps --progress-bar off "torch_npu==$TORCH_NPU"
+    install --no-deps --progress-bar off "torch_npu==$TORCH_NPU" "coverage==$COVERAGE"
   printf '%s\n' "$packages" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
   printf '%s\n' "$stamp" >"$venv/.stamp"
 }

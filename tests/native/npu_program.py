@@ -1,30 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the environment with torch_npu, over the stand-ins: each function is a scenario, named on the command line.
+"""What runs where there is torch_npu: each function is a scenario, named on the command line.
 
-The NPU's result is always compared with the CPU ops' on the same bytes. Started by test_npu_binding.py.
+The NPU's result is always compared with the CPU ops' on the same bytes. Started by test_npu_binding.py over the stand-ins
+for CANN (STAND_INS=1), and by test_npu_hardware.py on NPUs, as far as a scenario means something there.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
+import npu_engine
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch_npu  # noqa: F401 (registers the device)
-from geometry_reference import Cache, Cluster
+import torch_npu
+from geometry_reference import Cache as ReferenceCache
+from geometry_reference import Cluster, geometry
 from native_cases import CELLS, pair, plans_of
+from regroup_kit import Cache, config
+from regroup_prefill import Here, PrefillSite, running
+from test_regroup_gloo import WORK, Engines
 
+from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup import ops
 
 FILL = 0xA5
+STAND_INS = "STAND_INS" in os.environ
 
 
 def to_npu(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,7 +51,7 @@ def filled(size: int, device: str) -> torch.Tensor:
     return host if device == "cpu" else to_npu(host)
 
 
-def views(cache: Cache, device: str) -> list[torch.Tensor]:
+def views(cache: ReferenceCache, device: str) -> list[torch.Tensor]:
     facts = cache.geometry
     found = []
     for region, memory in zip(facts.regions, cache.memory, strict=True):
@@ -89,7 +102,22 @@ def equal_to_cpu() -> None:
             received = torch.randint(0, 256, (sum(plan.receive_splits),), dtype=torch.uint8)
             for slot in plan.slots:
                 assemble_both(slot.received, received, slot.nbytes)
+    overlapping = np.array([[64, 3, 100, 0, 9000, 16, 0, 6400, 64]])  # no copy can step through such a source
+    assemble_both(overlapping, torch.randint(0, 256, (40_000,), dtype=torch.uint8), 20_000)
     print("ok")
+
+
+class CountedPages:
+    """torch_npu's own op."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._op = torch.ops.npu.npu_gather_pa_kv_cache
+        ops._pages = lambda: self
+
+    def __call__(self, *arguments: torch.Tensor) -> None:
+        self.calls += 1
+        self._op(*arguments)
 
 
 class PagesOnHost:
@@ -126,7 +154,7 @@ class PagesOnHost:
 
 def copies() -> None:
     """The default on an NPU, without kernels of our own: copies, after torch_npu's gather of pages where it serves."""
-    pages = PagesOnHost()
+    pages = PagesOnHost() if STAND_INS else CountedPages()
     paged = 0
     for kind in ("token", "head", "opaque", "token>head", "head>token"):
         for cells in CELLS:
@@ -154,7 +182,7 @@ def copies() -> None:
     print("ok" if paged else "the gather of pages was never used")
 
 
-def scatter_both(cache: Cache, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
+def scatter_both(cache: ReferenceCache, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
     facts = cache.geometry
     on_host = [zero.clone() for zero in zeros]
     on_device = [to_npu(zero) for zero in zeros]
@@ -197,6 +225,13 @@ def dtypes() -> None:
     print("ok")
 
 
+REFUSED = (  # column, value, what is said
+    (5, 6, "token = 3, tokens = 6, but there are only 8"),
+    (6, 200, "buffer offset = 200, heads = 2 x head_stride = 16, tokens = 4 x token_stride = 32, cell = 16 ends past"),
+    (8, 8, "buffer head_stride = 16, token_stride = 8 make cells of 16 bytes overlap"),
+)
+
+
 def refusals() -> None:
     ops.use_kernels(True)
     cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
@@ -214,8 +249,15 @@ def refusals() -> None:
     refuses("rows has shape [1, 9], but it must be [n, 12]", lambda: ops.gather([cache], to_npu(good), out))
     refuses("9 caches, but there must be 1 to 8", lambda: ops.gather([cache] * 9, good, out))
     refuses("a cache is on npu:1, not on npu:0", lambda: ops.gather([on_second_device(cache)], good, out))
+    overlapping = cache[:, :1].expand(3, 4, 8, 16)
+    refuses("caches[0]: head stride = 0, but a cell holds 16", lambda: ops.gather([overlapping], good, out))
+    for column, value, words in REFUSED:
+        moved = good.clone()
+        moved[0, column] = value
+        refuses(f"gather: rows[0]: {words}", functools.partial(ops.gather, [cache], moved, out))
     work = ops.Gather(good.numpy(), [cache], out)
     refuses("PD-OPS-004", lambda: work([cache[:2]], out))
+    refuses("PD-OPS-004", lambda: work([cache[0]], out))
     refuses("PD-OPS-004", lambda: work([cache], out[:128]))
     moving = ops.Assemble(np.array([[8, 1, 1, 0, 0, 0, 0, 0, 0]]), out, out)
     refuses("PD-OPS-004", lambda: moving(out, out[:128]))
@@ -332,6 +374,119 @@ def _wanted(cluster: Cluster, plans: list, rank: int) -> list[torch.Tensor]:
     return found
 
 
+def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None:
+    """A prefill engine of `world` devices before D's of other sizes: layer hooks, exchanges launched from them on a stream
+    of their own, HCCL, staging, writes. D's memory is compared byte by byte."""
+    fleet = npu_engine.NpuFleet(world)
+    with tempfile.TemporaryDirectory() as folder:
+        for packed, dtype in ((False, "bfloat16"), (True, "float8_e4m3fn")):
+            p = Cache("token", world, 8, 8, packed, dtype)
+            sites = [Cache("token", tp, 8, block, packed, dtype) for tp, block in ds]
+            with Engines(fleet, p, *sites, folder=Path(folder), kind="npu", **keys) as engines:
+                for hook in ("nameless", "one in a graph"):
+                    work = [(site, *rest) for site in range(len(ds)) for _, *rest in WORK]
+                    engines.check(engines.push(work, hook))
+                exchanges = engines.exchanges()
+                if [(layer, part) for _, layer, part in exchanges] != [(0, 1), (1, 1)] * 6:
+                    raise SystemExit(f"not one exchange for each layer and step: {exchanges}")
+    fleet.close()
+    print("ok")
+
+
+def decode() -> None:
+    """P and D with TP 1, both on NPUs: D's gates are its device's events, and both sides sum what is in device memory."""
+    p, d = Cache("token", 1, 4, 8), Cache("token", 1, 4, 16)
+    site = npu_engine.NpuDecodeSite(d, push=config(verify="full"))
+    rank = npu_engine.NpuPrefillRank(p, Contributor(0, 0), lambda *_: None, push=config(verify="full"))
+    engine = PrefillSite(p, [Here(rank)])
+    with running(engine, site):
+        prompts = [site.reserve(tokens) for tokens in (3, 40, 97)]
+        site.step()
+        engine.admit(*prompts)
+        engine.compute(*[(prompt, prompt.tokens) for prompt in prompts])
+        if not engine.ended(*prompts):
+            raise SystemExit(f"not loaded: {site.reports}")
+        site.check(*prompts)
+        engine.finished(*prompts)
+    print("ok")
+
+
+def threads() -> None:
+    """A thread that reads device memory does not wait for what the model has enqueued; the model's thread keeps its
+    stream."""
+    ops.use_kernels(True)
+    device = NpuDevice()
+    done, seen = filled(64, "npu"), []
+    torch.npu.synchronize()
+    before = torch.npu.current_stream()
+    device.attach_thread()
+    if torch.npu.current_stream() != before:
+        raise SystemExit("the model's thread got another stream")
+    first, second = filled(64, "npu"), filled(64, "npu")
+    for _ in range(400):  # each waits up to STAND_IN_DELAY_US
+        first.copy_(second, non_blocking=True)
+    behind = device.record()
+
+    def read() -> None:
+        device.attach_thread()
+        device.attach_thread()
+        seen.append((bytes(done.cpu().numpy()), bytes(device.view(done.data_ptr(), 64)), behind.done()))
+
+    reader = threading.Thread(target=read, name="reader")
+    reader.start()
+    reader.join(60)
+    if seen != [(bytes([FILL] * 64), bytes([FILL] * 64), False)]:
+        raise SystemExit(f"the reader waited for the model, or read something else: {seen}")
+    with device.planning():
+        ops.Gather(np.array([[0, 0, 0, 0, 1, 1, 0, 8, 8]]), [done.view(1, 1, 8, 8)], second)
+    with device.planning():
+        table = filled(64, "npu")
+    if behind.done() or not torch.equal(table.cpu(), filled(64, "cpu")):
+        raise SystemExit("planning a step waited for the model, or its table is wrong")
+    torch.npu.synchronize()
+    if not behind.done():
+        raise SystemExit("the event of a finished stream is not done")
+    refuses("aclrtMemcpy of 64 bytes", lambda: device.view(0, 64))
+    print("ok")
+
+
+def formats() -> None:
+    """A fractal format cannot be cut at tokens, whatever its shape says."""
+    device, shape = NpuDevice(), (4, 16, 2, 64)
+    plain = [torch.empty(shape[skip:], dtype=torch.float16, device="npu") for skip in (0, 1, 2)]
+    plain.append(torch.empty((2, *shape), dtype=torch.float16, device="npu")[0])
+    fractal = torch_npu.empty_with_format(shape, dtype=torch.float16, device="npu", acl_format=29)
+    found = [device.packing(cache, 16, 64) for cache in (*plain, fractal)]
+    print("ok" if found == [("plain", False)] * 4 + [("npu-format-29", True)] else found)
+
+
+def speed() -> None:
+    """GB/s of one layer of Llama-70B 8 -> 2 on one rank, 8,192 tokens, by each path, beside a plain copy of as many bytes."""
+    facts = geometry("token", heads=8, tp=8, block=128, cells=(256, 256))
+    cluster = Cluster(facts, [geometry("token", heads=8, tp=2, block=128, cells=(256, 256))], [(0, 0, 8192)], seed=4)
+    plan, caches = plans_of(cluster)[1], [view.view(torch.bfloat16) for view in views(cluster.ranks[1], "npu")]
+    sent, received = (filled(sum(splits), "npu") for splits in (plan.send_splits, plan.receive_splits))
+    slot, other = filled(plan.slots[0].nbytes, "npu"), torch.empty_like(sent)
+    runs: dict[str, tuple[int, Callable[[], object]]] = {"copy": (sent.nbytes, lambda: other.copy_(sent))}
+    for path, kernels in (("torch_npu", False), ("own kernels", True)):
+        if kernels and not ops.has_kernel("gather", "npu") and not ops._NPU_LIBRARY.is_file():
+            continue
+        ops.use_kernels(kernels)
+        gather, assemble = ops.Gather(plan.send, caches, sent), ops.Assemble(plan.slots[0].received, received, slot)
+        runs[f"gather, {path}"] = sent.nbytes, functools.partial(gather, caches, sent)
+        runs[f"assemble, {path}"] = slot.nbytes, functools.partial(assemble, received, slot)
+    for name, (nbytes, run) in runs.items():
+        seconds = []
+        for _ in range(20):
+            torch.npu.synchronize()
+            begun = time.perf_counter()
+            run()
+            torch.npu.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        print(f"figure: {name}: {nbytes / min(seconds) / 1e9:.1f} GB/s, {min(seconds) * 1e6:.0f} us")
+    print("ok")
+
+
 def schemas() -> None:
     """Ops of torch_npu that the default path on the NPU calls, as the wheel declares them."""
     print(torch.ops.npu.npu_gather_pa_kv_cache.default._schema)
@@ -347,7 +502,16 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "exchange2": lambda: exchange(2, kernels=True),
     "exchange4": lambda: exchange(4, kernels=True),
     "exchange2 by copies": lambda: exchange(2, kernels=False),
+    "exchange over all devices": lambda: exchange(torch.npu.device_count(), kernels=False),
+    "exchange over all devices, own kernels": lambda: exchange(torch.npu.device_count(), kernels=True),
+    "speed": speed,
     "schemas": schemas,
+    "production 2": lambda: production(2, ((1, 16),)),
+    "production 4": lambda: production(4, ((2, 8), (1, 16))),
+    "production 4 with own kernels": lambda: production(4, ((1, 16), (2, 4)), regroup_kernels="own", verify="full"),
+    "decode": decode,
+    "threads": threads,
+    "formats": formats,
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ class Device(Protocol):
     def side_stream(self, after: Event) -> AbstractContextManager[None]:
         """Work launched inside runs on a stream of its own, after `after`."""
 
+    def planning(self) -> AbstractContextManager[None]:
+        """What is copied to the device inside waits for nothing that the model has enqueued, and is there afterwards."""
+
     def attach_thread(self) -> None:
         """Called first in every thread that touches device memory or the transfer engine."""
 

@@ -29,6 +29,9 @@ class CpuDevice:
     def side_stream(self, after: Event) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def planning(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def attach_thread(self) -> None:
         return None
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +13,9 @@ import torch_npu
 
 from vllm_ascend_pd.device.base import Event
 
-ACL_FORMAT_ND = 2
+# aclFormat: NCHW, ND, NCDHW. torch_npu names a plain tensor by its number of dimensions; all of them are row-major.
+PLAIN_FORMATS = (0, 2, 30)
+_DEVICE_TO_HOST = 2  # aclrtMemcpyKind
 
 
 class _StreamEvent:
@@ -36,6 +40,9 @@ class NpuDevice:
     def __init__(self) -> None:
         self._index = torch_npu.npu.current_device()
         self._side: torch_npu.npu.Stream | None = None
+        self._planning: torch_npu.npu.Stream | None = None
+        self._model = threading.get_ident()  # the thread that runs the model
+        self._own = threading.local()
 
     def record(self) -> _StreamEvent:
         return _StreamEvent()
@@ -49,14 +56,35 @@ class NpuDevice:
         with torch_npu.npu.stream(self._side):
             yield
 
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        # Copies from the host wait for their stream: on the model's, every step would wait for the one before.
+        if self._planning is None:
+            self._planning = torch_npu.npu.Stream()
+        with torch_npu.npu.stream(self._planning):
+            yield
+
     def attach_thread(self) -> None:
         # The transfer engine takes the device from the ACL context of the calling thread.
         torch_npu.npu.set_device(self._index)
+        if threading.get_ident() == self._model or hasattr(self._own, "stream"):
+            return
+        # Without a stream of its own a thread that reads device memory would wait for all that the model has enqueued.
+        self._own.stream = torch_npu.npu.Stream()
+        torch_npu.npu.set_stream(self._own.stream)
 
     def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
         layout = int(torch_npu.get_npu_format(cache))
         # Fractal formats interleave tokens and channels: whole planes can be moved, single tokens cannot.
-        return ("plain", False) if layout == ACL_FORMAT_ND else (f"npu-format-{layout}", True)
+        return ("plain", False) if layout in PLAIN_FORMATS else (f"npu-format-{layout}", True)
 
     def view(self, address: int, length: int) -> memoryview:
-        raise NotImplementedError("verify: full needs host-readable memory; device memory is copied by the caller")
+        """A copy: the host cannot read device memory. It waits for no stream, so what is there must be complete."""
+        host = bytearray(length)
+        to = (ctypes.c_char * length).from_buffer(host)
+        acl = ctypes.CDLL("libascendcl.so")  # torch_npu has loaded it
+        sizes = ctypes.c_size_t(length)
+        error = acl.aclrtMemcpy(to, sizes, ctypes.c_void_p(address), sizes, ctypes.c_int(_DEVICE_TO_HOST))
+        if error:
+            raise RuntimeError(f"aclrtMemcpy of {length} bytes at {address:#x} from the device: {error}")
+        return memoryview(host)

@@ -137,7 +137,9 @@ class Regrouper:
         parts: list[SubStep] = []
         slot = self.staging.sample
         for cut in sub_steps(self._planner, jobs, self.staging.slot_bytes, self._exchange.buffer_bytes, step):
-            rows = self._exchange.prepare(self._planner.plan(cut.jobs, cut.rotation), slot)
+            planned = self._planner.plan(cut.jobs, cut.rotation)
+            with self._device.planning():
+                rows = self._exchange.prepare(planned, slot)
             parts.append(SubStep(len(parts) + 1, rows, cut.jobs, [works[index] for index in cut.members]))
         self._steps[step] = _Step(step, parts, {work.push for work in works})
 

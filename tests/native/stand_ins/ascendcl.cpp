@@ -104,6 +104,14 @@ Allocation allocation_of(const void* at) {
   return {reinterpret_cast<char*>(after->first), after->second};
 }
 
+namespace {
+
+bool is_allocated(const void* at, size_t size) {
+  const Allocation found = allocation_of(at);
+  return found.start != nullptr && static_cast<const char*>(at) + size <= found.start + found.size;
+}
+
+}  // namespace
 }  // namespace stand_in
 
 using namespace stand_in;  // NOLINT: the functions below are C
@@ -241,8 +249,8 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
   return ACL_SUCCESS;
 }
 
-aclError aclrtMemcpy(void* dst, size_t room, const void* src, size_t size, aclrtMemcpyKind) {
-  if (size > room) return kBadParameter;
+aclError aclrtMemcpy(void* dst, size_t room, const void* src, size_t size, aclrtMemcpyKind kind) {
+  if (size > room || (kind == ACL_MEMCPY_DEVICE_TO_HOST && !is_allocated(src, size))) return kBadParameter;
   std::memmove(dst, src, size);
   return ACL_SUCCESS;
 }

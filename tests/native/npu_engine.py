@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's and D's workers with the real `NpuDevice`, over the stand-ins: caches on `npu`, HCCL groups, hooks as in production.
+
+`python npu_engine.py <port> <rank>` is one worker of a prefill engine (class `NpuFleet`): its own process and device,
+driven through the layer hooks as vllm-ascend drives them. The KV of a layer is written by copies that the compute
+stream makes later, so what gathers or pushes without waiting for them takes the wrong bytes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+
+from regroup_kit import LOOPBACK, Cache, DecodeSite, RankMemory, SharedTransport, config
+from regroup_prefill import PrefillRank
+from regroup_runner import AscendRank
+from regroup_worker import ANSWER_S, KEY, Fleet, Member, Worker, World
+
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.regroup.parts import allocate
+
+
+class NpuMemory(RankMemory):
+    """Tensors on the device. `views` are the host's copy of them, from which writes are made and into which they are read."""
+
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self._hosts = [self._parts(value) for value in self.tensors.values()]
+        self._mirrors = [[torch.empty_like(part, device="npu") for part in parts] for parts in self._hosts]
+        self._sent: list[torch.Tensor] = []  # the host's side of copies that may still be under way
+        dtype = getattr(torch, self.cache.dtype)
+        for name, parts in zip(self.tensors, self._mirrors, strict=True):
+            typed = tuple(part.view(dtype) for part in parts)
+            self.tensors[name] = typed[0] if self.cache.packed else typed
+
+    @staticmethod
+    def _parts(value: Any) -> list[torch.Tensor]:
+        """As bytes: those can be copied whatever the type."""
+        return [part.view(torch.uint8) for part in ((value,) if isinstance(value, torch.Tensor) else value)]
+
+    def _send(self, own: int) -> None:
+        for host, mirror in zip(self._hosts[own], self._mirrors[own], strict=True):
+            self._sent.append(host.clone())
+            mirror.copy_(self._sent[-1], non_blocking=True)
+
+    def fill(self, value: int) -> None:
+        super().fill(value)
+        for own in range(len(self._hosts)):
+            self._send(own)
+        torch.npu.synchronize()
+
+    def write(self, layer: int, own: int, *rest: Any) -> None:
+        super().write(layer, own, *rest)
+        self._send(own)
+
+    def fetch(self) -> None:
+        torch.npu.synchronize()
+        for hosts, mirrors in zip(self._hosts, self._mirrors, strict=True):
+            for host, mirror in zip(hosts, mirrors, strict=True):
+                host.copy_(mirror)
+
+
+def npu_device(layout: str, inline: bool = True) -> Any:
+    from vllm_ascend_pd.device.npu import NpuDevice
+
+    return NpuDevice()
+
+
+class NpuRank(AscendRank):
+    make_memory = NpuMemory
+    make_device = staticmethod(npu_device)
+
+
+class NpuPrefillRank(PrefillRank):
+    make_memory = NpuMemory
+    make_device = staticmethod(npu_device)
+
+
+class NpuDecodeSite(DecodeSite):
+    """In this process, on its current device."""
+
+    make_memory = NpuMemory
+    make_device = staticmethod(npu_device)
+
+    def check(self, *prompts: Any) -> None:
+        for memory in self.ranks:
+            memory.fetch()
+        super().check(*prompts)
+
+
+class NpuWorker(Worker):
+    """The child's end."""
+
+    def enter(self, world: World) -> None:
+        torch.npu.set_device(world.rank)
+        dist.init_process_group(
+            "hccl", init_method=f"tcp://{LOOPBACK}:{world.port}", world_size=world.size, rank=world.rank
+        )
+
+    def open(self, cache: Cache, blocks: int, kind: str, keys: dict[str, Any]) -> CacheGeometry:
+        self._exchanges.clear()
+        self._called = 0
+        place = Contributor(0, dist.get_rank())
+        self._rank = NpuRank(cache, place, allocate, transport=SharedTransport(), blocks=blocks, push=config(**keys))
+        return self._rank.geometry
+
+    def close(self) -> None:
+        super().close()
+        torch.npu.synchronize()
+
+
+class NpuFleet(Fleet):
+    """A process for each device. They are started afresh: a process that has used an NPU cannot be forked."""
+
+    def __init__(self, count: int) -> None:
+        self._children: list[subprocess.Popen[bytes]] = []
+        self.members: list[Member] = []
+        self._size = 0
+        with Listener((LOOPBACK, 0), backlog=count, authkey=KEY) as listener:
+            for _ in range(count):
+                command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(listener.address[1])]
+                self._children.append(subprocess.Popen(command))
+            for _ in range(count):
+                connection = listener.accept()
+                self.members.append(Member(connection, connection.recv()))
+
+    def close(self) -> None:
+        self.leave()
+        for member in self.members:
+            member.hang_up()
+        ended = [child.wait(ANSWER_S) for child in self._children]
+        assert not any(ended), f"workers ended with {ended}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    import os
+
+    from npu_program import PagesOnHost
+
+    torch.set_num_threads(1)
+    pages = PagesOnHost()
+    with Client((LOOPBACK, int(arguments[0])), authkey=KEY) as connection:
+        connection.send(os.getpid())
+        NpuWorker().serve(connection)
+    print(f"pages were gathered {pages.calls} times", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
