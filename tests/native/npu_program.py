@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
@@ -31,6 +32,7 @@ from regroup_kit import Cache, config
 from regroup_prefill import Here, PrefillSite, running
 from test_regroup_gloo import WORK, Engines
 
+from vllm_ascend_pd.device.base import current
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import Contributor
@@ -102,6 +104,8 @@ def equal_to_cpu() -> None:
             received = torch.randint(0, 256, (sum(plan.receive_splits),), dtype=torch.uint8)
             for slot in plan.slots:
                 assemble_both(slot.received, received, slot.nbytes)
+    long = np.array([[64, 1, 65536, 0, 0, 64, 0, 0, 64]])  # one row, more moves than a program has room for at first
+    assemble_both(long, torch.randint(0, 256, (1 << 22,), dtype=torch.uint8), 1 << 22)
     overlapping = np.array([[64, 3, 100, 0, 9000, 16, 0, 6400, 64]])  # no copy can step through such a source
     assemble_both(overlapping, torch.randint(0, 256, (40_000,), dtype=torch.uint8), 20_000)
     print("ok")
@@ -451,8 +455,9 @@ def threads() -> None:
 
 
 def formats() -> None:
-    """A fractal format cannot be cut at tokens, whatever its shape says."""
-    device, shape = NpuDevice(), (4, 16, 2, 64)
+    """A fractal format cannot be cut at tokens, whatever its shape says. The device is the one of vLLM's platform."""
+    sys.modules["vllm.platforms"] = SimpleNamespace(current_platform=SimpleNamespace(device_type="npu"))
+    device, shape = current(), (4, 16, 2, 64)
     plain = [torch.empty(shape[skip:], dtype=torch.float16, device="npu") for skip in (0, 1, 2)]
     plain.append(torch.empty((2, *shape), dtype=torch.float16, device="npu")[0])
     fractal = torch_npu.empty_with_format(shape, dtype=torch.float16, device="npu", acl_format=29)
