@@ -23,7 +23,7 @@ TEXT
 
 selection=(-m 'not slow')
 install=1
-browser=
+all=
 paths=()
 arguments=()
 for word in "$@"; do
@@ -34,7 +34,7 @@ for word in "$@"; do
       ;;
     --all)
       selection=()
-      browser=1
+      all=1
       ;;
     --no-setup) install= ;;
     *) if [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
@@ -47,9 +47,9 @@ if [ ${#paths[@]} = 0 ]; then
 fi
 
 if [ -n "$install" ]; then pd_setup test; else pd_choose_interpreter; fi
-if [ -n "$install" ] && [ -n "$all" ]; then pd_native_tools; fi
+if [ "$install$all" = 11 ]; then pd_native_tools; fi
 # The status page is tested in a browser where there is one; 96 MB are too much to fetch in each CI run.
-if [ "$install$browser" = 11 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
+if [ "$install$all" = 11 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
   ! command -v chromium-headless-shell chromium >/dev/null; then
   pd_apt_install chromium-headless-shell >/dev/null 2>&1 || echo "Chromium cannot be installed: its tests are skipped" >&2
 fi
