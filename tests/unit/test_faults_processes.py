@@ -70,7 +70,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
             assert d.received(first)[0].ok
         text = decode_child.ask("reserve", "bad", TOKENS)
         if fault.endswith("its answer and first contact"):
-            _transport(p)._introducer._probe = lambda address: True
+            _answers_once(_transport(p))
         if not met:  # READY is on its way: P will write to a process that does not run
             decode_child.ask("halt-at", "ready")
         decode_child.ask("step")
@@ -101,6 +101,13 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
         p.released_blocks_of(bad)  # by its own deadlines, whatever D does
         failed = [facts for stage, facts in events if stage == "push_closed" and not facts["ok"]]
         assert len(failed) == 1 and failed[0]["transfer"] == str(bad.reservation.transfer)
+
+
+def _answers_once(transport: MooncakeTransport) -> None:
+    """The peer is asked, answers, and is stopped then; whoever asks again asks the stopped one."""
+    introducer, answers = transport._introducer, iter([True])
+    probe = introducer._probe
+    introducer._probe = lambda address: next(answers, False) or probe(address)
 
 
 def _transport(p: PrefillSite) -> MooncakeTransport:
