@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +12,7 @@ from geometry_reference import Cluster, geometry, owner_share, range_of
 from hypothesis import HealthCheck, given, settings
 from test_geometry_plan import clusters, jobs_of
 
-import vllm_ascend_pd
-from vllm_ascend_pd.geometry import images, ownership
+from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Slot
@@ -234,16 +231,3 @@ def test_instances_have_slots_of_their_own() -> None:
 def test_jobs_of_two_instances_may_alternate(kind: str) -> None:
     p, d = geometry(kind, heads=4, tp=2, block=8), geometry(kind, heads=4, tp=1, block=8)
     run(Cluster(p, [d, d], [(0, 0, 5), (1, 0, 4), (0, 0, 7), (1, 8, 40), (0, 0, 9)], seed=2), [])
-
-
-def test_the_columns_are_those_of_the_ops() -> None:
-    """The ops load an extension when imported: read their column names from the source."""
-    source = Path(vllm_ascend_pd.__file__).parent / "regroup" / "ops.py"
-    found = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id.endswith("_ROW")
-    }
-    assert found == {"CACHE_ROW": images.CACHE_ROW, "BUFFER_ROW": images.BUFFER_ROW}

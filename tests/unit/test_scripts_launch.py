@@ -41,6 +41,14 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 while True: signal.pause()
 """
 
+# The scripts ask the interpreter what vLLM needs on a CPU; everything else that it is started with is a server.
+INTERPRETER = """#!/bin/sh
+case "$2" in
+  scripts.support.on_cpu) exec {python} "$@" ;;
+  *) exec {python} {folder}/server.py "$@" ;;
+esac
+"""
+
 
 class Launch:
     """One run of the launcher, its output so far, and the processes that carry its mark."""
@@ -52,7 +60,7 @@ class Launch:
         for role in ("metaserver", "prefill", "decode"):
             (folder / f"mode.{role}").write_text(modes.get(role, "good"))
         python = folder / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/server.py "$@"\n')
+        python.write_text(INTERPRETER.format(python=sys.executable, folder=folder))
         python.chmod(0o755)
         env = {k: v for k, v in os.environ.items() if not k.startswith("PD_")}
         env |= {"PD_PYTHON": str(python), "PD_DEVICE": "cpu", "STAND_IN": str(folder)}
