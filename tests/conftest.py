@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,18 +16,21 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    """Each test gives back the environment it got.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """No test hands LD_PRELOAD to the next one.
 
-    vLLM's CPU platform sets LD_PRELOAD (tcmalloc, libgomp) in the process that makes a configuration; with that, programs
-    built with a sanitizer refuse to start.
+    vLLM's CPU platform sets it (tcmalloc, libgomp) in the process that makes a configuration; with that, programs built
+    with a sanitizer refuse to start. A hook and not a fixture, because fixtures of a wider scope make configurations too.
     """
-    before = dict(os.environ)
-    yield
-    if dict(os.environ) != before:
-        os.environ.clear()
-        os.environ.update(before)
+    before = os.environ.get("LD_PRELOAD")
+    try:
+        return (yield)
+    finally:
+        if before is not None:
+            os.environ["LD_PRELOAD"] = before
+        else:
+            os.environ.pop("LD_PRELOAD", None)
 
 
 def _npu_present() -> bool:
