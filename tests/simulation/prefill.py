@@ -392,7 +392,7 @@ class PrefillRank:
         if not claims:
             return
         cluster = self.engine.cluster
-        for peer, group in grouped(claims, self.works, FUSED):
+        for peer, group in grouped(claims, self.works, FUSED, self.sender.session):
             addresses = self.sender.addresses(group[0].push, group[0].d_rank)
             if addresses is None:
                 raise Violation(f"{self.process.name} may write, but does not know where")

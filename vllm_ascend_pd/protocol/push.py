@@ -211,6 +211,11 @@ class Sender(PushRules):
         pair = self._pair(push, d_rank)
         return pair.addresses if pair else None
 
+    def session(self, claim: Claim) -> str | None:
+        """The session of D's transfer engine that this claim was told to write through."""
+        theirs = self.addresses(claim.push, claim.d_rank)
+        return theirs.session if theirs is not None else None
+
     def heard(self, peer: Hashable) -> float | None:
         """When `peer` last said anything."""
         return self._heard.get(peer)

@@ -6,7 +6,7 @@ One batch holds everything that goes to one D rank for one layer; neighbouring l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,19 @@ def unit_of(claim: Claim) -> Unit:
     return claim.unit
 
 
-def grouped(claims: list[Claim], works: Mapping[str, PushWork], fuse: int) -> list[tuple[Endpoint, list[Claim]]]:
-    """Claims by destination, in layer order; up to `fuse` units of one destination go together."""
-    by_peer: dict[Endpoint, list[Claim]] = {}
+def grouped(
+    claims: list[Claim], works: Mapping[str, PushWork], fuse: int, session_of: Callable[[Claim], str | None]
+) -> list[tuple[Endpoint, list[Claim]]]:
+    """Claims by destination, in layer order; up to `fuse` units of one destination go together.
+
+    A rank that revoked has a new session. What was told the old one stays with it: through the new one it would land.
+    """
+    by_session: dict[tuple[Endpoint, str | None], list[Claim]] = {}
     for claim in claims:
-        by_peer.setdefault(works[claim.push].reservation.endpoints[claim.d_rank], []).append(claim)
+        peer = works[claim.push].reservation.endpoints[claim.d_rank]
+        by_session.setdefault((peer, session_of(claim)), []).append(claim)
     groups: list[tuple[Endpoint, list[Claim]]] = []
-    for peer, mine in by_peer.items():
+    for (peer, _), mine in by_session.items():
         by_unit: dict[Unit, list[Claim]] = {}
         for claim in sorted(mine, key=unit_of):
             by_unit.setdefault(unit_of(claim), []).append(claim)

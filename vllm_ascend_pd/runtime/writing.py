@@ -157,7 +157,7 @@ class Writing:
                     deciding.actions += sender.returned(now, claim)
                 else:
                     claims.append(claim)
-            for peer, group in grouped(claims, self._machine.works, self._fuse_layers):
+            for peer, group in grouped(claims, self._machine.works, self._fuse_layers, sender.session):
                 batch = self._batch(deciding, peer, group)
                 if batch is not None:
                     batches.append(batch)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into one batch, and what must not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.push import Claim
+from vllm_ascend_pd.runtime.batches import grouped
+from vllm_ascend_pd.runtime.work import Unit
+
+PEER = Endpoint("127.0.0.1", 1)
+WORKS: Any = {name: SimpleNamespace(reservation=SimpleNamespace(endpoints=(PEER,))) for name in ("before", "after")}
+
+
+def claim(push: str, layer: int) -> Claim:
+    return Claim(push, 0, Unit(0, layer), 0)
+
+
+def test_a_revoked_session_and_its_successor_never_share_a_batch() -> None:
+    """Through the new session the writes that the revocation cut off would land. Found by the simulator, seed 103412."""
+    claims = [claim(push, layer) for layer in (1, 0) for push in ("before", "after")]
+    groups = grouped(claims, WORKS, 4, lambda claim: claim.push)
+    assert [(peer, [(c.push, c.unit.layer) for c in group]) for peer, group in groups] == [
+        (PEER, [("before", 0), ("before", 1)]),
+        (PEER, [("after", 0), ("after", 1)]),
+    ]
+
+
+def test_everything_for_one_session_goes_together_in_layer_order() -> None:
+    claims = [claim(push, layer) for layer in (1, 0) for push in ("before", "after")]
+    ((_, group),) = grouped(claims, WORKS, 4, lambda claim: "the session")
+    assert [c.unit.layer for c in group] == [0, 0, 1, 1]
+    assert len(grouped(claims, WORKS, 1, lambda claim: "the session")) == 2
