@@ -52,7 +52,8 @@ RECIPES = {
     # the integration tests' models: four layers, so that a pipeline of two has two each
     "gqa": Recipe("llama", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
-    "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384),
+    # 576: vLLM splits the vocabulary by TP, and by 64
+    "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
     "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
