@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -26,8 +30,9 @@ def found() -> str:
 
 
 class Tab:
-    def __init__(self, line: ClientConnection) -> None:
+    def __init__(self, line: ClientConnection, group: int) -> None:
         self._line = line
+        self.group = group  # the browser's processes
         self._numbers = itertools.count(1)
         self.complaints: list[str] = []  # exceptions of the page, and what its policy blocked
         for domain in ("Page", "Runtime", "Log"):
@@ -80,20 +85,41 @@ class Tab:
 def browser(profile: Path) -> Iterator[Tab]:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
     flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--no-proxy-server", "about:blank"]
-    process = subprocess.Popen([found(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # Debian's command is a script that does not pass signals on: so a group of its own, which is ended as a whole.
+    process = subprocess.Popen(
+        [found(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         port = _port(process, profile / "DevToolsActivePort")
         pages = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=10, trust_env=False).json()
         address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
         with connect(address, max_size=64 << 20, proxy=None) as line:
-            yield Tab(line)
+            yield Tab(line, process.pid)
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process.pid)
+        process.wait(10)
+
+
+def end(group: int, patience_s: float = 10.0) -> None:
+    """Every process of the group, by force at last; returns when none is left."""
+    begun = time.monotonic()
+    number = signal.SIGTERM
+    while members(group):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
+        if time.monotonic() - begun > patience_s:
+            number = signal.SIGKILL
+        time.sleep(0.05)
+
+
+def members(group: int) -> list[int]:
+    """Its processes that run; what is dead and not waited for does not count."""
+    alive = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process.pid)
+    return alive
 
 
 def _port(process: subprocess.Popen[bytes], file: Path) -> int:

@@ -99,6 +99,13 @@ def state(name: str, wanted: str) -> str:
 
 
 @needs_browser
+def test_the_browser_leaves_no_process_behind(tmp_path: Path) -> None:
+    with browser.browser(tmp_path) as tab:
+        assert len(browser.members(tab.group)) > 2
+    assert browser.members(tab.group) == []
+
+
+@needs_browser
 def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab) -> None:
     with cluster(prefill=2) as c:
         gone = c.prefill[1]
