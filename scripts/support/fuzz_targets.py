@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/fuzz.py hands its bytes to: the decoders of the side channel, the reservation, HTTP on both sides, NDJSON,
-the doorbell.
+"""What scripts/fuzz.py hands its bytes to: the decoders of the side channel, the doctor, the reservation, HTTP on both sides,
+NDJSON, the doorbell.
 
 A target says what became of an input: "refused" (the decoder's own error), "read" (an unsigned thing that is well-formed
 and was then handed to the machine behind it), "unchanged" (the mutation changed nothing), or "accepted": something forged
@@ -33,6 +33,9 @@ from vllm_ascend_pd.channel.frames import (
     guarded_frame,
 )
 from vllm_ascend_pd.channel.listener import Listener
+from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
+from vllm_ascend_pd.cli.checkup.line import Line
+from vllm_ascend_pd.cli.checkup.pair import Facts, Offer, Read, Wrote, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
@@ -353,6 +356,59 @@ def _listener() -> Run:
     return run
 
 
+# -- the doctor
+
+
+class _Socket:
+    """What the other doctor says, without a socket; what is said to it is forgotten."""
+
+    def __init__(self, data: bytes) -> None:
+        step = len(data) // 3 + 1
+        self._pieces = [data[at : at + step] for at in range(0, len(data), step)]
+
+    def recv(self, _: int) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+    def sendall(self, _: bytes) -> None:
+        pass
+
+    def settimeout(self, _: float) -> None:
+        pass
+
+
+def _consultation() -> list[bytes]:
+    hello = clear_frame(Hello(PROTOCOL_VERSION, "doctor-1", b"n" * 32, False, "vllm-ascend-pd doctor"))
+    facts = Facts("0.1.0", "tcp", "mooncake 0.3", "0.32.0", "2.13.0", "little", "x86_64", 1.7e9, D)
+    said = (Proof(), facts, Offer("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
+    bodies = [b"\x02" + msgspec.msgpack.encode(each) for each in said]
+    stream = hello + b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    return [stream, clear_frame(Goodbye("PD-SEC-003", "no")), _frames()[0]]
+
+
+def _doctor() -> Run:
+    """Either side of the doctor's conversation. Without a secret what it hears is compared; with one, nothing is believed."""
+    ours = Facts("0.1.0", "tcp", "", "", "", "little", "x86_64", 0.0, P)
+
+    def run(data: bytes) -> str:
+        calling, asked = Line(_Socket(data)), Line(_Socket(data))  # type: ignore[arg-type]
+        try:
+            asked.greet_as_listener(SECRETS)
+            return ACCEPTED
+        except LineBroken:
+            pass
+        try:
+            calling.greet_as_dialer(None)
+            for check in differences(ours, calling.hear(Facts, 1.0)):
+                check.says.encode()
+            for kind in (Offer, Wrote, Read):
+                calling.hear(kind, 1.0)
+        except LineBroken:
+            return REFUSED
+        return READ
+
+    return run
+
+
 # -- reservations
 
 
@@ -649,6 +705,7 @@ TARGETS = (
     ),
     Target("signed", "signed messages", 12, _signed, _verifier),
     Target("listener", "a whole listener with a secret", 8, _frames, _listener),
+    Target("doctor", "the other doctor's words", 6, _consultation, _doctor),
     Target("sealed", "sealed reservations", 10, _sealed, _unsealer),
     Target("reservation", "unsigned reservations, into P's plan", 8, _unsigned, _admitted, ENVELOPE),
     Target("http answers", "the client of engines and metaserver", 8, _responses, _http_client),

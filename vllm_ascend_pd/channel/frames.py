@@ -98,18 +98,19 @@ def guarded_frame(guard: Guard, message: Guarded) -> bytes:
 
 
 def decode_clear(payload: memoryview) -> Clear:
-    return _decoded(_clear, payload)
+    return decoded(_clear, payload)
 
 
 def decode_guarded(payload: bytes | memoryview) -> Guarded:
-    return _decoded(_guarded, payload)
+    return decoded(_guarded, payload)
 
 
 def _frame(kind: int, body: bytes) -> bytes:
     return b"".join((_LENGTH.pack(len(body) + 1), bytes((kind,)), body))
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes | memoryview) -> T:
+def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes | memoryview) -> T:
+    """Raises RemoteProtocolError, whatever the bytes are."""
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

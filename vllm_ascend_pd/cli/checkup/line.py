@@ -28,6 +28,7 @@ from vllm_ascend_pd.channel.frames import (
     Splitter,
     clear_frame,
     decode_clear,
+    decoded,
     guarded_frame,
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting
@@ -110,8 +111,8 @@ class Line:
         """Raises Broken."""
         _, payload = self._frame(within_s)
         try:
-            return msgspec.msgpack.decode(self._open(payload), type=kind)
-        except msgspec.MsgspecError as problem:
+            return decoded(msgspec.msgpack.Decoder(kind), self._open(payload))
+        except RemoteProtocolError as problem:
             raise Broken(f"it is not understood: {problem}", "Install the same version on both hosts.") from problem
 
     def _open(self, payload: memoryview) -> bytes | memoryview:
