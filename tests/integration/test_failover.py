@@ -111,6 +111,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
         until(lambda: door.instances()[gone]["requests"] >= 5, "the P that is to be killed has no work")
         assert not door.spare.process.kill()
         until(lambda: door.instances()[gone]["state"] == "down", "it is not seen to be down")
+        assert door.operator.get("/readiness").status_code == 200, "one P and D are proven, and up"
         if page is not None:
             page.until(shown(gone, "down"))
             page.picture(cluster.directory / "status.png")
