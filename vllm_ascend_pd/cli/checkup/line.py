@@ -79,7 +79,7 @@ class Line:
         self._sock.sendall(guarded_frame(self._guard, Proof()))
         kind, payload = self._frame(GREETING_S)
         if kind == CLEAR:
-            _refused(decode_clear(payload))
+            _refused(_read(payload))
         self._open(payload)
         self.peer = theirs
 
@@ -127,12 +127,7 @@ class Line:
         kind, payload = self._frame(GREETING_S)
         if kind != CLEAR:
             raise Broken("its first frame is no greeting", "Is that the side channel's port?")
-        try:
-            said = decode_clear(payload)
-        except RemoteProtocolError as error:
-            raise Broken(
-                f"its greeting is not understood: {error.sentence}", "Is that the side channel's port?"
-            ) from error
+        said = _read(payload)
         return said if isinstance(said, Hello) else _refused(said)
 
     def _frame(self, within_s: float) -> tuple[int, memoryview]:
@@ -178,6 +173,14 @@ def _accept(theirs: Hello, secrets: Secrets | None) -> None:
         check_greeting(theirs, guarded=secrets is not None)
     except PdError as error:
         raise Broken(f"{error.code}: {error.sentence}", error.remedy) from error
+
+
+def _read(payload: memoryview) -> Clear:
+    try:
+        return decode_clear(payload)
+    except RemoteProtocolError as error:
+        says = f"its greeting is not understood: {error.sentence}"
+        raise Broken(says, "Is that the side channel's port?") from error
 
 
 def _refused(said: Clear) -> Any:
