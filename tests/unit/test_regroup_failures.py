@@ -152,6 +152,14 @@ class FullStaging(Staging):
         raise MemoryError("injected")
 
 
+class PatientStaging(Staging):
+    """Waits for a slot as long as it takes: this rank misses nothing, however busy the machine is."""
+
+    def _wait(self, destination: Any) -> bool:
+        self._patience[destination] = 30.0
+        return super()._wait(destination)
+
+
 def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] = RuntimeError) -> Any:
     def replaced(each: int, made: RegroupParts) -> RegroupParts:
         if each == rank:
@@ -217,12 +225,14 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
     only the owner can still fail the transfer, and it must not deliver what lay in the buffer."""
     wires = [Wire(), Wire()]
     layers = 4
-    p = engine(
-        Cache(tp=2, layers=layers),
-        push=config(**SMALL),
-        transports=wires,
-        parts=faulty(0, part, range(layers, 99)),
-    )
+    spoiled = faulty(0, part, range(layers, 99))
+
+    def parts(rank: int, made: RegroupParts) -> RegroupParts:
+        if rank == 0:
+            made.staging.__class__ = PatientStaging
+        return spoiled(rank, made)  # type: ignore[no-any-return]
+
+    p = engine(Cache(tp=2, layers=layers), push=config(**SMALL), transports=wires, parts=parts)
     d = DecodeSite(Cache(layers=layers))
     with running(p, d):
         wires[1].held = d.sessions
