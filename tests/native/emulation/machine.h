@@ -148,19 +148,39 @@ inline std::string describe(const Event& event) {
   return std::string(name_of(event.from)) + "_" + name_of(event.to) + " " + std::to_string(event.id);
 }
 
+// What lies in UB and who touched it, in pieces of 32 bytes. One for all cores of a launch: they run one after another,
+// and fresh memory costs more than clearing it.
+struct UnifiedBuffer {
+  struct Piece {
+    int writer = kScalar;
+    uint64_t written = 0;
+    std::array<uint64_t, kPipes> read{};
+  };
+
+  UnifiedBuffer& cleared() {
+    bytes.assign(kUbBytes, 0xCD);
+    written.assign(kUbBytes, 0);
+    pieces.assign(kUbBytes / kPiece, Piece{});
+    return *this;
+  }
+
+  std::vector<uint8_t> bytes, written;
+  std::vector<Piece> pieces;
+};
+
 class Core {
  public:
   using Clock = std::array<uint64_t, kPipes>;
 
-  Core(int index, int count, unsigned seed, const Memory& memory)
+  Core(int index, int count, unsigned seed, const Memory& memory, UnifiedBuffer& buffer)
       : index(index),
         count(count),
         memory_(memory),
         random_(seed * 7919u + index),
         mood_(seed % 4),
-        ub_(kUbBytes, 0xCD),
-        written_(kUbBytes, 0),
-        pieces_(kUbBytes / kPiece) {}
+        ub_(buffer.bytes),
+        written_(buffer.written),
+        pieces_(buffer.pieces) {}
 
   const int index, count;
   Statistics statistics;
@@ -272,11 +292,7 @@ class Core {
     Kind kind;
   };
 
-  struct Piece {
-    int writer = kScalar;
-    uint64_t written = 0;
-    std::array<uint64_t, kPipes> read{};
-  };
+  using Piece = UnifiedBuffer::Piece;
 
   void ordered(int pipe, int other, uint64_t tick, bool write, uint32_t piece) const {
     if (other != pipe && tick > clocks_[pipe][other]) {
@@ -331,8 +347,8 @@ class Core {
   const Memory& memory_;
   std::mt19937 random_;
   const unsigned mood_;
-  std::vector<uint8_t> ub_, written_;
-  std::vector<Piece> pieces_;
+  std::vector<uint8_t>&ub_, &written_;
+  std::vector<Piece>& pieces_;
   std::array<std::deque<Instruction>, kPipes> queues_;
   std::array<Clock, kPipes> clocks_{};
   std::map<Event, Clock> events_;
@@ -354,9 +370,10 @@ struct Report {
 inline Report launch(int cores, unsigned seed, const Memory& memory, const std::function<void()>& kernel) {
   Report report;
   std::vector<Touch> touches;
+  static thread_local UnifiedBuffer buffer;
   try {
     for (int index = 0; index < cores; ++index) {
-      Core core(index, cores, seed, memory);
+      Core core(index, cores, seed, memory, buffer.cleared());
       current = &core;
       owed.clear();
       try {
