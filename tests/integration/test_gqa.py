@@ -32,7 +32,7 @@ from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.faults import DROP_WRITES
-from scripts.support.models import ensure
+from scripts.support.models import ensure, recipe_of
 from scripts.support.soaking import Soak
 from scripts.support.spec import EngineSpec
 from scripts.support.timeline import Event, Trace
@@ -96,6 +96,13 @@ def pipeline(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMa
     pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
     yield pairs
     cluster.stop(*(pair.front for pair in pairs), p)
+
+
+def counted(engine: Engine) -> dict[str, float]:
+    """Our metrics at the engine's /metrics, after a step that collected everything."""
+    settled_free_blocks(engine)
+    prefix = "vllm:ascend_pd_"
+    return {name.removeprefix(prefix): value for name, value in engine.metrics().items() if name.startswith(prefix)}
 
 
 def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]], set[tuple[str, int]]]:
@@ -228,6 +235,19 @@ class TestFromTp2:
 
     def test_16_at_once_share_the_chunks(self, two: tuple[Pair, Pair]) -> None:
         two[0].check([fresh_prompt(30 + 17 * i) for i in range(16)], name="2→1, 16 at once")
+
+    def test_metrics_tell_each_push_once_whatever_the_tp_sizes(self, two: tuple[Pair, Pair]) -> None:
+        lengths = (4 * BLOCK, 10 * BLOCK, 3 * BLOCK)
+        for pair in two:
+            engines = (pair.prefill, *pair.decode)
+            before = {engine.name: counted(engine) for engine in engines}
+            pair.check([fresh_prompt(length) for length in lengths], name="counted")
+            p, d = ({k: v - before[e.name].get(k, 0.0) for k, v in counted(e).items()} for e in engines)
+            assert p["xfer_time_seconds_count"] == p["exposed_time_seconds_count"] == len(lengths)
+            assert p["bytes_transferred_total"] == sum(lengths) * recipe_of(ensure("gqa")).kv_bytes_per_token()  # type: ignore[union-attr]
+            assert p["num_descriptors_total"] > 0
+            assert d["metaserver_time_seconds_count"] == len(lengths)
+            assert not p.get("num_failed_transfers_total") and not d.get("num_failed_recvs_total")
 
     def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair], cluster: Cluster) -> None:
         """30 more urgent requests decode on P itself. Half-way the prompt that is being pushed loses its blocks, and they
