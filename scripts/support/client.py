@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,14 +74,25 @@ async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -
     async with client.stream("POST", url, json={**body, "stream": True}) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode(errors="replace"))
-        async for line in response.aiter_lines():
-            if not line.startswith("data:") or line.strip() == "data: [DONE]":
+        async for line in lines_of(response):
+            if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
                 continue
             _take(answer, tokens, json.loads(line[5:]), time.monotonic() - answer.started)
     if not tokens:
         raise RequestFailed(200, "the stream ended without a token")
     answer.tokens = tuple(tokens)
     return answer
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Cut at newlines alone: httpx's lines also end at U+0085 and U+2028, which a model may say."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -> None:

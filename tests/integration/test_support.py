@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
+from scripts.support.client import lines_of
 from scripts.support.compare import Tally, TokensDiffer, first_difference
 from scripts.support.process import Child, free_port
 from scripts.support.timeline import Trace, picture
@@ -85,6 +88,26 @@ time.sleep(600)
 
 def _start(code: str, directory: Path) -> Child:
     return Child("child", [sys.executable, "-c", code], directory / "log", os.environ, directory)
+
+
+def test_what_a_model_says_does_not_cut_its_stream() -> None:
+    """Line separators that only Unicode knows, in a stream whose pieces end anywhere."""
+    event = json.dumps({"text": "a\u2028b\x85c\x0bd"}, ensure_ascii=False).encode()
+
+    async def cut() -> list[bytes]:
+        response = httpx.Response(200, stream=Pieces(b"data: " + event + b"\n\ndata: [DONE]"))
+        return [line async for line in lines_of(response)]
+
+    assert asyncio.run(cut()) == [b"data: " + event, b"", b"data: [DONE]"]
+
+
+class Pieces(httpx.AsyncByteStream):
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for at in range(0, len(self._data), 5):
+            yield self._data[at : at + 5]
 
 
 def test_a_process_that_does_not_end_is_killed_and_named_with_its_descendants(tmp_path: Path) -> None:
