@@ -112,6 +112,42 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--kv-transfer-config", "@missing"], "'@missing'"),
+        (["--kv-transfer-config", '{"kv_connector_extra_config": []}'], "kv_connector_extra_config = []"),
+        (["--kv-transfer-config", '["kv_role"]'], "not an object"),
+        (["--ports", "8000", "70000"], "--ports = 70000"),
+        (["--ports", "-1"], "--ports = -1"),
+        (
+            ["--ranks", "4", "--kv-transfer-config", '{"kv_connector_extra_config": {"side_channel_port": 65535}}'],
+            "side_channel_port = 65535",
+        ),
+        (["--ranks", "0"], "--ranks = 0"),
+        (["--tp", "0"], "--tp = 0"),
+        (["--block-size", "-1"], "--block-size = -1"),
+        (["--listen", "--calls", "-1"], "--calls = -1"),
+        (["--host", ".."], "--host = '..'"),
+        (["--listen", "..:70"], "--listen = '..'"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_line_with_the_remedy(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("PD-CONF-003") and named in printed.err
+    assert not printed.out and printed.err.count("\n") == 1
+
+
+def test_the_last_port_there_is_can_be_the_last_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"kv_connector_extra_config": {"side_channel_port": 65534}}')
+    _, found = doctor("--ranks", "2", "--kv-transfer-config", f"@{file}")
+    assert len(found["ports"]) == 2
+
+
+@pytest.mark.parametrize(
     ("found", "level"),
     [
         ({"vllm": "0.32.0", "torch": "2.13.0"}, GOOD),
@@ -166,6 +202,25 @@ def test_metaservers_of_the_allow_list_are_called() -> None:
         push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=urls))
         levels = [check.level for check in host.metaservers(host.Asked(push))]
     assert levels == [GOOD, WARNING, NOTE]
+
+
+def test_an_address_of_the_allow_list_that_speaks_no_http_is_a_warning() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+
+        def answer() -> None:
+            caller, _ = server.accept()
+            with caller:
+                caller.recv(1000)
+                caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=answer, name="ssh server")
+        thread.start()
+        push = PushConfig(
+            metaserver=MetaserverConfig(metaserver_urls=(f"http://{LOOPBACK}:{server.getsockname()[1]}",))
+        )
+        (check,) = host.metaservers(host.Asked(push))
+        thread.join()
+    assert check.level == WARNING and "SSH-2.0" in check.says
 
 
 # ---- a host with NPUs, as its files look

@@ -115,11 +115,42 @@ def test_the_picture_is_svg_with_a_line_for_each_link(capsys: pytest.CaptureFixt
     [
         (["--p-tp", "2", "--d-tp", "2", "--head-dim", "8", "--layers", "1"], "--kv-heads"),
         (["--p-tp", "2", "--d-tp", "2", "--kv-heads", "8", "--layers", "1"], "--head-dim"),
-        (["--p-tp", "0", "--d-tp", "2", *GQA], "p_tp"),
-        (["--p-tp", "2", "--d-tp", "2", *GQA, "--tokens", "0"], "tokens"),
+        (["--p-tp", "0", "--d-tp", "2", *GQA], "--p-tp = 0"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--tokens", "0"], "--tokens = 0"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--link-gbps", "0"], "--link-gbps = 0.0"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--link-gbps", "-3"], "--link-gbps = -3.0"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--link-gbps", "nan"], "--link-gbps = nan"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--descriptor-us", "-1"], "--descriptor-us = -1.0"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--kv-heads", "-8"], "--kv-heads = -8"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--head-dim", "-1"], "--head-dim = -1"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--layers", "-1"], "--layers = -1"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--svg", "/nowhere/at/all.svg"], "--svg = '/nowhere/at/all.svg'"),
     ],
 )
 def test_what_cannot_be_planned_is_named(capsys: pytest.CaptureFixture[str], words: list[str], named: str) -> None:
     assert main(["plan", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("PD-CONF-003") and named in printed.err
+    assert not printed.out and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("[1]", "not an object"),
+        ("{", "not JSON"),
+        ('{"num_attention_heads": "32", "num_hidden_layers": 2, "hidden_size": 64}', "num_attention_heads = '32'"),
+        ('{"num_attention_heads": 32, "num_hidden_layers": 2}', "hidden_size = None"),
+        ('{"num_attention_heads": 32, "num_hidden_layers": -2, "hidden_size": 64}', "num_hidden_layers = -2"),
+        ('{"num_attention_heads": 2, "num_hidden_layers": 2, "kv_lora_rank": 512}', "qk_rope_head_dim = None"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_models_configuration_that_cannot_be_used_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, config: str | None, named: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("PD-CONF-003") and named in said
+    assert said.startswith(f"PD-CONF-003: --model = '{tmp_path}'") and named in said and said.count("\n") == 1

@@ -229,3 +229,33 @@ def test_the_cost_of_tracing_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     on = float(said.split("switched on: ")[1].split()[0])
     assert off < 1000 * on  # nanoseconds and microseconds
     assert "a transfer here has" in said
+
+
+# -- mistakes
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(RECORDED), "--perfetto", "/nowhere/at/all.json"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("PD-CONF-003: --perfetto = '/nowhere/at/all.json'") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('{"t": "soon", "stage": "clock", "wall": 1.0}', "decode-worker-25456.jsonl:3 has t = 'soon'"),
+        ('{"t": 1.0, "wall": 1.0}', "decode-worker-25456.jsonl:3 has t = 1.0 and stage = None"),
+        ("[1]", "decode-worker-25456.jsonl:3 is not an object"),
+        ('{"t": 1.0, "stage": "reserved"}', "KeyError: 'transfer'"),
+    ],
+)
+def test_a_line_that_is_no_event_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, named: str
+) -> None:
+    shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "decode-worker-25456.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    assert main(["trace", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("PD-CONF-003: DIR = ") and named in said and said.count("\n") == 1

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_ascend_pd.channel.exposure import check_exposure
+from vllm_ascend_pd.cli import given
 from vllm_ascend_pd.cli.checkup import host as host_checks
 from vllm_ascend_pd.cli.checkup import npu
 from vllm_ascend_pd.cli.checkup.check import FAILURE, Check
@@ -81,8 +82,17 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
         push, role = host_checks.read_config(args.kv_transfer_config)
     if args.secret_file:
         push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
+    for flag, value in (("--ranks", args.ranks), ("--tp", args.tp), ("--block-size", args.block_size)):
+        given.at_least(flag, value, 1)
+    given.at_least("--calls", args.calls, 0)
+    for number in args.ports:
+        given.port("--ports", number)
+    base = push.channel.side_channel_port
+    if base and base + args.ranks - 1 > 65535:
+        why = f"with --ranks {args.ranks} the last rank's port would be {base + args.ranks - 1}"
+        given.refuse("side_channel_port", base, why, "Choose a lower one, or 0.")
     host = args.host or push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or "127.0.0.1"
-    return host_checks.Asked(push, role, host, tuple(args.ports), args.ranks, npu.present())
+    return host_checks.Asked(push, role, given.host("--host", host), tuple(args.ports), args.ranks, npu.present())
 
 
 def _secrets(asked: host_checks.Asked) -> Secrets | None:
@@ -100,14 +110,14 @@ def _geometry(args: argparse.Namespace) -> Any:
 def _listen(args: argparse.Namespace, asked: host_checks.Asked) -> int:
     from vllm_ascend_pd.cli.checkup import pair
 
-    host, port = _address(args.listen, "--listen")
+    host, number = _address(args.listen, "--listen")
     channel = asked.push.channel
     check_exposure(host, secured=bool(channel.secret_file), allow_unauthenticated=channel.allow_unauthenticated)
     side = pair.Side(asked, _secrets(asked), _geometry(args))
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as problem:
-        raise ConfigError("PD-CTRL-001", address=f"{host}:{port}", why=problem.strerror or str(problem)) from problem
+        raise ConfigError("PD-CTRL-001", address=f"{host}:{number}", why=problem.strerror or str(problem)) from problem
     with listening:
         print(f"waiting for `vllm-ascend-pd doctor --peer {host}:{listening.getsockname()[1]}`", flush=True)
         pair.serve(side, listening, lambda words: print(words, flush=True), args.calls)
@@ -115,8 +125,7 @@ def _listen(args: argparse.Namespace, asked: host_checks.Asked) -> int:
 
 
 def _address(text: str, flag: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        remedy = "Give HOST:PORT."
-        raise ConfigError("PD-CONF-003", key=flag, value=text, why="it is no host and port", remedy=remedy)
-    return host.strip("[]"), int(port)
+    host, _, number = text.rpartition(":")
+    if not host or not (number.isascii() and number.isdigit()) or int(number) > 65535:
+        given.refuse(flag, text, "it is no host and port", "Give HOST:PORT.")
+    return given.host(flag, host.strip("[]")), int(number)

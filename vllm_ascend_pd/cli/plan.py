@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
@@ -17,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_ascend_pd.cli.given import at_least, positive, read_text, refuse, write_text
 from vllm_ascend_pd.config import RegroupConfig
-from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
@@ -87,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     links = _links(p, d, shape, decision)
     seconds = _seconds(links, args.link_gbps, args.descriptor_us)
     staging = _staging(p, args.step_tokens) if decision.regroup else 0
+    if args.svg:
+        write_text("--svg", args.svg, _svg(p, d, links, decision))
     if args.json:
         rows = [{"p": x.p_rank, "d": x.d_rank, "descriptors": x.descriptors, "bytes": x.nbytes} for x in links]
         print(
@@ -105,8 +108,6 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"staging on each prefill rank: {staging / 2**20:.1f} MiB" + ("" if staging else ", nothing is regrouped")
         )
-    if args.svg:
-        Path(args.svg).write_text(_svg(p, d, links, decision))
     return 0
 
 
@@ -119,20 +120,36 @@ def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> Cache
 
 def _read_model(model: str) -> tuple[int, int, int, bool]:
     """Heads, dimension, layers, and whether it is MLA. Raises ConfigError."""
+    remedy = "Give a directory with a model's config.json, or --kv-heads, --head-dim and --layers."
+    text = read_text("--model", model, Path(model) / "config.json", remedy)
     try:
-        config = json.loads((Path(model) / "config.json").read_text())
-        attention = config["num_attention_heads"]
-        layers = config["num_hidden_layers"]
-        if config.get("kv_lora_rank"):
-            return 1, config["kv_lora_rank"] + config["qk_rope_head_dim"], layers, True
-        dim = config.get("head_dim") or config["hidden_size"] // attention
-        return config.get("num_key_value_heads", attention), dim, layers, False
-    except (OSError, ValueError, KeyError) as problem:
-        why, remedy = f"its config.json cannot be used ({problem!r})", "Give a directory with a model's config.json."
-        raise ConfigError("PD-CONF-003", key="--model", value=model, why=why, remedy=remedy) from problem
+        config = json.loads(text)
+    except ValueError as problem:
+        refuse("--model", model, f"its config.json is not JSON ({problem})", remedy, problem)
+    if not isinstance(config, dict):
+        refuse("--model", model, "its config.json is not an object", remedy)
+
+    def size(name: str) -> int:
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            refuse("--model", model, f"its config.json says {name} = {value!r}", remedy)
+        return value
+
+    attention, layers = size("num_attention_heads"), size("num_hidden_layers")
+    if config.get("kv_lora_rank"):
+        return 1, size("kv_lora_rank") + size("qk_rope_head_dim"), layers, True
+    dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
+    return size("num_key_value_heads") if config.get("num_key_value_heads") else attention, dim, layers, False
 
 
 def _shape(args: argparse.Namespace) -> Shape:
+    for name in ("p_tp", "d_tp", "kv_heads", "head_dim", "layers", "block_size", "tokens", "step_tokens"):
+        given = getattr(args, name)
+        if given is not None:
+            at_least("--" + name.replace("_", "-"), given, 1)
+    positive("--link-gbps", args.link_gbps, "GB/s")
+    if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
+        refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
     if args.model:
         told_heads, told_dim, told_layers, mla = _read_model(args.model)
@@ -141,11 +158,7 @@ def _shape(args: argparse.Namespace) -> Shape:
             layout, dim = "mla", told_dim
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
-            raise ConfigError("PD-CONF-003", key=name, value=value, why="it is needed", remedy="Give it, or --model.")
-    for name in ("p_tp", "d_tp", "block_size", "tokens", "step_tokens"):
-        if getattr(args, name) < 1:
-            why, remedy = "it must be at least 1", "Give a positive number."
-            raise ConfigError("PD-CONF-003", key=f"--{name}", value=getattr(args, name), why=why, remedy=remedy)
+            refuse(name, value, "it is needed", "Give it, or --model.")
     return Shape(1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype], layout, args.tokens)
 
 

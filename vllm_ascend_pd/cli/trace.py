@@ -13,9 +13,9 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.cli.given import refuse, write_text
 from vllm_ascend_pd.observe.perfetto import chrome_trace
 from vllm_ascend_pd.observe.timeline import Trace, picture, table
 from vllm_ascend_pd.observe.trace import TraceFile, emit
@@ -38,20 +38,31 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, UnicodeDecodeError) as problem:
+        if not args.directory:
+            raise
+        # The files come from anywhere: a line that no process of ours wrote is the user's to find, so it is named.
+        why = f"{_culprit(Path(args.directory))} ({type(problem).__name__}: {problem})"
+        refuse("DIR", args.directory, why, "Remove or mend that file; the others can be read without it.", problem)
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.cost:
         print("\n".join(_cost(Trace(Path(args.directory)) if args.directory else None)))
         return 0
     trace = Trace(Path(args.directory)) if args.directory else None
     if trace is None or not trace.events:
         remedy = "Set trace_dir on both engines and --trace-dir on the metaserver, and give that directory."
-        _refuse("DIR", args.directory or "", "it holds no trace files", remedy)
+        refuse("DIR", args.directory or "", "it holds no trace files", remedy)
     transfers = trace.transfers()
     chosen = trace.find(args.transfer) if args.transfer else transfers[-1] if transfers else None
     if args.transfer and chosen is None:
-        _refuse("--transfer", args.transfer, "no transfer or request is called so", "Leave it out to see the list.")
+        refuse("--transfer", args.transfer, "no transfer or request is called so", "Leave it out to see the list.")
     if args.perfetto:
         events = trace.of(chosen) if args.transfer and chosen else trace.events
-        Path(args.perfetto).write_text(json.dumps(chrome_trace(events), default=str))
+        write_text("--perfetto", args.perfetto, json.dumps(chrome_trace(events), default=str))
     if args.text or not args.perfetto:
         if not args.transfer:
             print("\n".join(table(trace)))
@@ -91,5 +102,21 @@ def _per_event(count: int) -> float:
     return best
 
 
-def _refuse(key: str, value: str, why: str, remedy: str) -> NoReturn:
-    raise ConfigError("PD-CONF-003", key=key, value=value, why=why, remedy=remedy)
+def _culprit(directory: Path) -> str:
+    """The first line that is no event; where all of them are, the facts of one are not what its stage has."""
+    for path in sorted(directory.rglob("*.jsonl")):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as problem:
+            return f"{path} cannot be read ({problem})"
+        for number, line in enumerate(lines, 1):
+            try:
+                event = json.loads(line)
+            except ValueError:  # left out by the reader too: a process that was killed
+                continue
+            if not isinstance(event, dict):
+                return f"{path}:{number} is not an object"
+            t, stage = event.get("t"), event.get("stage")
+            if not isinstance(t, int | float) or isinstance(t, bool) or not isinstance(stage, str):
+                return f"{path}:{number} has t = {t!r} and stage = {stage!r}"
+    return "an event lacks what its stage should have"

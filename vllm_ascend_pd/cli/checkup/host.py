@@ -6,6 +6,7 @@ Nothing heavy is imported: versions are read from the installed packages' own re
 
 from __future__ import annotations
 
+import http.client
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 from vllm_ascend_pd.channel.exposure import is_loopback
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, tried, warning
+from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.secret_files import read_secret
@@ -245,19 +247,18 @@ def secret(asked: Asked) -> Check:
 
 def read_config(text: str) -> tuple[PushConfig, str]:
     """From what stands behind vLLM's --kv-transfer-config, or a file with it: the parsed keys and the role."""
-    source = Path(text[1:]).read_text() if text.startswith("@") else text
+    flag, told, remedy = "--kv-transfer-config", text[:60], "Give the same JSON that vLLM gets, or @FILE."
+    source = read_text(flag, told, Path(text[1:]), remedy) if text.startswith("@") else text
     try:
         whole: Any = json.loads(source)
     except ValueError as problem:
-        raise _unusable(text, f"it is not JSON ({problem})") from problem
+        refuse(flag, told, f"it is not JSON ({problem})", remedy, problem)
     if not isinstance(whole, dict):
-        raise _unusable(text, "it is not an object")
-    return PushConfig.parse(whole.get("kv_connector_extra_config", {})), str(whole.get("kv_role", ""))
-
-
-def _unusable(text: str, why: str) -> ConfigError:
-    remedy = "Give the same JSON that vLLM gets, or @FILE."
-    return ConfigError("PD-CONF-003", key="--kv-transfer-config", value=text[:60], why=why, remedy=remedy)
+        refuse(flag, told, "it is not an object", remedy)
+    extra = whole.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        refuse(f"{flag}: kv_connector_extra_config", extra, "it is not an object", 'Give {"key": value, …}.')
+    return PushConfig.parse(extra), str(whole.get("kv_role", ""))
 
 
 def settings(asked: Asked) -> Iterable[Check]:
@@ -285,6 +286,6 @@ def metaservers(asked: Asked) -> Iterator[Check]:
         try:
             with direct.open(url.rstrip("/") + "/health", timeout=METASERVER_S) as answer:
                 yield good("metaserver", f"{url} answers {answer.status}")
-        except (OSError, ValueError) as problem:  # urllib's own errors are OSErrors
+        except (OSError, ValueError, http.client.HTTPException) as problem:  # urllib's own errors are OSErrors
             remedy = "Start it, or correct metaserver_urls; look at firewalls between."
             yield warning("metaserver", f"{url} does not answer: {problem}", remedy)
