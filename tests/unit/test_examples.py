@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,40 @@ def test_workflows_run_what_is_there() -> None:
         jobs = yaml.safe_load(path.read_text())["jobs"]
         assert all("timeout-minutes" in job for job in jobs.values()), path.name
     assert (ROOT / ".ci" / "run").is_file()
+
+
+ACTIONLINT = ROOT / ".github" / "actionlint" / "run.sh"
+
+
+def actionlint(*files: Path, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [ACTIONLINT, *files], env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_actionlint_finds_nothing_in_our_workflows_and_something_in_a_broken_one(tmp_path: Path) -> None:
+    code, said = actionlint()
+    if code == 77:
+        pytest.skip(said.strip())
+    assert (code, said) == (0, "")
+    workflows = ROOT / ".github" / "workflows"
+    broken = [tmp_path / "npu.yml", tmp_path / "release.yml"]
+    broken[0].write_text((workflows / "npu.yml").read_text().replace("matrix.npus }} NPU", "matrix.cards }} NPU"))
+    broken[1].write_text((workflows / "release.yml").read_text().replace("ubuntu-24.04-arm", "ubunut-24.04-arm"))
+    code, said = actionlint(*broken)
+    assert code == 1 and len(said.splitlines()) == 2
+    assert f"{broken[0]}:" in said and "cards" in said and f"{broken[1]}:" in said and "ubunut-24.04-arm" in said
+
+
+def test_ci_runs_actionlint_and_says_why_where_it_cannot(tmp_path: Path) -> None:
+    assert ".github/actionlint/run.sh" in (ROOT / ".ci" / "run").read_text()
+    for tool in ("bash", "dirname", "cmp"):
+        found = shutil.which(tool)
+        assert found
+        (tmp_path / tool).symlink_to(found)
+    code, said = actionlint(PATH=str(tmp_path), ACTIONLINT_DIR=str(tmp_path / "cache"))
+    assert code == 77 and said.startswith("actionlint is skipped: there is no node")
 
 
 def test_what_never_ran_says_so() -> None:
