@@ -51,11 +51,13 @@ class Worker:
     def __init__(self) -> None:
         self._rank: PrefillRank | None = None
         self._exchanges: list[tuple[int, int, int]] = []
-        self._called = 0
+        self._called = self._bad = 0
         original = dist.all_to_all_single
 
         def counting(*arguments: Any, **keys: Any) -> Any:
             self._called += 1
+            if self._called == self._bad:
+                raise RuntimeError("injected")
             return original(*arguments, **keys)
 
         dist.all_to_all_single = counting
@@ -83,6 +85,10 @@ class Worker:
 
     def step(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
         return self._own.run(step, shares, hook, ended)
+
+    def break_collective(self, number: int) -> None:
+        """This call of a collective, counted from 1, raises here and reaches nobody."""
+        self._bad = number
 
     def dummy_run(self) -> None:
         assert isinstance(self._own, AscendRank)

@@ -25,6 +25,10 @@ def reports(prompt: Prompt) -> list[tuple[bool, str]]:
     return [(report.ok, report.code) for report in prompt.site.reports[prompt.name]]
 
 
+def told(prompt: Prompt) -> list[tuple[str, str]]:
+    return [(report.code, report.detail) for report in prompt.site.reports[prompt.name]]
+
+
 def started(p: PrefillSite, *prompts: Prompt) -> None:
     for site in {id(prompt.site): prompt.site for prompt in prompts}.values():
         site.step()
@@ -146,6 +150,11 @@ class Faulty(Exchange):
                 self._send[begin + TAG_BYTES : end] = 0  # the tags are in the buffer, and must not be believed
             raise self.error("injected")
 
+    def _all_to_all(self, rows: ExchangeRows) -> None:
+        if self._now and self.part == "collective":
+            raise self.error("injected")
+        super()._all_to_all(rows)
+
 
 class FullStaging(Staging):
     def take(self, destination: Any, nbytes: int) -> StagingSlot | None:
@@ -200,6 +209,28 @@ def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
         p.compute((prompt, 64))
         assert not p.ended(prompt)
         assert (False, "PD-XFER-006") in reports(prompt)
+
+
+def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
+    """Rank 1 of 4 cannot call the second one. The others are inside, and their group would let them wait for minutes."""
+    parts = faulty(1, "collective", [1])
+    p = engine(Cache(tp=4, heads=8), push=config(regroup="auto", quiet_s=0.2), parts=parts, timeout_s=600.0)
+    d, direct = DecodeSite(Cache(tp=2, heads=8)), DecodeSite(Cache(tp=4, heads=8))
+    with running(p, d, direct):
+        first, later, other = d.reserve(64), d.reserve(64), direct.reserve(64)
+        started(p, first)
+        p.compute((first, 64))
+        assert not p.ended(first)
+        until(lambda: exchanged(p) == [2] * 4, "every rank is out of it", seconds=20)
+        p.finished(first)
+        assert any("PD-XFER-006" in (code, detail.split()[0]) for code, detail in told(first))
+        started(p, later, other)
+        p.compute((later, 64), (other, 64))
+        assert not p.ended(later), "exchanges are over for good"
+        assert p.ended(other), "what needs no exchange goes on"
+        direct.check(other)
+        p.finished(later, other)
+        assert p.is_quiet(), str(p.stats())
 
 
 def test_staging_that_breaks_on_one_rank_leaves_nobody_alone() -> None:

@@ -234,3 +234,24 @@ def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> Non
     finally:
         fleet.abandon()
         d.close()
+
+
+def test_a_rank_whose_collective_raises_leaves_nobody_in_it(tmp_path: Path) -> None:
+    """Nobody dies, so no connection ends by itself: the rank must end its own, or the others stay for ten minutes."""
+    fleet = Fleet(3)
+    d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(quiet_s=0.2))
+    p = fleet.engine(Cache(tp=3, heads=6), quiet_s=0.2)
+    try:
+        fleet.members[1].ask("break_collective", 3)
+        prompt = d.reserve(90)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        p.compute((prompt, 50))
+        assert not p.ended(prompt)
+        until(lambda: [facts["exchanges"] for facts in p.stats()] == [4] * 3, "every rank is out", seconds=20)
+        p.finished(prompt)
+        assert p.is_quiet(), p.stats()
+    finally:
+        fleet.abandon()
+        d.close()

@@ -12,10 +12,13 @@ exchange, also where that source has nothing to do with the transfer any more an
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,6 +169,10 @@ class Exchange:
         for at in rows.sent_tags:
             self._send[at : at + TAG_BYTES].copy_(self._tags[0])
 
+    def break_off(self) -> None:
+        """After `run` has raised: no rank is to wait for this one. For good, and for all ranks of the group."""
+        break_off(self._group, self._send.device)
+
     def _all_to_all(self, rows: ExchangeRows) -> None:
         plan = rows.plan
         if not plan.exchanges:
@@ -218,3 +225,19 @@ def new_group(tp_size: int, pp_size: int, rank: int, backend: str, timeout_s: fl
     if mine is None:
         raise ValueError(f"rank {rank} is in no stage of {pp_size} x {tp_size}")
     return mine
+
+
+def break_off(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Close this rank's connections in a group, so that what others wait for in it fails at once.
+
+    gloo's backend has no abort of its own (`ProcessGroup.abort` does nothing there), but it closes every connection of a
+    context in which a receive ran out of time. HCCL's is torch_npu's `abort_hccl_comm`: it has not been run on an NPU.
+    """
+    backend: Any = group._get_backend(device)
+    if backend.name() != "gloo":
+        backend.abort_hccl_comm("this rank left a regroup exchange")
+        return
+    peer = 1 if group.rank() == 0 else 0
+    for tag in range(os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1):  # one context for each interface
+        with suppress(RuntimeError):  # which is what it is for
+            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))

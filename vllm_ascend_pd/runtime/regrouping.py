@@ -280,10 +280,18 @@ class Regrouper:
             try:
                 return self._exchange.run(run.part.rows, run.unit.layer, slots)
             except Exception as failed:
-                # The group is of no use from here on: a rank is gone, or the collective timed out.
-                log.exception("an exchange failed: every regrouped push of this worker fails from now on")
+                # The group is of no use from here on: a rank is gone, the collective timed out, or could not be called.
+                log.exception("an exchange failed: every regrouped push of this engine fails from now on")
                 self._broken = failed
+                self._break_off()
         return Outcome(0, self._broken, 0.0)
+
+    def _break_off(self) -> None:
+        """This rank comes to no exchange any more: the others must not wait for it until the group's timeout."""
+        try:
+            self._exchange.break_off()
+        except Exception:  # whatever the backend makes of it, this rank's pushes must be failed
+            log.exception("the process group could not be broken off: other ranks may wait for its timeout")
 
     def _take_slots(self, run: _Run, slots: list[StagingSlot | None]) -> Exception | None:
         try:
