@@ -109,9 +109,11 @@ class Manner:
 
     tokens: int = 3
     before_first_s: float = 0.0
+    hold: bool = False  # no answer until the test lets go
     gap_s: float = 0.0
     prefill_s: float = 0.0
     status: int = 200  # another one: it answers that
+    wedged: bool = False  # 500 to whatever must be computed; it still lists its models
     empty: bool = False  # 200 and nothing
     break_after: int | None = None  # pieces sent before the connection is torn
     hang: bool = False  # never answers
@@ -196,7 +198,9 @@ class FakeEngine:
     async def _serve(self, seen: Seen, send: Send) -> None:
         if self.manner.hang:
             await asyncio.Event().wait()
-        if self.manner.status != 200:
+        if self.manner.wedged and seen.route != "/v1/models":
+            await _answer(send, 500, _error(500, "wedged"))
+        elif self.manner.status != 200:
             await _answer(send, self.manner.status, _error(self.manner.status, "as told"))
         elif self.manner.empty:
             await _answer(send, 200, b"")
@@ -205,11 +209,19 @@ class FakeEngine:
                 send, 200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}).encode()
             )
         elif not seen.route.endswith("completions"):
+            await self._held()
+            if (seen.body or {}).get("stream"):
+                await self._stream(seen, send)
+                return
             await _answer(send, 200, json.dumps({"route": seen.route, "body": seen.body}).encode())
         elif seen.body.get("model", "fake") != "fake":
             await _answer(send, 404, _error(404, "The model does not exist."))
         else:
             await self._generate(seen, send)
+
+    async def _held(self) -> None:
+        while self.manner.hold:
+            await asyncio.sleep(0.01)
 
     async def _generate(self, seen: Seen, send: Send) -> None:
         if self.manner.ends:
@@ -239,6 +251,7 @@ class FakeEngine:
                 await _answer(send, 500, _error(500, "Internal server error"))
             return
         await asyncio.sleep(self.manner.before_first_s)
+        await self._held()
         await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
 
     async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:

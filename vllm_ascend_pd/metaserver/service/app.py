@@ -21,7 +21,7 @@ from starlette.routing import Route
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
-from vllm_ascend_pd.metaserver.service import spans, state
+from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
@@ -32,7 +32,6 @@ from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile
 from vllm_ascend_pd.metaserver.service.intake import Intake, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.passing import pass_on
 from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
@@ -46,7 +45,8 @@ Handle = Callable[[Scope, Receive, Send], Awaitable[None]]
 # What a proxy keeps to itself. Accept-Encoding too: the relay looks at the first bytes of an answer.
 _NOT_FORWARDED = frozenset(
     b"host content-length connection keep-alive transfer-encoding te trailer upgrade proxy-connection "
-    b"proxy-authorization proxy-authenticate expect accept-encoding".split()
+    b"proxy-authorization proxy-authenticate expect accept-encoding "
+    b"x-request-id x-forwarded-for".split()  # made anew
 )
 _MAX_RESERVATION_BYTES = 64 << 20
 
@@ -130,17 +130,40 @@ class Worker:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         try:  # the body is given no name here: this frame lives as long as the stream
-            request = bodies.parse(scope["path"], await self._intake.body(receive, self.settings.max_body_bytes))
+            request = bodies.parse(scope["path"], await self._body(receive, scope["path"]))
         except bodies.BodyError as problem:
             METRICS.requests.labels(scope["path"], 400).inc()
             await tell(send, fault(400, str(problem)))
             return
-        interrupt = Interrupt()
-        exchange = Exchange(request, headers, request_id, interrupt, send)
+        exchange = Exchange(request, headers, request_id, Interrupt(), send)
         del request
+        await self._attend(receive, exchange, self.front.serve(exchange))
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, request_id = forwarded(scope, self.settings.engine_token)
+        route = passing.call(scope).route
+        try:
+            call = passing.call(scope, await self._body(receive, route))
+        except bodies.BodyError as problem:
+            METRICS.requests.labels(route, 400).inc()
+            await tell(send, fault(400, str(problem)))
+            return
+        exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
+        await self._attend(receive, exchange, passing.pass_on(self.front, exchange, call))
+
+    async def _body(self, receive: Receive, route: str) -> bytes:
+        try:
+            return await self._intake.body(receive, self.settings.max_body_bytes)
+        except Refused as refused:
+            METRICS.requests.labels(route, refused.answer.status).inc()
+            raise
+
+    async def _attend(self, receive: Receive, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        """A client's request from its body to its end, counted."""
+        interrupt = exchange.interrupt
         METRICS.running.inc()
         try:
-            await while_connected(receive, interrupt, self.front.serve(exchange))
+            await while_connected(receive, interrupt, work)
         finally:
             METRICS.running.dec()
             if interrupt.left:
@@ -151,11 +174,6 @@ class Worker:
         body = await self._intake.body(receive, _MAX_RESERVATION_BYTES)
         interrupt = Interrupt()
         await while_connected(receive, interrupt, self._reservations.answer(body, interrupt, send))
-
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, _ = forwarded(scope, self.settings.engine_token)
-        body = await self._intake.body(receive, self.settings.max_body_bytes)
-        await while_connected(receive, Interrupt(), pass_on(self.front, scope, headers, body, send))
 
     # -- what operators ask
 
@@ -243,10 +261,10 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
             authorised = True
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             drop = drop.union(part.strip().lower() for part in value.split(b","))
-    headers = [(name, value) for name, value in scope["headers"] if name not in drop and name != b"x-forwarded-for"]
+    headers = [(name, value) for name, value in scope["headers"] if name not in drop]
     if request_id is None:
         request_id = uuid.uuid4().hex.encode()
-        headers.append((b"x-request-id", request_id))
+    headers.append((b"x-request-id", request_id))  # one, whatever the client says belongs to its connection
     if kind is None:
         headers.append((b"content-type", b"application/json"))
     if engine_token and not authorised:

@@ -102,6 +102,7 @@ class Exchange:
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
     status: int = 0
     span: Any = None  # where spans are wanted
+    remembered: bool = True  # among the last requests: polls would push out all others
     stages: list[tuple[str, float, str]] = field(default_factory=list)
 
     def stage(self, name: str, detail: str = "") -> None:
@@ -179,4 +180,5 @@ class Journal:
 
     def end(self, exchange: Exchange) -> None:
         self.exchanges.discard(exchange)
-        self.last.append(exchange.story())
+        if exchange.remembered:
+            self.last.append(exchange.story())

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
@@ -31,33 +32,39 @@ class Turnstile:
 
     def __init__(self, keeper: Gatekeeper) -> None:
         self.keeper = keeper
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue: deque[asyncio.Future[bool]] = deque()
 
     async def enter(self, most_s: float) -> bool:
-        """False: come back later."""
+        """False: come back later, or the door was closed meanwhile."""
         said = self.keeper.ask()
         if said is Admission.QUEUE:
             return await self._wait(most_s)
         return said is Admission.NOW
 
     async def _wait(self, most_s: float) -> bool:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         mine = False
         try:
             await asyncio.wait({turn}, timeout=most_s)
-            mine = turn.done()
+            mine = turn.done() and turn.result()
         finally:
-            if turn.done() and not mine:
-                self.leave()  # its turn came in the moment in which it left
-            elif not turn.done():
+            if not turn.done():
                 self._queue.remove(turn)
                 self.keeper.give_up()
+            elif turn.result() and not mine:
+                self.leave()  # its turn came in the moment in which it left
         return mine
 
     def leave(self) -> None:
         if self.keeper.leave():
-            self._queue.popleft().set_result(None)
+            self._queue.popleft().set_result(True)
+
+    def close(self) -> None:
+        """Who waits now waits no longer, and has no turn."""
+        while self._queue:
+            self.keeper.give_up()
+            self._queue.popleft().set_result(False)
 
 
 class Front:
@@ -74,19 +81,24 @@ class Front:
         self.journal = Journal()
         self.budget = RetryBudget()
         self.turnstile = Turnstile(Gatekeeper(settings.max_running, settings.max_waiting))
+        self.polls = Turnstile(Gatekeeper(settings.max_running, 0))  # what costs nothing: bounded, and never waits
         self.closing = False
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer a client. Cancelled through the exchange's interrupt when it leaves."""
+        """Answer a client's generation."""
+        await self.admit(exchange, self._generate, self.turnstile)
+
+    async def admit(self, exchange: Exchange, work: Callable[[Exchange], Awaitable[None]], gate: Turnstile) -> None:
+        """Do `work` when its turn comes. Cancelled through the exchange's interrupt when the client leaves."""
         if self.closing:
             await relay.refuse(exchange, _CLOSING)
-        elif not await self.turnstile.enter(self.settings.max_wait_s):
-            await relay.refuse(exchange, known(429, "PD-META-009", _COME_BACK_S))
+        elif not await gate.enter(self.settings.max_wait_s):
+            await relay.refuse(exchange, _CLOSING if self.closing else known(429, "PD-META-009", _COME_BACK_S))
         else:
             self.journal.begin(exchange)
             try:
-                with self.spans.request(exchange):
-                    await self._attempts(exchange)
+                # Its turn may have come in the moment in which the end began.
+                await (relay.refuse(exchange, _CLOSING) if self.closing else work(exchange))
             except asyncio.CancelledError:
                 if exchange.committed or not exchange.interrupt.closing:
                     raise
@@ -94,7 +106,11 @@ class Front:
                 await relay.refuse(exchange, _CLOSING)
             finally:
                 self.journal.end(exchange)
-                self.turnstile.leave()
+                gate.leave()
+
+    async def _generate(self, exchange: Exchange) -> None:
+        with self.spans.request(exchange):
+            await self._attempts(exchange)
 
     async def _attempts(self, exchange: Exchange) -> None:
         self.budget.request()
@@ -177,6 +193,7 @@ class Front:
     async def drain(self) -> None:
         """Take nothing new; let what is under way finish; cut what is left when the grace is over."""
         self.closing = True
+        self.turnstile.close()
         end = time.monotonic() + self.settings.grace_s
         while self.journal.exchanges and time.monotonic() < end:
             await asyncio.sleep(0.05)

@@ -1,77 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every other `/v1/*` route: handed to a D as it is, without `kv_transfer_params`, and its answer handed back."""
+"""Every other `/v1/*` route: handed to a D as it is, without `kv_transfer_params`, and its answer handed back.
+
+It takes its turn, is seen and is waited for at the end like a generation. Only what an engine had to compute says
+anything about it: a wedged engine still lists its models.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import MutableMapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure, Role
-from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
-from vllm_ascend_pd.metaserver.service.exchange import Send
-from vllm_ascend_pd.metaserver.service.faults import fault, known
+from vllm_ascend_pd.metaserver.http1 import Reply, UpstreamError
+from vllm_ascend_pd.metaserver.service.exchange import Exchange, uncancel
+from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.relay import client_head, tell
+from vllm_ascend_pd.metaserver.service.relay import client_head, refuse
+
+MODELS = "/v1/models"
+OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
+_COMPUTED = frozenset(
+    (
+        *("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations"),
+    )
+)
+_NAMED = _COMPUTED | {MODELS, bodies.COMPLETIONS, bodies.CHAT}
+_EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
 
-async def pass_on(front: Front, scope: MutableMapping[str, Any], headers: Headers, body: bytes, send: Send) -> None:
-    """A read may be repeated on another D; anything else only if it surely was not executed."""
-    method, query = scope["method"], scope.get("query_string", b"")
-    path = scope["raw_path"] + (b"?" + query if query else b"")  # as it came: decoded it could hold a line end
-    try:
-        body = bodies.strip(body)
-    except bodies.BodyError as problem:
-        await tell(send, fault(400, str(problem)))
-        return
-    tried: set[str] = set()
-    number = 0
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is passed on, besides its headers."""
+
+    method: str
+    path: str
+    target: bytes  # path and query as they came: decoded they could hold a line end
+    body: bytes = b""
+
+    @property
+    def route(self) -> str:
+        return self.path if self.path in _NAMED else OTHER
+
+    @property
+    def reads(self) -> bool:
+        """May be repeated on another D; anything else only if it surely was not executed."""
+        return self.method in ("GET", "HEAD", "OPTIONS")
+
+    @property
+    def cheap(self) -> bool:
+        """Costs D nothing and is polled: it waits behind no generation, and is not kept among the last requests."""
+        return self.method == "OPTIONS" or (self.reads and (self.path + "/").startswith(MODELS + "/"))
+
+    def evidence(self, status: int) -> Evidence | None:
+        """What an answer with this status says about the engine."""
+        if self.method != "POST" or self.path not in _COMPUTED:
+            return None
+        if status in _EXECUTED_AND_FAILED:
+            return Evidence.BROKE
+        return Evidence.SERVED if 200 <= status < 300 else None
+
+    def request(self) -> bodies.Request:
+        """As the journal keeps it."""
+        return bodies.Request(self.route, {}, False, bodies.Shape.ONE, 1, 0, 1, False, False, b"")
+
+
+def call(scope: Mapping[str, Any], body: bytes = b"") -> Call:
+    """Raises BodyError."""
+    query = scope.get("query_string", b"")
+    target = scope["raw_path"] + (b"?" + query if query else b"")
+    return Call(scope["method"], scope["path"], target, bodies.strip(body))
+
+
+async def pass_on(front: Front, exchange: Exchange, call: Call) -> None:
+    async def work(exchange: Exchange) -> None:
+        await _attempts(front, exchange, call)
+
+    exchange.remembered = not call.cheap
+    await front.admit(exchange, work, front.polls if call.cheap else front.turnstile)
+
+
+async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
     while True:
-        number += 1
-        decode = front.fleet.choose(Role.DECODE, 1, frozenset(tried))
+        exchange.number += 1
+        decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried))
         if decode is None:
-            await tell(send, known(503, "PD-META-008", 2, role="decode"))
+            front.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
+            await refuse(exchange, known(503, "PD-META-008", 2, role="decode"))
             return
+        exchange.stage("decode", decode.name)
         with front.fleet.leg(decode, 1):
             try:
                 reply = await front.upstream.send(
-                    decode.origin, method, path, headers, body, front.settings.first_byte_timeout_s, method == "GET"
+                    *(decode.origin, call.method, call.target, exchange.headers, call.body),
+                    *(front.settings.first_byte_timeout_s, call.reads),
                 )
             except UpstreamError as problem:
-                evidence = Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE
-                front.fleet.seen(decode, evidence, problem.why)
+                _broke(front, exchange, decode, problem)
                 delay = front.settings.retry.again(
-                    problem.failure, number, method == "GET", front.budget, random.random()
+                    problem.failure, exchange.number, call.reads, front.budget, random.random()
                 )
                 if delay is None:
                     status = 504 if problem.failure is Failure.TIMEOUT else 502
-                    message = f"The decode instance could not answer: {problem.why}."
-                    await tell(send, fault(status, message, "PD-META-007"))
+                    await refuse(exchange, known(status, "PD-META-007", why=problem.why))
                     return
+                exchange.stage("retry", problem.failure.value)
                 METRICS.retries.labels(problem.failure.value).inc()
-                tried.add(decode.name)
+                exchange.tried.add(decode.name)
             else:
-                await _relay(front, decode, reply, headers, send)
+                await _relay(front, exchange, decode, reply, call)
                 return
         await asyncio.sleep(delay)
 
 
-async def _relay(front: Front, decode: Instance, reply: Reply, headers: Headers, send: Send) -> None:
-    """A break after the head cannot be told in words here: the connection to the client is cut short."""
-    request_id = next(value for name, value in headers if name == b"x-request-id")
+def _broke(front: Front, exchange: Exchange, decode: Instance, problem: UpstreamError) -> None:
+    front.fleet.seen(decode, Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE, problem.why)
+    METRICS.legs.labels("decode", decode.name, "broke").inc()
+    front.journal.trouble("PD-META-007", problem.why, decode.name, exchange.request_id)
+
+
+async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Reply, call: Call) -> None:
+    """A break after the head cannot be told in words here: an answer without its end is cut short by the server."""
+    seen = call.evidence(reply.status)
+    send, answered = exchange.send, f"{call.route} answered {reply.status}"
+    exchange.committed, exchange.status = True, reply.status
+    exchange.stage("first byte")
     async with reply:
-        head = client_head(reply.headers, request_id.decode("latin-1"))
+        head = client_head(reply.headers, exchange.request_id)
         head += [(name, value) for name, value in reply.headers if name == b"content-length"]
         await send({"type": "http.response.start", "status": reply.status, "headers": head})
         try:
             while piece := await reply.read():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except UpstreamError as problem:
-            front.fleet.seen(decode, Evidence.BROKE, problem.why)
-            raise ConnectionAbortedError(problem.why) from problem
+            METRICS.broken_streams.inc()
+            exchange.stage("broken", problem.why)
+            _broke(front, exchange, decode, problem)
+            return
+        except asyncio.CancelledError:
+            if not exchange.interrupt.closing:
+                raise
+            uncancel(exchange.interrupt.task)
+            METRICS.broken_streams.inc()
+            exchange.stage("broken", "The metaserver is shutting down.")
+            return
         await send({"type": "http.response.body", "body": b""})
-    front.fleet.seen(decode, Evidence.SERVED)
+    exchange.stage("end")
+    if seen is not None:
+        front.fleet.seen(decode, seen, answered)
+    if reply.status >= 500:
+        front.journal.trouble("PD-META-007", answered, decode.name, exchange.request_id)
+    end = "refused" if reply.status in (429, 503) else "broke" if reply.status >= 500 else "served"
+    METRICS.legs.labels("decode", decode.name, end).inc()
