@@ -18,6 +18,7 @@ DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 NAME = re.compile(r"(?:vllm:ascend_pd_|ascend_pd_metaserver_)\w+")
 SUFFIXES = {"time": ("_bucket", "_sum", "_count"), "sum": ("_total",), "count": ("_total",), "level": ("",)}
+OF_SCRAPER = {"instance", "job"}  # Prometheus puts these on every series; a metric's own becomes exported_instance
 OF_PROMETHEUS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 
 
@@ -41,6 +42,31 @@ def test_every_metric_that_a_panel_names_exists() -> None:
 def test_every_metric_that_exists_has_a_panel() -> None:
     series = existing()
     assert set(series.values()) - {series[name] for name in named() if name in series} == set()
+
+
+def own_labels() -> dict[str, set[str]]:
+    """The metaserver's series → the labels of its metric."""
+    labels: dict[str, set[str]] = {}
+    for held in vars(metaserver.Metrics()).values():
+        family = getattr(held, "_family", held)
+        for described in family.describe() if hasattr(family, "describe") else ():
+            for end in OF_PROMETHEUS[described.type]:
+                labels[described.name + end] = set(family._labelnames)
+    return labels
+
+
+def test_no_metric_of_ours_has_a_label_that_the_scraper_sets() -> None:
+    labels = own_labels()
+    assert {"engine", "role"} <= set().union(*labels.values())
+    assert {name: taken for name, own in labels.items() if (taken := own & OF_SCRAPER)} == {}
+
+
+def test_panels_group_by_labels_that_their_metric_has() -> None:
+    labels = own_labels()
+    for target in (target for panel in PANELS for target in panel["targets"]):
+        for grouped, name in re.findall(r"by \(([^)]*)\) \((?:rate\()?(ascend_pd_metaserver_\w+)", target["expr"]):
+            wanted = {label.strip() for label in grouped.split(",")} - OF_SCRAPER - {"le"}
+            assert wanted <= labels[name], target["expr"]
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])

@@ -184,8 +184,8 @@ def test_metrics_count_what_happened() -> None:
 
         assert grown("requests_total", route="/v1/completions", status="200") == 2
         assert grown("requests_total", route="/v1/completions", status="404") == 1
-        assert grown("legs_total", role="decode", instance=c.decode[0].address, end="served") == 3
-        assert grown("legs_total", role="prefill", instance=c.prefill[0].address, end="served") == 2
+        assert grown("legs_total", role="decode", engine=c.decode[0].address, end="served") == 3
+        assert grown("legs_total", role="prefill", engine=c.prefill[0].address, end="served") == 2
         assert grown("reservations_total", end="prefilled") == 2
         assert grown("ttft_seconds_count", route="/v1/completions") == 3
 

@@ -27,13 +27,14 @@ class Children:
 
 
 class Metrics:
-    """One per process. Label values are routes, instances and words of this package: a client cannot make new ones."""
+    """One per process. An engine's label is `engine`: `instance` is what Prometheus calls the scraped address, and a label
+    of that name it renames. Label values are routes, instances and words of this package: a client cannot make new ones."""
 
     def __init__(self) -> None:
         self._shared = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests of clients, by route and status", "route", "status")
-        self.legs = self._counter("legs", "Requests sent to engines, by how they ended", "role", "instance", "end")
+        self.legs = self._counter("legs", "Requests sent to engines, by how they ended", "role", "engine", "end")
         self.retries = self._counter("retries", "Attempts repeated, by what failed", "failure")
         self.reservations = self._counter("reservations", "Reservations posted by D, by how they ended", "end")
         self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
@@ -42,9 +43,9 @@ class Metrics:
         self.leg_seconds = self._histogram("leg_ttft_seconds", "From sending a leg to its answer", "role")
         self.running = self._gauge("requests_running", "Requests of clients under way")
         self.waiting = self._gauge("requests_waiting", "Requests of clients that wait for their turn")
-        self.tokens = self._gauge("tokens_in_flight", "Estimated tokens at an instance", "role", "instance")
-        self.up = self._gauge("instance_up", "1: takes requests", "role", "instance", across="livemax")
-        self.circuit = self._gauge("circuit_open", "Workers whose circuit is open", "role", "instance")
+        self.tokens = self._gauge("tokens_in_flight", "Estimated tokens at an instance", "role", "engine")
+        self.up = self._gauge("instance_up", "1: takes requests", "role", "engine", across="livemax")
+        self.circuit = self._gauge("circuit_open", "Workers whose circuit is open", "role", "engine")
         self.ready = self._gauge("ready", "1: a pair has moved a block since it came up", across="livemax")
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
