@@ -16,10 +16,13 @@ from metaserver_cluster import Cluster, cluster, texts, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import admin, instances_file
-from vllm_ascend_pd.metaserver.service.fleet import parse_spec
-from vllm_ascend_pd.metaserver.service.settings import read_token
+from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.canary import Canary
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+from vllm_ascend_pd.metaserver.service.hub import Hub
+from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 from vllm_ascend_pd.metaserver.service.state import total
 from vllm_ascend_pd.metaserver.service.supervisor import OperationLog
 
@@ -155,6 +158,52 @@ def test_the_instances_file_is_read_again_when_it_changes(tmp_path: Path, monkey
         replacement.replace(file)
         until(lambda: set(instances(c)) == {*before, "h3:3", "h1:1"})
         assert instances(c)["h1:1"]["role"] == "decode" and not c.http.get("/status").json()["file_error"]
+
+
+def test_the_instances_file_takes_nothing_away_from_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances_file, "_LOOK_EVERY_S", 0.05)
+    file = tmp_path / "instances.yaml"
+    file.write_text("decode: [h3:3]\n")
+    with cluster(instances_file=str(file)) as c:
+        flag = c.prefill[0].address
+        file.write_text(f"decode: ['{flag}', 'h4:4']\n")
+        until(lambda: c.http.get("/status").json()["file_error"])
+        problem = c.http.get("/status").json()["file_error"]
+        assert "PD-CONF-007" in problem and str(file) in problem and flag in problem
+        assert (instances(c)[flag]["role"], instances(c)[flag]["source"]) == ("prefill", "flag")
+        assert "h3:3" in instances(c) and "h4:4" not in instances(c), "a bad file changes nothing"
+        file.write_text("decode: [h4:4]\n")
+        until(lambda: "h4:4" in instances(c))
+        assert flag in instances(c) and not c.http.get("/status").json()["file_error"]
+
+
+def test_a_file_that_takes_a_flags_instance_is_refused_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "instances.yaml"
+    file.write_text("decode: [h1:1]\n")
+    with pytest.raises(ConfigError, match=r"PD-CONF-007.*h1:1.*flag"):
+        Worker(Settings(prefill=("h1:1",), decode=("h2:2",), instances_file=str(file)), "http://127.0.0.1:1")
+
+
+def test_what_the_admin_removes_of_the_file_comes_back_when_it_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances_file, "_LOOK_EVERY_S", 0.05)
+    file = tmp_path / "instances.yaml"
+    file.write_text("decode: [h3:3]\n")
+    with cluster(instances_file=str(file)) as c:
+        assert c.http.delete("/instances/h3:3").status_code == 200
+        assert "h3:3" not in instances(c)
+        file.write_text("decode: [h3:3, h4:4]\n")
+        until(lambda: {"h3:3", "h4:4"} <= set(instances(c)))
+
+
+def test_a_worker_outlives_an_operation_that_its_file_contradicts() -> None:
+    fleet = Fleet(CircuitPolicy())
+    fleet.add(parse_spec(Role.DECODE, "h:1"), "file")
+    hub = Hub(0)
+    hub.attach(fleet, Canary.__new__(Canary), lambda details: {})
+    hub._heard({"operation": {"op": "add", "name": "h:1", "role": "prefill", "url": "h:1", "weight": 1.0}})
+    assert [(i.name, i.role) for i in fleet] == [("h:1", Role.DECODE)]
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,15 @@ class Fleet:
         return gone
 
     def replace(self, specs: Iterable[Spec], source: str) -> None:
-        """Make `specs` the instances of this source."""
+        """Make `specs` the instances of this source. Raises ValueError, and changes nothing, when one is another source's in
+        the other role."""
         wanted = {spec.name: spec for spec in specs}
+        for instance in self:
+            spec = wanted.get(instance.name)
+            if spec is not None and spec.role is not instance.role and instance.source != source:
+                raise ValueError(
+                    f"{spec.name} is named for {spec.role.value}, but is a {instance.role.value} instance by {instance.source}"
+                )
         for instance in self:
             if instance.source == source and instance.name not in wanted:
                 self.remove(instance.name)

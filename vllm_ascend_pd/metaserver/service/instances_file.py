@@ -68,7 +68,14 @@ class InstancesFile:
     def load(self) -> None:
         """At the start: raises ConfigError."""
         self._mark = self._look()
-        self._fleet.replace(read(self._path), "file")
+        self._apply()
+
+    def _apply(self) -> None:
+        specs = read(self._path)
+        try:
+            self._fleet.replace(specs, "file")
+        except ValueError as problem:
+            raise ConfigError("PD-CONF-007", path=self._path, why=str(problem)) from problem
 
     async def watch(self) -> None:
         while True:
@@ -78,7 +85,7 @@ class InstancesFile:
                 continue
             self._mark = mark
             try:
-                self._fleet.replace(read(self._path), "file")
+                self._apply()
                 self.problem = ""
                 log.info("instances file %s read again", self._path)
             except ConfigError as problem:
