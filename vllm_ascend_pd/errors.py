@@ -87,6 +87,11 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-SEC-003": Entry("A message failed authentication: {why}.", "Check that both engines use the same secret_file."),
     "PD-SEC-004": Entry("The token file {path!r} cannot be used: {why}.", "Write one word of at least 16 characters into it, mode 0600."),
+    "PD-SEC-005": Entry("This needs the admin token.", "Send the header Authorization: Bearer with the word in the file of --admin-token-file."),
+    "PD-SEC-006": Entry(
+        "Without an admin token this is for callers on the metaserver's own host only.",
+        "Call it there under a loopback name, or start the metaserver with --admin-token-file.",
+    ),
     # -- metaserver and reservations
     "PD-META-001": Entry("Metaserver {url!r} is not in metaserver_urls.", "Add its exact scheme, host and port to metaserver_urls."),
     "PD-META-002": Entry("The metaserver could not be reached: {why}.", "Check that it runs and that the address is right."),
@@ -99,6 +104,16 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-009": Entry("Too many requests are waiting.", "Come back after Retry-After; add instances, or raise --max-running and --max-waiting."),
     "PD-META-010": Entry("The metaserver is shutting down.", "Send the request again; another metaserver or the next one takes it."),
     "PD-META-011": Entry("The {role} instance {name} takes no requests: {why}.", "Look at that engine's log; it is probed, and taken back by itself."),
+    "PD-META-012": Entry("The request body cannot be used: {why}.", "Send what the API describes, as JSON."),
+    "PD-META-013": Entry("The request body is larger than {most} bytes.", "Send less at once; for clients --max-body-mib is the limit."),
+    "PD-META-014": Entry("The request body did not come within {seconds} s.", "Look at the network between the client and the metaserver."),
+    "PD-META-015": Entry("Too many large requests are coming in at once.", "Come back after Retry-After; send less at once, or raise --workers."),
+    "PD-META-016": Entry("There is no route {path}.", "docs/metaserver.md names the routes; those of the OpenAI API begin with /v1/."),
+    "PD-META-017": Entry("The route {path} does not take {method}.", "The answer's Allow header says what it takes."),
+    "PD-META-018": Entry("There is no instance {name}.", "GET /instances lists them; a name is host:port as it stands there."),
+    "PD-META-019": Entry("{name} is a {role} instance already.", "An instance has one role: take the name out where it was given first."),
+    "PD-META-020": Entry("The body is not sent as application/json.", "Send the header Content-Type: application/json."),
+    "PD-META-021": Entry("The metaserver's supervisor did not answer.", "Try again; the metaserver's log says whether the workers are well."),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

@@ -179,6 +179,9 @@ class FakeEngine:
             await _answer(send, self.manner.health, b"")
             return
         self.seen.append(seen)
+        if scope["method"] == "OPTIONS":
+            await _answer(send, 200, b"OK")
+            return
         work = asyncio.ensure_future(self._serve(seen, send))
         left = asyncio.ensure_future(_left(receive))
         self.running += 1

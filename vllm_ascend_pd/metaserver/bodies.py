@@ -42,7 +42,7 @@ _BESIDE_TOKENS = ("model", "cache_salt", "priority", "vllm_xargs")
 
 
 class BodyError(ValueError):
-    """The client's body cannot be used; the text is for the client."""
+    """The client's body cannot be used; the text says to the client why."""
 
 
 class Shape(Enum):
@@ -97,7 +97,7 @@ def parse_fields(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         return _FIELDS.decode(body)
     except UNREADABLE as problem:
-        raise BodyError(f"The body is not a JSON object: {problem}") from problem
+        raise BodyError(f"it is not a JSON object: {problem}") from problem
 
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> bytes:
@@ -125,13 +125,13 @@ def strip(body: bytes) -> bytes:
     decoder refuses is read their way, so that nothing slips through in a form that only they understand.
     """
     if body[:64].lstrip(_BEFORE_JSON)[:1] in (b"[", b"{") and _values(body) > MAX_VALUES:
-        raise BodyError("The body holds too many values.")
+        raise BodyError("it holds too many values")
     try:
         value = _value(body)
     except ValueError:
         return body  # not JSON (an audio file): the engine will not find the field either
     except RecursionError as problem:
-        raise BodyError("The body is nested too deeply.") from problem
+        raise BodyError("it is nested too deeply") from problem
     requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
     places = requests + [r[_SIDE_DOOR] for r in requests if isinstance(r.get(_SIDE_DOOR), dict)]
     if not any(FORBIDDEN in place for place in places):

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.service.faults import error_body
+from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.page import HEADERS, PAGE, timeline
 
@@ -32,9 +32,9 @@ _RESET_S = 10.0
 
 
 class Refusal(Exception):
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
+    def __init__(self, status: int, code: str, **values: object) -> None:
+        self.answer = known(status, code, None, **values)
+        super().__init__(code)
 
 
 def apply(fleet: Fleet, operation: Operation) -> None:
@@ -87,9 +87,9 @@ class Admin:
                 self.check(request)
                 return await handler(request)
             except Refusal as refusal:
-                headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None
-                body = error_body(refusal.status, str(refusal))
-                return Response(body, refusal.status, headers, media_type="application/json")
+                answer = refusal.answer
+                headers = {"www-authenticate": "Bearer"} if answer.status == 401 else None
+                return Response(answer.body, answer.status, headers, media_type="application/json")
 
         return guarded
 
@@ -98,11 +98,11 @@ class Admin:
         if self._token:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                raise Refusal(401, "This needs the admin token (--admin-token-file).")
+                raise Refusal(401, "PD-SEC-005")
             return
         caller = request.client.host if request.client else ""
         if not (_loopback(caller) and _loopback(request.url.hostname or "")):
-            raise Refusal(403, "Without --admin-token-file this is for callers on the metaserver's own host only.")
+            raise Refusal(403, "PD-SEC-006")
 
     async def _status(self, _: Request) -> Response:
         return Response(msgspec.json.encode(self._state()), media_type="application/json")
@@ -124,13 +124,13 @@ class Admin:
             role = Role(body.get("role"))
             spec = parse_spec(role, body.get("url"), body.get("weight", 1.0))
         except ValueError as problem:
-            raise Refusal(400, str(problem)) from problem
-        known = self._fleet.get(spec.name)
-        if known is not None and known.role is not role:
-            raise Refusal(409, f"{spec.name} is a {known.role.value} instance already.")
+            raise Refusal(400, "PD-META-012", why=problem) from problem
+        there = self._fleet.get(spec.name)
+        if there is not None and there.role is not role:
+            raise Refusal(409, "PD-META-019", name=spec.name, role=there.role.value)
         operation = {"op": "add", "name": spec.name, "role": role.value, "url": body["url"], "weight": spec.weight}
         await self._perform(operation)
-        return JSONResponse(self._facts(spec.name), 200 if known else 201)
+        return JSONResponse(self._facts(spec.name), 200 if there else 201)
 
     async def _remove(self, request: Request) -> Response:
         name = self._known(request)
@@ -140,7 +140,7 @@ class Admin:
     async def _drain(self, request: Request) -> Response:
         name, op = self._known(request), request.path_params["op"]
         if op not in ("drain", "undrain"):
-            raise Refusal(404, f"Unknown operation {op!r}: drain and undrain are known.")
+            raise Refusal(404, "PD-META-016", path=request.url.path)
         _require_json(request)
         await self._perform({"op": op, "name": name})
         return JSONResponse(self._facts(name))
@@ -165,7 +165,7 @@ class Admin:
     def _known(self, request: Request) -> str:
         name: str = request.path_params["name"]
         if self._fleet.get(name) is None:
-            raise Refusal(404, f"There is no instance {name}.")
+            raise Refusal(404, "PD-META-018", name=name)
         return name
 
     def _facts(self, name: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Admin:
 def _require_json(request: Request) -> None:
     """A web page cannot send this type to another origin without being asked first."""
     if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise Refusal(415, "Send content-type: application/json.")
+        raise Refusal(415, "PD-META-020")
 
 
 async def _json(request: Request) -> dict[str, Any]:
@@ -184,11 +184,11 @@ async def _json(request: Request) -> dict[str, Any]:
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY:
-            raise Refusal(413, "The body is too large.")
+            raise Refusal(413, "PD-META-013", most=_MAX_BODY)
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE as problem:
-        raise Refusal(400, f"The body is not a JSON object: {problem}") from problem
+        raise Refusal(400, "PD-META-012", why=f"it is not a JSON object: {problem}") from problem
 
 
 def _loopback(host: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import prometheus_client
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -25,7 +26,7 @@ from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
-from vllm_ascend_pd.metaserver.service.faults import fault
+from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
@@ -49,6 +50,16 @@ _NOT_FORWARDED = frozenset(
     b"x-request-id x-forwarded-for".split()  # made anew
 )
 _MAX_RESERVATION_BYTES = 64 << 20
+RESERVATIONS = "/v1/metaserver"
+_PASSED_METHODS = [
+    "GET",
+    "HEAD",
+    "POST",
+    "PUT",
+    "PATCH",
+    "DELETE",
+    "OPTIONS",
+]  # browsers ask by OPTIONS before they post
 
 
 class Worker:
@@ -90,7 +101,7 @@ class Worker:
     def app(self) -> Doors:
         """The busy routes are looked up before Starlette, whose middleware would cost as much as the relay itself."""
         generate = Endpoint(self._generate)
-        busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, "/v1/metaserver": Endpoint(self._reserve)}
+        busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, RESERVATIONS: Endpoint(self._reserve)}
         return Doors(busy, self._starlette())
 
     def _starlette(self) -> Starlette:
@@ -101,8 +112,9 @@ class Worker:
                 Route("/readiness", self._readiness),
                 Route("/metrics", self._metrics),
                 *self._admin.routes(),
-                Route("/v1/{rest:path}", Endpoint(self._pass_on), methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+                Route("/v1/{rest:path}", Endpoint(self._pass_on), methods=_PASSED_METHODS),
             ],
+            exception_handlers={HTTPException: _no_route},
             lifespan=self._lifespan,
         )
 
@@ -132,21 +144,21 @@ class Worker:
         try:  # the body is given no name here: this frame lives as long as the stream
             request = bodies.parse(scope["path"], await self._body(receive, scope["path"]))
         except bodies.BodyError as problem:
-            METRICS.requests.labels(scope["path"], 400).inc()
-            await tell(send, fault(400, str(problem)))
+            await _unusable(send, scope["path"], request_id, problem)
             return
         exchange = Exchange(request, headers, request_id, Interrupt(), send)
         del request
         await self._attend(receive, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == RESERVATIONS:  # posts to it never come here
+            raise HTTPException(405, headers={"Allow": "POST"})
         headers, request_id = forwarded(scope, self.settings.engine_token)
         route = passing.call(scope).route
         try:
             call = passing.call(scope, await self._body(receive, route))
         except bodies.BodyError as problem:
-            METRICS.requests.labels(route, 400).inc()
-            await tell(send, fault(400, str(problem)))
+            await _unusable(send, route, request_id, problem)
             return
         exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
         await self._attend(receive, exchange, passing.pass_on(self.front, exchange, call))
@@ -194,6 +206,24 @@ class Worker:
     async def _metrics(self, _: Request) -> Response:
         METRICS.waiting.set(self.front.turnstile.keeper.waiting)
         return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+async def _unusable(send: Send, route: str, request_id: str, problem: bodies.BodyError) -> None:
+    METRICS.requests.labels(route, 400).inc()
+    answer = known(400, "PD-META-012", why=problem)
+    answer.headers.append((b"x-request-id", request_id.encode("latin-1")))
+    await tell(send, answer)
+
+
+async def _no_route(request: Request, problem: Exception) -> Response:
+    """Starlette's own word for it is plain text."""
+    wrong_method = isinstance(problem, HTTPException) and problem.status_code == 405
+    path, headers = request.url.path[:128], problem.headers if isinstance(problem, HTTPException) else None
+    if wrong_method:
+        answer = known(405, "PD-META-017", path=path, method=request.method)
+    else:
+        answer = known(404, "PD-META-016", path=path)
+    return Response(answer.body, answer.status, headers, media_type="application/json")
 
 
 def _end_if_failed(task: asyncio.Task[None]) -> None:

@@ -14,10 +14,13 @@ from vllm_ascend_pd.metaserver.http1 import Headers
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowed",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLarge",
+    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     502: "BadGatewayError",
     503: "ServiceUnavailableError",

@@ -61,7 +61,7 @@ class Hub:
         try:
             await asyncio.wait_for(echo, _ECHO_S)
         except asyncio.TimeoutError as problem:
-            raise admin.Refusal(503, "The supervisor did not answer.") from problem
+            raise admin.Refusal(503, "PD-META-021") from problem
         finally:
             del self._echoes[mark]
 
@@ -94,7 +94,10 @@ class Hub:
     def _heard(self, message: dict[str, Any]) -> None:
         if "operation" in message:
             operation = message["operation"]
-            admin.apply(self._fleet, operation)
+            try:
+                admin.apply(self._fleet, operation)
+            except ValueError as problem:  # the file named it in the other role meanwhile
+                log.error("an operation of the admin API is not applied: %s", problem)
             echo = self._echoes.get(operation.get("mark", ""))
             if echo is not None and not echo.done():
                 echo.set_result(None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from vllm_ascend_pd.metaserver.service.faults import Answer, fault
+from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.within import within
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,13 +44,13 @@ class Intake:
         message = await receive()
         first: bytes = message.get("body", b"")
         if len(first) > most:
-            raise _refused(413, "The request body is too large.")
+            raise _refused(413, "PD-META-013", most=most)
         if not message.get("more_body", False):
             return first
         try:
             return await within(self._body_s, self._rest(receive, first, most))
         except asyncio.TimeoutError as problem:
-            raise _refused(408, f"The body did not come within {self._body_s:g} s.") from problem
+            raise _refused(408, "PD-META-014", seconds=f"{self._body_s:g}") from problem
 
     async def _rest(self, receive: Receive, first: bytes, most: int) -> bytes:
         pieces, size, more = [first], len(first), True
@@ -58,24 +58,24 @@ class Intake:
         try:
             while more:
                 if size > most:
-                    raise _refused(413, "The request body is too large.")
+                    raise _refused(413, "PD-META-013", most=most)
                 if self.reading > self._most:
-                    raise _refused(429, "Too many large requests are coming in at once.", retry_after_s=2)
+                    raise _refused(429, "PD-META-015", retry_after_s=2)
                 message = await receive()
                 pieces.append(message.get("body", b""))
                 size += len(pieces[-1])
                 self.reading += len(pieces[-1])
                 more = message.get("more_body", False)
             if size > most:
-                raise _refused(413, "The request body is too large.")
+                raise _refused(413, "PD-META-013", most=most)
             return b"".join(pieces)
         finally:
             self.reading -= size
 
 
-def _refused(status: int, why: str, retry_after_s: float | None = None) -> Refused:
+def _refused(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Refused:
     """The rest of the body would be taken for the next request's, so the connection goes."""
-    answer = fault(status, why, retry_after_s=retry_after_s)
+    answer = known(status, code, retry_after_s, **values)
     answer.headers.append((b"connection", b"close"))
     return Refused(answer)
 

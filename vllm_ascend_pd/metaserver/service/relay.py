@@ -122,7 +122,11 @@ def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: 
     """D said no, in words that the client gets if no other attempt is made."""
     instance = attempt.decode
     kept = [(name, value) for name, value in headers if name == b"retry-after"]
-    passed = Answer(status, body, kept) if body.strip() else fault(status, "The decode instance gave no reason.")
+    passed = (
+        Answer(status, body, kept)
+        if body.strip()
+        else fault(status, "The decode instance gave no reason.", "PD-META-007")
+    )
     said = brief(status, body)
     if status in (429, 503):
         METRICS.legs.labels("decode", instance.name, "refused").inc()

@@ -123,7 +123,7 @@ class Reservations:
         posted = Reservation(came.ticket, came.transfer, came.reservation, tokens)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
-            await tell(send, refusal or fault(404, "Unknown ticket."))
+            await tell(send, refusal or fault(404, "Unknown ticket.", "PD-XFER-002"))
             return
         attempt.seen.add(posted.transfer)
         attempt.legs[posted.transfer] = interrupt

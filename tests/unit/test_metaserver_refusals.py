@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal of the metaserver itself: OpenAI's shape, a code of the catalogue, whoever says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from metaserver_cluster import Cluster, cluster
+
+from vllm_ascend_pd.errors import CATALOGUE
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Cluster]:
+    with cluster(max_body_bytes=1 << 16) as c:
+        yield c
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Cluster]:
+    with cluster(admin_token="a" * 16) as c:
+        yield c
+
+
+def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code and code in CATALOGUE
+    assert error["message"] and error["type"].isidentifier()
+    return error  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("POST", "/v1/completions", b"{", 400, "PD-META-012"),
+        ("POST", "/v1/chat/completions", b"[]", 400, "PD-META-012"),
+        ("POST", "/v1/embeddings", b"[" * 60_000, 400, "PD-META-012"),
+        ("POST", "/v1/completions", b"a" * 70_000, 413, "PD-META-013"),
+        ("POST", "/v1/embeddings", b"a" * 70_000, 413, "PD-META-013"),
+        ("POST", "/instances", b"{", 400, "PD-META-012"),
+        ("POST", "/instances", b'{"role": "cook", "url": "h:1"}', 400, "PD-META-012"),
+        ("POST", "/instances", b'{"role": "decode", "url": "h:1:2"}', 400, "PD-META-012"),
+        ("POST", "/instances", b'"' + b"a" * 70_000 + b'"', 413, "PD-META-013"),
+        ("DELETE", "/instances/h:9", b"", 404, "PD-META-018"),
+        ("POST", "/instances/h:9/drain", b"{}", 404, "PD-META-018"),
+        ("GET", "/nonsense", b"", 404, "PD-META-016"),
+        ("POST", "/chat/completions", b"{}", 404, "PD-META-016"),
+        ("PUT", "/instances", b"{}", 405, "PD-META-017"),
+        ("POST", "/status", b"{}", 405, "PD-META-017"),
+        ("TRACE", "/v1/models", b"", 405, "PD-META-017"),
+        ("GET", "/v1/metaserver", b"", 405, "PD-META-017"),
+        ("PATCH", "/v1/metaserver", b"{}", 405, "PD-META-017"),
+        ("POST", "/v1/metaserver", b"{", 400, "PD-META-003"),
+    ],
+)
+def test_a_refusal_has_openais_shape_and_a_code(
+    one: Cluster, method: str, path: str, content: bytes, status: int, code: str
+) -> None:
+    answer = one.http.request(method, path, content=content, headers=JSON)
+    refused(answer, status, code)
+    assert (status == 405) == ("allow" in answer.headers)
+
+
+def test_the_admin_api_refuses_with_codes(one: Cluster, locked: Cluster) -> None:
+    d = one.decode[0].address
+    refused(one.http.post(f"/instances/{d}/sing", json={}), 404, "PD-META-016")
+    refused(one.http.post("/instances", json={"role": "prefill", "url": d}), 409, "PD-META-019")
+    refused(one.http.post("/instances", content=b"{}", headers={"content-type": "text/plain"}), 415, "PD-META-020")
+    refused(one.http.get("/status", headers={"host": "evil.example"}), 403, "PD-SEC-006")
+    answer = locked.http.get("/status")
+    refused(answer, 401, "PD-SEC-005")
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_refused_body_comes_back_with_the_clients_id(one: Cluster) -> None:
+    for path in ("/v1/completions", "/v1/embeddings"):
+        answer = one.http.post(path, content=b"[" * 60_000, headers={"x-request-id": "mine"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
+
+
+def test_a_browsers_question_goes_to_a_d(one: Cluster) -> None:
+    """What a page of another origin may do is for the engine to say (vLLM's --allowed-origins)."""
+    asked = {"origin": "http://page", "access-control-request-method": "POST"}
+    for path in ("/v1/chat/completions", "/v1/embeddings"):
+        assert one.http.options(path, headers=asked).status_code == 200
+        seen = one.decode[0].seen[-1]
+        assert seen.route == path and asked.items() <= seen.headers.items()
