@@ -66,7 +66,7 @@ class _Failed(Exception):
 
 @dataclass(slots=True)
 class ClientStats:
-    """For the engine's metrics; read from any thread."""
+    """What this client did, for who holds it; any thread may read it. The engine's metrics come from the outcomes."""
 
     posts: int = 0
     repeated: int = 0
