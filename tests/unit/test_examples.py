@@ -9,13 +9,15 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012
 
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
@@ -131,23 +133,80 @@ def test_every_container_and_the_npu_job_use_one_image() -> None:
     assert {image for text in texts for image in re.findall(r"image: (\S+)", text)} == {IMAGE}
 
 
+SCHEMAS = {path.name: json.loads(path.read_text()) for path in (EXAMPLES / "schemas").glob("*.json")}
+KUBERNETES = {
+    ("v1", "ConfigMap"): "core.v1.ConfigMap",
+    ("v1", "Service"): "core.v1.Service",
+    ("apps/v1", "Deployment"): "apps.v1.Deployment",
+}
+
+
+def wrong(document: dict[str, Any], where: str) -> list[str]:
+    """What the schema of this kind says against the document."""
+    if where == "compose":
+        schema: dict[str, Any] = {"$ref": "compose.json"}
+    elif document["kind"] == "LeaderWorkerSet":
+        schema = {"$ref": "leaderworkerset.json"}
+    else:
+        schema = {"$ref": "kubernetes.json#/$defs/io.k8s.api." + KUBERNETES[document["apiVersion"], document["kind"]]}
+    registry: Registry[Any] = Registry().with_resources(
+        (name, DRAFT202012.create_resource(contents)) for name, contents in SCHEMAS.items()
+    )
+    validator = jsonschema.Draft202012Validator(schema, registry=registry)
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_a_manifest_fits_the_schema(path: Path) -> None:
-    schema = json.loads((EXAMPLES / "kubernetes" / "schema.json").read_text())
     for document in documents(path):
-        jsonschema.validate(document, schema)
+        assert wrong(document, path.name) == []
+        assert re.fullmatch("[a-z0-9-]+", document["metadata"]["name"])
         for container in _containers(document):
             names = {port.get("name") for port in container.get("ports", ())}
             probes = [container[key] for key in container if key.endswith("Probe")]
             assert {probe["httpGet"]["port"] for probe in probes} <= names
 
 
-def test_the_schema_refuses_a_key_that_does_not_exist() -> None:
-    schema = json.loads((EXAMPLES / "kubernetes" / "schema.json").read_text())
-    document = documents(EXAMPLES / "kubernetes" / "prefill.yaml")[0]
-    document["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["hostNetwrk"] = True
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, schema)
+def test_the_compose_file_fits_the_schema() -> None:
+    (document,) = documents(EXAMPLES / "docker-compose" / "compose.yaml")
+    assert wrong(document, "compose") == []
+    document["services"]["decode"]["stop_grace_time"] = "60s"
+    assert any("stop_grace_time" in words for words in wrong(document, "compose"))
+
+
+def _pod(document: dict[str, Any]) -> Any:
+    spec = document["spec"]
+    return (spec.get("template") or spec["leaderWorkerTemplate"]["workerTemplate"])["spec"]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "spoil", "says"),
+    [
+        ("prefill", "LeaderWorkerSet", lambda d: _pod(d).update(hostNetwrk=True), "hostNetwrk"),
+        ("prefill", "LeaderWorkerSet", lambda d: _pod(d).update(terminationGracePeriodSeconds="2m"), "'2m'"),
+        ("decode", "LeaderWorkerSet", lambda d: _pod(d)["containers"][0].update(envFrom=[{"configMap": {}}]), "configMap"),
+        ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(replicas=1), "replicas"),
+        ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(restartPolicy="Never"), "Never"),
+        ("metaserver", "Deployment", lambda d: d["spec"].update(strategy="Recreate"), "'Recreate'"),
+        ("metaserver", "Deployment", lambda d: d["spec"].pop("selector"), "selector"),
+        ("metaserver", "Deployment", lambda d: d["spec"]["template"]["spec"]["volumes"][0].update(configmap={}), "configmap"),
+        ("metaserver", "Service", lambda d: d["spec"]["ports"][0].update(port="http"), "'http'"),
+        ("metaserver", "ConfigMap", lambda d: d["data"].update(HCCL_BUFFSIZE=256), "256"),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_what_a_cluster_would_refuse(
+    file: str, kind: str, spoil: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    document = next(d for d in documents(EXAMPLES / "kubernetes" / f"{file}.yaml") if d["kind"] == kind)
+    spoil(document)
+    assert any(says in words for words in wrong(document, file))
+
+
+def test_the_schemas_say_where_they_are_from_and_their_licence() -> None:
+    for name, schema in SCHEMAS.items():
+        comment = schema["$comment"]
+        assert "by hand" in comment or ("Apache-2.0" in comment and re.search(r"\d+\.\d+", comment)), name
+        assert f"schemas/{name}" in (EXAMPLES / "README.md").read_text()
 
 
 def test_what_a_pod_mounts_and_refers_to_is_there() -> None:
