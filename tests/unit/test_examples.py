@@ -127,6 +127,23 @@ def test_a_container_starts_what_our_commands_accept(where: str, command: str) -
     check(shlex.split(started), where)
 
 
+def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it() -> None:
+    """With vLLM's default, 0, SIGTERM cuts answers off, however long the container would wait."""
+    graces = {
+        f"compose {name}": int(service["stop_grace_period"].removesuffix("s"))
+        for name, service in documents(EXAMPLES / "docker-compose" / "compose.yaml")[0]["services"].items()
+    }
+    for path in MANIFESTS:
+        for document in documents(path):
+            for container in _containers(document):
+                graces[f"{path.name} {container['name']}"] = _pod(document)["terminationGracePeriodSeconds"]
+    engines = {where: shlex.split(command) for where, command in commands_of_containers() if "vllm serve" in command}
+    assert len(engines) == 4
+    for where, words in engines.items():
+        own = int(words[words.index("--shutdown-timeout") + 1])
+        assert 30 <= own <= graces[where] - 20, where
+
+
 def test_every_container_and_the_npu_job_use_one_image() -> None:
     texts = [path.read_text() for path in (*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml")]
     texts.append((ROOT / ".github" / "workflows" / "npu.yml").read_text())
