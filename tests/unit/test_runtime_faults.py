@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from watching import traced, until
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 PLANES = Model("opaque")
 TUPLES = Model("token")
@@ -264,6 +267,77 @@ def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> N
         assert time.monotonic() - lost >= 0.6 * 0.9
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-003")
+
+
+class UnwillingWire(MemoryTransport):
+    """Its peer takes nothing: no write was ever issued to it."""
+
+    def land(self, write: Write) -> WriteState:
+        return WriteState.UNISSUED
+
+
+def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
+    push = config(quiet_s=100.0)
+    p, d = PrefillSite(PLANES, 1, push=push, make_transport=UnwillingWire), DecodeSite(PLANES, 1, push=push)
+    with sites(p, d), traced() as events:
+        request = d.reserve("r", 30)
+        d.step()
+        p.prefill(request)
+        p.finish(request)
+        p.released_blocks_of(request)  # long before T: nothing of it can land
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-003")
+        closed = [facts for stage, facts in events if stage == "push_closed"]
+        assert "nothing was sent" in closed[0]["detail"]
+
+
+class ListeningWire(MemoryTransport):
+    """Keeps what the runtime gives it to ask with, and asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[float | None] = []
+
+    def listen(self, heard: Callable[[str], float | None]) -> None:
+        self._ask = heard
+
+    def land(self, write: Write) -> WriteState:
+        self.heard += [self._ask(write.session), self._ask("nobody's")]
+        return super().land(write)
+
+
+def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
+    wire = ListeningWire()
+    p, d = PrefillSite(PLANES, 1, make_transport=lambda: wire), DecodeSite(PLANES, 1)
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        begun = time.monotonic()
+        p.prefill(request)
+        assert d.received(request)[0].ok
+        (ours, nobodys), now = wire.heard[:2], time.monotonic()
+        assert ours is not None and begun <= ours <= now and nobodys is None
+
+
+def test_a_dead_pusher_gathers_nothing() -> None:
+    """Prefill goes on for a decode engine that cannot be served, perhaps for days."""
+    p, d = PrefillSite(TUPLES, 1, make_transport=lambda: DyingWire("submit")), DecodeSite(TUPLES, 1)
+    with sites(p, d):
+        first, later = d.reserve("first", 9), d.reserve("later", 30)
+        d.step()
+        p.prefill(first)
+        assert d.received(first)[0].code == "PD-XFER-003"
+        (worker,) = p.workers.values()
+        runtime = worker._runtime
+        assert runtime is not None
+        runtime._pusher._thread.join(10)
+        assert not runtime._pusher._thread.is_alive()
+        assert p.admit(later) is None
+        for _ in range(10):
+            p.compute((later, 3))
+            assert runtime._pusher._inbox.empty(), "nobody takes it out any more"
+            (work,) = (work for work in runtime._members.values() if work.request_id == later.p_name)
+            assert work.known and not work.plans, "nothing would use a plan"
 
 
 # -- closing

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from vllm_ascend_pd.transport.introducer import MAX_AT_ONCE, Answer, Introducer
+from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer
 from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
 
 LOOPBACK = "127.0.0.1"
@@ -67,6 +67,55 @@ def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     assert answer(introducer, "a:1") is Answer.YES
     assert answer(introducer, "a:1") is Answer.YES
     assert asked == ["a:1", "a:1"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def finished(introducer: Introducer, session: str) -> None:
+    introducer._asked[session].thread.join(10)
+
+
+def test_an_answer_grows_old_and_is_asked_for_again() -> None:
+    clock, says = Clock(), iter([True, False])
+    introducer = Introducer(lambda _: next(says), 5.0, clock)
+    assert introducer.ask("a:1") is Answer.ASKING
+    finished(introducer, "a:1")
+    clock.now = FRESH_S + 0.1
+    assert introducer.ask("a:1") is Answer.ASKING, "what it said then proves nothing now"
+    finished(introducer, "a:1")
+    assert introducer.ask("a:1") is Answer.NO
+
+
+def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
+    asked: list[str] = []
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, time.monotonic)
+    assert introducer.ask("a:1/first") is Answer.ASKING
+    finished(introducer, "a:1/first")
+    assert introducer.ask("a:1/second") is Answer.ASKING
+    assert answer(introducer, "a:1/second") is Answer.YES
+    assert asked == ["a:1", "a:1"]
+
+
+def test_who_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
+    with listening() as listener:
+        introducer = Introducer(reads_forever, 5.0, time.monotonic)
+        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        silent, _ = listener.accept()
+        introducer.forget(address_of(listener))
+        with silent:
+            assert silent.recv(1) == b"", "it is hung up on"
+        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(b"y")
+            assert answer(introducer, address_of(listener)) is Answer.YES, "the old NO is not this one's"
+        assert introducer.close()
 
 
 def test_introductions_are_bounded_and_finished_ones_make_room() -> None:

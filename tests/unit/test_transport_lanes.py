@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.lanes import THREADS, Lanes
+from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, Lanes
 
 
 class BlockingEngine:
@@ -55,9 +56,17 @@ def lanes(engine) -> Iterator[Lanes]:
     opened.close()
 
 
-def submit(lanes: Lanes, engine: BlockingEngine, address: str, n: int = 1) -> int:
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def submit(lanes: Lanes, engine: BlockingEngine, address: str, n: int = 1, issue_by: float = float("inf")) -> int:
     numbers = np.arange(n, dtype=np.int64)
-    return lanes.submit(engine, address, numbers, numbers, numbers + 1)
+    return lanes.submit(engine, address, numbers, numbers, numbers + 1, issue_by=issue_by)
 
 
 def settle(lanes: Lanes, handle: int) -> WriteState:
@@ -66,6 +75,17 @@ def settle(lanes: Lanes, handle: int) -> WriteState:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return state
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def own_threads() -> int:
+    return sum(thread.name.startswith("pd-wire-") for thread in threading.enumerate())
 
 
 def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes, engine) -> None:
@@ -78,8 +98,8 @@ def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes, engine) ->
     assert settle(lanes, submit(lanes, engine, "b", 0)) is WriteState.LANDED
 
 
-def test_stalled_peers_delay_nobody_while_a_thread_is_free(lanes, engine) -> None:
-    stalled = [f"stalled-{n}" for n in range(THREADS - 1)]
+def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_has(lanes, engine) -> None:
+    stalled = [f"stalled-{n}" for n in range(CALLS * 4)]
     for name in stalled:
         engine.gates[name] = threading.Event()
     waiting = [submit(lanes, engine, name) for name in stalled * 2]
@@ -90,15 +110,65 @@ def test_stalled_peers_delay_nobody_while_a_thread_is_free(lanes, engine) -> Non
     assert {settle(lanes, handle) for handle in waiting} == {WriteState.LANDED}
 
 
-def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> None:
-    now = [0.0]
-    lanes = Lanes(10, 5.0, lambda: None, lambda: now[0])
-    gate = engine.gates["a"] = threading.Event()
-    out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a")
-    while not engine.inside:
+def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
+    """A blocked call spins: it costs a core."""
+    clock = Clock()
+    lanes = Lanes(10, 5.0, lambda: None, clock)
+    names = [f"peer-{n}" for n in range(CALLS + 2)]
+    for name in names:
+        engine.gates[name] = threading.Event()
+    handles = [submit(lanes, engine, name) for name in names]
+
+    def inside() -> int:
+        assert {lanes.poll(handle) for handle in handles} == {WriteState.PENDING}
+        return len(engine.inside)
+
+    until(lambda: inside() == CALLS)
+    for _ in range(20):
+        assert inside() == CALLS
         time.sleep(0.001)
-    now[0] = 6.0
-    assert lanes.poll(behind) is WriteState.FAILED, "it was never issued"
+    clock.now = DRAGS_S
+    until(lambda: inside() == len(names))
+    for gate in engine.gates.values():
+        gate.set()
+    lanes.close()
+
+
+def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine) -> None:
+    clock = Clock()
+    lanes = Lanes(10, 1000.0, lambda: None, clock)
+    names = [f"stalled-{n}" for n in range(THREADS)]
+    for name in names:
+        engine.gates[name] = threading.Event()
+    stalled = [submit(lanes, engine, name) for name in names]
+
+    def inside() -> int:
+        clock.now += DRAGS_S
+        for handle in stalled:
+            lanes.poll(handle)
+        return len(engine.inside)
+
+    until(lambda: inside() == THREADS)
+    other = submit(lanes, engine, "other", issue_by=clock.now + 1.0)
+    clock.now += 0.9
+    assert lanes.poll(other) is WriteState.PENDING and own_threads() == THREADS
+    clock.now += 0.2
+    assert lanes.poll(other) is WriteState.UNISSUED
+    for gate in engine.gates.values():
+        gate.set()
+    assert {settle(lanes, handle) for handle in stalled} == {WriteState.LANDED}
+    assert ("other", 1) not in engine.calls
+    lanes.close()
+
+
+def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> None:
+    clock = Clock()
+    lanes = Lanes(10, 5.0, lambda: None, clock)
+    gate = engine.gates["a"] = threading.Event()
+    out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=6.0)
+    until(lambda: engine.inside)
+    clock.now = 6.0
+    assert lanes.poll(behind) is WriteState.UNISSUED
     assert lanes.poll(out) is WriteState.PENDING, "its bytes are on the wire"
     gate.set()
     assert settle(lanes, out) is WriteState.FAILED
@@ -106,13 +176,81 @@ def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> No
     lanes.close()
 
 
+def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
+    clock = Clock()
+    lanes = Lanes(10, 5.0, lambda: None, clock)
+    gate = engine.gates["a"] = threading.Event()
+    first, second = submit(lanes, engine, "a"), submit(lanes, engine, "a")
+    until(lambda: engine.inside)
+    clock.now = 4.0
+    gate.set()
+    assert settle(lanes, first) is WriteState.LANDED
+    engine.gates["a"] = gate = threading.Event()
+    third = submit(lanes, engine, "a")
+    until(lambda: engine.inside or lanes.poll(second) is not WriteState.PENDING)
+    clock.now = 8.0  # more than the timeout since both were submitted
+    gate.set()
+    assert settle(lanes, third) is WriteState.LANDED
+    lanes.close()
+
+
+def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes, engine) -> None:
+    gate = engine.gates["a"] = threading.Event()
+    engine.bad.add("a")
+    handles = [submit(lanes, engine, "a") for _ in range(3)]
+    until(lambda: engine.inside)
+    threading.Timer(DRAGS_S * 2, gate.set).start()
+    states = [settle(lanes, handle) for handle in handles]
+    assert states == [WriteState.FAILED, WriteState.UNISSUED, WriteState.UNISSUED]
+    assert len(engine.calls) == 1
+    engine.bad.clear()
+    assert settle(lanes, submit(lanes, engine, "a")) is WriteState.LANDED
+
+
+def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) -> None:
+    """Nobody has polled since: the thread that takes a write must look at the clock itself."""
+    clock = Clock()
+    lanes = Lanes(10, 5.0, lambda: None, clock)
+    gate = engine.gates["a"] = threading.Event()
+    out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=10.0)
+    until(lambda: engine.inside)
+    clock.now = 100.0
+    gate.set()
+    until(lambda: not engine.inside)
+    until(lambda: not lanes._lanes)
+    assert lanes.poll(behind) is WriteState.UNISSUED
+    assert settle(lanes, out) in (WriteState.LANDED, WriteState.FAILED)
+    assert len(engine.calls) == 1
+    lanes.close()
+
+
+class OpeningEngine:
+    """Opens a peer's segment inside the first write, as Mooncake does: connects and reads without a limit."""
+
+    def write(self, address: str, *_: object) -> bool:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as sock:
+            return bool(sock.recv(1))
+
+
+def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        numbers, begun = np.arange(1, dtype=np.int64), time.monotonic()
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        handle = lanes.submit(OpeningEngine(), where, numbers, numbers, numbers, issue_by=float("inf"), first_s=0.2)
+        assert lanes.meeting(), "another first contact would wait for this one"
+        assert settle(lanes, handle) is WriteState.FAILED
+        assert time.monotonic() - begun >= 0.2 and not lanes.meeting()
+
+
 def test_close_waits_for_calls_and_ends_the_threads(lanes, engine) -> None:
     gate = engine.gates["a"] = threading.Event()
-    handle = submit(lanes, engine, "a", 25)
-    while not engine.inside:
-        time.sleep(0.001)
+    handle, waits = submit(lanes, engine, "a", 25), submit(lanes, engine, "a")
+    until(lambda: engine.inside)
     threading.Timer(0.1, gate.set).start()
     lanes.close()
     assert not engine.inside and len(engine.calls) == 1
-    assert lanes.poll(handle) is WriteState.FAILED
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pd-wire-")]
+    assert (lanes.poll(handle), lanes.poll(waits)) == (WriteState.FAILED, WriteState.UNISSUED)
+    assert not own_threads()

@@ -7,6 +7,7 @@ puts several ready layers into one batch. Nobody else touches the transfer engin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_ascend_pd.device.base import Device, Event
+from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.runtime.batches import Batch
 from vllm_ascend_pd.runtime.regrouping import Staged
 from vllm_ascend_pd.transport.base import Transport, WriteState
@@ -54,7 +56,8 @@ class Work(Protocol):
     def sealed(self, item: Sealed) -> None: ...
     def next_batches(self, busy: dict[Hashable, int]) -> list[Batch]: ...
     def submitted(self, batch: Batch) -> None: ...
-    def finished(self, batch: Batch, ok: bool) -> None: ...
+    def finished(self, batch: Batch, state: WriteState) -> None: ...
+    def heard(self, peer: Endpoint) -> float | None: ...
     def died(self, error: Exception) -> None: ...
 
 
@@ -68,16 +71,19 @@ class Pusher:
         self._computed: deque[Computed | Staged | Sealed] = deque()
         self._exchanged: deque[Computed | Staged | Sealed] = deque()
         self._flying: list[Batch] = []
-        self._stop = False
+        self._stop = self._dead = False
+        transport.listen(self._heard)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, item: Computed | Staged | Sealed) -> None:
-        self._inbox.put(item)
+        if not self._dead:  # else nobody would take it out
+            self._inbox.put(item)
 
     def nudge(self) -> None:
         """Something may be writable now."""
-        self._inbox.put(None)
+        if not self._dead:
+            self._inbox.put(None)
 
     def stop(self, timeout: float) -> bool:
         """Idempotent; what is in flight is left to the transfer engine's own close. Whether the thread has ended."""
@@ -100,9 +106,11 @@ class Pusher:
                 self._poll()
         except Exception as error:
             log.exception("the pusher thread died")
+            self._dead = True
             self._work.died(error)
             for batch in self._flying:  # what is out may still land: the machine keeps it fenced
-                self._work.finished(batch, False)
+                self._work.finished(batch, WriteState.FAILED)
+            self._forget_news()
 
     def _take_news(self, timeout: float) -> None:
         try:
@@ -115,6 +123,14 @@ class Pusher:
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    def _forget_news(self) -> None:
+        """They hold events of the device."""
+        self._computed.clear()
+        self._exchanged.clear()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()
 
     def _announce(self, waiting: deque[Computed | Staged | Sealed]) -> None:
         while waiting:
@@ -145,4 +161,9 @@ class Pusher:
             state = self._transport.poll(batch.handle)
             if state is not WriteState.PENDING:
                 self._flying.remove(batch)  # before it is told: each batch is told once, whatever raises
-                self._work.finished(batch, state is WriteState.LANDED)
+                self._work.finished(batch, state)
+
+    def _heard(self, session: str) -> float | None:
+        """Asked by the transport, on this thread: when the D rank behind a session last said anything."""
+        peer = next((batch.peer for batch in self._flying if batch.session == session), None)
+        return None if peer is None else self._work.heard(peer)

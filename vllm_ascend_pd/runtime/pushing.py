@@ -220,7 +220,10 @@ class PushRuntime:
                 continue
             job = work.job(lo, hi, instances.setdefault(r.endpoints, len(instances)))
             # Whatever we know of the push: ranks share the tokens of all jobs, so all must plan the same jobs.
-            (exchanged if work.exchanges else direct).append((work, job))
+            if work.exchanges:
+                exchanged.append((work, job))
+            elif self._machine.dead is None:  # else nothing would use the plan
+                direct.append((work, job))
         self._plan_direct(step.rotation, direct)
         if exchanged and self._regrouper is not None:
             self._regrouper.plan(step.rotation, [work for work, _ in exchanged], [job for _, job in exchanged])

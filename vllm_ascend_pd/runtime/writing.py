@@ -22,6 +22,7 @@ from vllm_ascend_pd.runtime.pusher import IN_FLIGHT, Computed, Sealed
 from vllm_ascend_pd.runtime.regrouping import Regrouper, Staged
 from vllm_ascend_pd.runtime.verify import Summer
 from vllm_ascend_pd.runtime.work import PushWork, Unit
+from vllm_ascend_pd.transport.base import WriteState
 
 MOST_WORDS = 200  # of another library's error that D is told
 
@@ -171,19 +172,33 @@ class Writing:
         if trace.enabled():
             trace.emit("layer_submitted", **batch.facts())
 
-    def finished(self, batch: Batch, ok: bool) -> None:
-        now = time.monotonic()
+    def finished(self, batch: Batch, state: WriteState) -> None:
+        now, ok = time.monotonic(), state is WriteState.LANDED
         if trace.enabled():
             trace.emit("layer_pushed", ok=ok, took=now - batch.submitted_at, **batch.facts())
         if ok:
             self._machine.tally.add("bytes_transferred", sum(batch.size))
             self._machine.tally.add("num_descriptors", len(batch.size))
         with self._machine.deciding() as deciding:
-            for claim in batch.claims:
+            if state is WriteState.UNISSUED:
+                self._give_back(deciding, now, batch)
+            for claim in batch.claims if state is not WriteState.UNISSUED else ():
                 if self._pieces is not None:
                     self._pieces.written(now, claim.push, claim.d_rank, unit_of(claim), ok)
                 deciding.actions += deciding.sender.wrote(now, claim, ok)
             self._machine.returned.notify_all()
+
+    def _give_back(self, deciding: Deciding, now: float, batch: Batch) -> None:
+        """The peer took nothing of it in time. Its push fails, but nothing of this can land: no block waits for it."""
+        for claim in batch.claims:
+            deciding.actions += deciding.sender.returned(now, claim)
+        for push in dict.fromkeys(claim.push for claim in batch.claims):
+            detail = f"{batch.peer} does not take writes, nothing was sent"
+            deciding.actions += deciding.sender.abort(now, push, "PD-XFER-003", detail)
+
+    def heard(self, peer: Endpoint) -> float | None:
+        with self._machine.deciding() as deciding:
+            return deciding.sender.heard(peer)
 
     def died(self, error: Exception) -> None:
         """The pusher's thread ended by an error: fail every push, and every later one."""

@@ -4,14 +4,15 @@
 One writer thread submits and polls; nobody else touches the engine. A write that failed is not quiet:
 its bytes may still land for `quiet_s`, so its blocks stay fenced that long (see docs/protocol.md).
 
-What may be issued later than `submit` returned: a write to a peer that has not answered yet (it fails within seconds),
-and what exceeds the number of descriptors in flight per peer. Nothing is issued any more once the write has failed.
+What may be issued later than `submit` returned: a write to a peer that has not answered yet, one that waits for its turn
+(both within seconds, or not at all), and what exceeds the number of descriptors in flight per peer. Nothing is issued
+any more once the write has ended.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -19,6 +20,7 @@ class WriteState(enum.Enum):
     PENDING = "pending"
     LANDED = "landed"  # acknowledged by the destination: the bytes are in its memory
     FAILED = "failed"  # this side issues nothing more of it; what the network holds may still land
+    UNISSUED = "unissued"  # failed before the engine was given any of it: nothing of it can land
 
 
 class Transport(Protocol):
@@ -32,6 +34,10 @@ class Transport(Protocol):
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         """Register (address, length) regions once; neighbours in memory are merged. Sources must lie in them too."""
+
+    def listen(self, heard: Callable[[str], float | None]) -> None:
+        """`heard` tells when the process behind a session last said anything to us, by time.monotonic(). Asked by `poll`
+        before first contact where the engine itself cannot ask; without it a connection must do."""
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         """Start writing; returns a handle for `poll`. Never waits for the data. A submission that the

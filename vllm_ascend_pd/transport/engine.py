@@ -61,12 +61,15 @@ class Engine:
                 raise PdError("PD-WIRE-002", rc=rc, length=length, address=address)
 
     def answers(self, address: str) -> bool:
-        """Whether the engine at `address` answers now. Blocks as long as it accepts and stays silent."""
+        """Whether the engine at `address` answers now. Blocks as long as it accepts and stays silent.
+
+        An engine without a probe tells only that something listens there: see `can_ask`.
+        """
         raw = self._open()
-        if hasattr(raw, "send_probe"):
+        if can_ask(type(raw)):
             return raw.send_probe(address) == 0
         host, _, port = address.rpartition(":")
-        try:  # an older engine has no probe: that it accepts must do
+        try:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError:
             return False
@@ -97,6 +100,11 @@ class Engine:
         if self._raw is None:
             raise LocalProtocolError(f"the engine at {self.address} is closed")
         return self._raw
+
+
+def can_ask(kind: type[RawEngine]) -> bool:
+    """Whether engines of this kind can ask another one for an answer; older ones can only connect to it."""
+    return hasattr(kind, "send_probe")
 
 
 def _opened(kind: type[RawEngine], host: str, protocol: str) -> RawEngine:

@@ -6,11 +6,13 @@ costs less than half of the CPU, because a batch can only be waited for by a cal
 engine are as fast as 1,000, and what is not in the engine can still be called back.
 
 A write fails in two steps. First nothing more of it is issued; then what was issued is waited for, because the engine
-still sends it. FAILED is said only when that is over, or when the engine was closed over it (`stuck`, `drop`).
+still sends it. FAILED is said only when that is over, or when the engine was closed over it (`stuck`, `drop`); what never reached the
+engine is UNISSUED.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import LANDED, PENDING, Engine
+from vllm_ascend_pd.transport.introducer import watched
 from vllm_ascend_pd.transport.spans import Bytes
 
 WINDOW = 128  # descriptors in the engine per peer
@@ -34,6 +37,7 @@ class _Flight:
     waiting: deque[tuple[int, int, int]]
     deadline: float
     issued: deque[int] = field(default_factory=deque)
+    begun: bool = False  # the engine was asked to take some of it
     failed_at: float | None = None
     looked_at: float = 0.0
 
@@ -52,14 +56,22 @@ class Flights:
         self._queues: dict[tuple[Engine, str], deque[_Flight]] = {}  # who has something to issue, oldest first
         self._in_engine: Counter[tuple[Engine, str]] = Counter()
 
-    def submit(self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes) -> int:
+    def submit(
+        self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes, *, first_s: float | None = None
+    ) -> int:
+        """`first_s`: it may be first contact, which is hung up on after so long."""
         handle = next(self._handles)
         descriptors = deque(zip(src.tolist(), dst.tolist(), size.tolist(), strict=True))
         flight = _Flight(engine, address, descriptors, self._clock() + self._timeout_s)
         self._flights[handle] = flight
         self._queues.setdefault(flight.peer, deque()).append(flight)
-        self._issue(flight.peer)
+        with watched(address, first_s) if first_s is not None else contextlib.nullcontext():
+            self._issue(flight.peer)
         return handle
+
+    def meeting(self) -> bool:
+        """First contact is over when `submit` returns."""
+        return False
 
     def alive(self, handle: int) -> bool:
         return self._flights[handle].failed_at is None
@@ -76,7 +88,9 @@ class Flights:
                 self._fail(flight, now)
             return WriteState.PENDING
         del self._flights[handle]
-        return WriteState.LANDED if flight.failed_at is None else WriteState.FAILED
+        if flight.failed_at is None:
+            return WriteState.LANDED
+        return WriteState.FAILED if flight.begun else WriteState.UNISSUED
 
     def stuck(self) -> set[Engine]:
         """Engines that hold on to transfers of failed writes: only closing them ends these."""
@@ -128,6 +142,7 @@ class Flights:
         while queue:
             flight = queue[0]
             while flight.waiting and self._in_engine[peer] < self._window:
+                flight.begun = True
                 transfer = flight.engine.submit(flight.address, *flight.waiting[0])
                 if transfer is None:
                     self._fail(flight, self._clock())

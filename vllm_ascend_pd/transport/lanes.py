@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes in flight through the engine's blocking batch call, made on a few threads of our own.
+"""Writes in flight through the engine's blocking batch call, made on threads of our own.
 
-For links where one call must carry the whole batch (Ascend). One call at a time per peer, so a peer that stalls costs
-one thread until its timeout and delays nobody else while a thread is free.
+For links where one call must carry the whole batch (Ascend). One call at a time per peer, a few at a time in all, because
+a blocked call spins. A call that drags does not count among these few: it keeps its thread until it returns, and another
+thread takes the place, so peers that stand still (one engine has as many as it has ranks) delay nobody else.
+
+A write's time runs from when it is issued. What could not be issued in time never is: by then its authority may be over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -16,11 +20,14 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.introducer import watched
 from vllm_ascend_pd.transport.spans import Bytes
 
 log = logging.getLogger(__name__)
 
-THREADS = 4  # a blocked call spins
+CALLS = 4  # at a time, of those that do not drag
+DRAGS_S = 0.05
+THREADS = 64  # in all: so many peers may stand still at once
 JOIN_S = 5.0
 
 
@@ -29,13 +36,25 @@ class _Job:
     engine: Engine
     address: str
     calls: deque[tuple[list[int], list[int], list[int]]]  # what is not issued yet
-    deadline: float
-    out: bool = False  # a thread is in the engine with it
+    issue_by: float
+    first_s: float | None  # it may be first contact, which is hung up on after so long
+    deadline: float = float("inf")  # from when it is issued
+    out_since: float | None = None  # a thread is in the engine with it
     failed: bool = False
+
+    @property
+    def issued(self) -> bool:
+        return self.deadline < float("inf")
+
+    def out_for(self, now: float) -> float:
+        return 0.0 if self.out_since is None else now - self.out_since
+
+    def late(self, now: float) -> bool:
+        return now >= self.deadline or (bool(self.calls) and now >= self.issue_by)
 
 
 class Lanes:
-    """`submit` and `poll` never wait; threads start with the first submissions and end in `close`."""
+    """`submit` and `poll` never wait; threads start when they are needed and end in `close`."""
 
     def __init__(
         self, cap: int, timeout_s: float, attach_thread: Callable[[], None], clock: Callable[[], float]
@@ -44,50 +63,67 @@ class Lanes:
         self._handles = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
-        self._lanes: dict[str, deque[_Job]] = {}  # by peer; the first job may be out
-        self._ready: deque[str] = deque()  # lanes whose first job is not out
-        self._out = 0
+        self._lanes: dict[str, deque[_Job]] = {}  # by peer, whose turn is next comes first; no job here is out
+        self._out: dict[str, _Job] = {}  # by peer
         self._stop = False
         self._threads: list[threading.Thread] = []
 
-    def submit(self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes) -> int:
+    def submit(
+        self,
+        engine: Engine,
+        address: str,
+        src: Bytes,
+        dst: Bytes,
+        size: Bytes,
+        *,
+        issue_by: float,
+        first_s: float | None = None,
+    ) -> int:
         handle = next(self._handles)
         cuts = [slice(at, at + self._cap) for at in range(0, len(size), self._cap)]
         calls = deque((src[cut].tolist(), dst[cut].tolist(), size[cut].tolist()) for cut in cuts)
-        job = _Job(engine, address, calls, self._clock() + self._timeout_s)
+        job = _Job(engine, address, calls, issue_by, first_s)
         with self._changed:
             self._jobs[handle] = job
             if calls:
-                lane = self._lanes.setdefault(address, deque())
-                lane.append(job)
-                if len(lane) == 1:
-                    self._ready.append(address)
-                    self._changed.notify()
-            if len(self._threads) < THREADS and not self._stop:
-                self._start_thread()
+                self._lanes.setdefault(address, deque()).append(job)
+            self._staff()
         return handle
 
     def alive(self, handle: int) -> bool:
         with self._changed:
             return not self._jobs[handle].failed
 
+    def meeting(self) -> bool:
+        """A first contact is under way, or about to be: another one would wait for it in the engine."""
+        with self._changed:
+            now = self._clock()
+            return any(
+                job.first_s is not None and job.out_for(now) <= job.first_s
+                for job in self._jobs.values()
+                if job.out_since is not None or (job.calls and not job.issued)
+            )
+
     def poll(self, handle: int) -> WriteState:
         """FAILED only when no thread is in the engine with it any more."""
         with self._changed:
             job = self._jobs[handle]
-            if (job.calls or job.out) and self._clock() >= job.deadline:
+            if job.late(self._clock()):
                 self._fail(job)
-            if job.calls or job.out:
+            self._staff()
+            if job.calls or job.out_since is not None:
                 return WriteState.PENDING
             del self._jobs[handle]
-            return WriteState.FAILED if job.failed else WriteState.LANDED
+            if not job.failed:
+                return WriteState.LANDED
+            return WriteState.FAILED if job.issued else WriteState.UNISSUED
 
     def drop_all(self) -> None:
         """Waits for the calls that are out: an engine must not be closed under them."""
         with self._changed:
             for job in self._jobs.values():
                 self._fail(job)
-            if not self._changed.wait_for(lambda: self._out == 0, self._timeout_s + JOIN_S):
+            if not self._changed.wait_for(lambda: not self._out, self._timeout_s + JOIN_S):
                 log.error("a transfer did not return within %.0f s", self._timeout_s + JOIN_S)
 
     def close(self) -> None:
@@ -101,16 +137,39 @@ class Lanes:
             if thread.is_alive():
                 log.error("thread %s did not end within %.0f s", thread.name, JOIN_S)
 
-    def _fail(self, job: _Job) -> None:
-        """Nothing more of it is issued. Under the lock."""
-        if job.calls or job.out:
-            job.failed = True
-            job.calls.clear()
+    # -- under the lock
 
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"pd-wire-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _fail(self, job: _Job) -> None:
+        """Nothing more of it is issued."""
+        if not job.calls and job.out_since is None:
+            return
+        job.failed = True
+        job.calls.clear()
+        lane = self._lanes.get(job.address, deque())
+        if job in lane:
+            lane.remove(job)
+            if not lane:
+                del self._lanes[job.address]
+
+    def _turn(self) -> str | None:
+        """The peer whose turn it is, if a call may begin now."""
+        now = self._clock()
+        brisk = sum(job.out_for(now) < DRAGS_S for job in self._out.values())
+        return None if brisk >= CALLS else next((at for at in self._lanes if at not in self._out), None)
+
+    def _staff(self) -> None:
+        """See to it that somebody makes the call that may begin now: only time tells that a call drags."""
+        if self._stop or self._turn() is None:
+            return
+        self._changed.notify()
+        threads = sum(thread.is_alive() for thread in self._threads)
+        if threads - len(self._out) < 1 and threads < THREADS:
+            name = f"pd-wire-{len(self._threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # -- the threads
 
     def _work(self) -> None:
         self._attach_thread()
@@ -123,13 +182,23 @@ class Lanes:
 
     def _take(self) -> _Job | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._stop)
-            if self._stop:
-                return None
-            job = self._lanes[self._ready.popleft()][0]
-            job.out = True
-            self._out += 1
-            return job
+            while True:
+                self._changed.wait_for(lambda: self._stop or self._turn() is not None)
+                address = self._turn()
+                if self._stop or address is None:
+                    return None
+                lane = self._lanes.pop(address)
+                job = lane.popleft()
+                if lane:
+                    self._lanes[address] = lane  # behind the others
+                now = self._clock()
+                if job.late(now):  # this process may have been stopped meanwhile
+                    self._fail(job)
+                    continue
+                job.deadline = min(job.deadline, now + self._timeout_s)
+                job.out_since = now
+                self._out[address] = job
+                return job
 
     def _issue(self, job: _Job) -> bool:
         """One call's worth of the job; False if that failed."""
@@ -137,19 +206,19 @@ class Lanes:
             if not job.calls:
                 return not job.failed
             src, dst, size = job.calls.popleft()
-        return job.engine.write(job.address, src, dst, size)
+        with watched(job.address, job.first_s) if job.first_s is not None else contextlib.nullcontext():
+            return job.engine.write(job.address, src, dst, size)
 
     def _give_back(self, job: _Job, landed: bool) -> None:
         with self._changed:
+            dragged = job.out_for(self._clock()) >= DRAGS_S
+            job.out_since = job.first_s = None
+            del self._out[job.address]
             if not landed:
-                self._fail(job)
-            job.out = False
-            self._out -= 1
-            lane = self._lanes[job.address]
-            if not job.calls:
-                lane.popleft()
-            if lane:
-                self._ready.append(job.address)
-            else:
-                del self._lanes[job.address]
+                job.failed = True
+                job.calls.clear()
+                for other in list(self._lanes.get(job.address, ())) if dragged else ():
+                    self._fail(other)  # the peer stands still: what waits for it is not tried
+            if job.calls:
+                self._lanes.setdefault(job.address, deque()).appendleft(job)
             self._changed.notify_all()

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import PdError
@@ -62,6 +62,9 @@ class MemoryTransport:
     def introduce(self, session: str) -> bool:
         with _lock:
             return session in _sessions
+
+    def listen(self, heard: Callable[[str], float | None]) -> None:
+        """There is no first contact here."""
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         at, to, length = as_spans(src, dst, size)

@@ -4,7 +4,8 @@
 * A failed write goes on: its bytes still land. FAILED is said only when the engine has let go of it; an engine that does
   not let go (the peer is stopped) is closed and another one takes its place.
 * First contact with a peer happens under a mutex that all writes need, for up to 60 s if the peer accepts and stays
-  silent. So a peer is asked for an answer first, on another thread, and what it is to get waits for that.
+  silent. So a peer is asked for an answer first, on another thread, and what it is to get waits for that. An older engine
+  cannot ask: there the peer's side channel must have been heard within the last second.
 * A peer restarted on the same port is not reachable through an engine that knew its predecessor. So sessions carry a
   tag, and a new tag at a known address gets a new engine too.
 * Addresses are not validated by the engine, and a zero length is a success: both are refused here.
@@ -24,19 +25,19 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.engine import Engine, can_ask
 from vllm_ascend_pd.transport.flights import Flights
 from vllm_ascend_pd.transport.introducer import Answer, Introducer
 from vllm_ascend_pd.transport.lanes import Lanes
 from vllm_ascend_pd.transport.maps import check_mapped
 from vllm_ascend_pd.transport.package import load, prepare_environment
-from vllm_ascend_pd.transport.sockets import hang_up
 from vllm_ascend_pd.transport.spans import Bounds, Bytes, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
 
 INTRODUCE_S = 2.0  # a peer that does not answer for so long fails the write, of which nothing was issued
-OPEN_S = 0.9  # then the writer's own first contact is hung up on: the others wait for it
+OPEN_S = 0.8  # then the writer's own first contact is hung up on: the others wait for it
+HEARD_S = 1.0  # how fresh a peer's word on the side channel must be, where the engine cannot ask for one
 TEND_S = 0.1
 
 
@@ -46,7 +47,8 @@ class _Waiting:
 
     session: str
     spans: tuple[Bytes, Bytes, Bytes]
-    deadline: float
+    issue_by: float
+    asked_until: float | None = None  # while the peer is being asked
 
 
 class MooncakeTransport:
@@ -68,6 +70,10 @@ class MooncakeTransport:
         self._kind = load(protocol)
         self._host, self._protocol, self._quiet_s, self._clock = host, protocol, quiet_s, clock
         self._attach_thread = attach_thread
+        self._can_ask = can_ask(self._kind)
+        self._heard: Callable[[str], float | None] | None = None
+        # Authority lasts no longer than a lease, and D waits that long plus T for what was written under it.
+        self._wait_s = max(INTRODUCE_S, quiet_s - transfer_timeout_s)
         self._single = protocol == "ascend"  # one engine per process there, and what it reads must be registered
         self._regions: list[tuple[int, int]] = []
         self._bounds = Bounds((), "source")
@@ -152,6 +158,9 @@ class MooncakeTransport:
 
     # -- the writer thread's side
 
+    def listen(self, heard: Callable[[str], float | None]) -> None:
+        self._heard = heard
+
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         handle = next(self._handles)
         at, to, length = as_spans(src, dst, size)
@@ -163,10 +172,11 @@ class MooncakeTransport:
             return handle
         spans = merge_runs(at, to, length)
         address, _, tag = session.partition("/")
+        issue_by = self._clock() + self._wait_s
         if self._writer is not None and address in self._known and self._tags[address] == tag:
-            self._inner[handle] = self._writes.submit(self._writer, address, *spans), address
+            self._inner[handle] = self._issue(self._writer, address, spans, issue_by, None), address
         else:
-            self._waiting[handle] = None if self._closed else _Waiting(session, spans, self._clock() + INTRODUCE_S)
+            self._waiting[handle] = None if self._closed else _Waiting(session, spans, issue_by)
         return handle
 
     def poll(self, handle: int) -> WriteState:
@@ -177,27 +187,50 @@ class MooncakeTransport:
         state = self._writes.poll(inner)
         if state is not WriteState.PENDING:
             del self._inner[handle]
-        if state is WriteState.FAILED:
+        if state in (WriteState.FAILED, WriteState.UNISSUED):
             self._known.discard(address)
         return state
 
     def _poll_waiting(self, handle: int) -> WriteState:
-        """Issue it once the peer has answered; fail it, nothing having been issued, when the peer does not."""
+        """Issue it once the peer has answered; give it up, nothing having been issued, when the peer does not."""
         write = self._waiting[handle]
-        if write is not None:
-            address, _, tag = write.session.partition("/")
-            known = address in self._known and self._tags[address] == tag
-            answer = Answer.YES if known else self._introducer.ask(address)
-            if answer is Answer.YES and self._can_write(address, tag):
-                del self._waiting[handle]
-                self._inner[handle] = self._first_contact(address, tag, write), address
-                return WriteState.PENDING
-            if answer is Answer.ASKING and self._clock() < write.deadline:
-                return WriteState.PENDING
-            if answer is not Answer.YES:
-                log.warning("the transfer engine at %s does not answer", address)
+        if write is None:
+            del self._waiting[handle]
+            return WriteState.FAILED
+        address, _, tag = write.session.partition("/")
+        known = address in self._known and self._tags[address] == tag
+        answer = Answer.YES if known else self._answer(write)
+        if answer is Answer.ASKING:
+            return WriteState.PENDING
         del self._waiting[handle]
-        return WriteState.FAILED
+        if answer is Answer.YES and self._can_write(address, tag):
+            self._inner[handle] = self._first_issue(address, tag, write, known=known), address
+            return WriteState.PENDING
+        if answer is not Answer.YES:
+            log.warning("the transfer engine at %s does not answer", address)
+        if not any(other is not None and other.session == write.session for other in self._waiting.values()):
+            self._introducer.forget(write.session)
+        return WriteState.UNISSUED
+
+    def _answer(self, write: _Waiting) -> Answer:
+        """What the peer says to being asked, as far as can be told without waiting."""
+        now = self._clock()
+        if now >= write.issue_by:
+            return Answer.NO
+        if self._writes.meeting() or not self._vouched(write.session):
+            write.asked_until = None  # an answer would be old before it was of use
+            return Answer.ASKING
+        if write.asked_until is None:
+            write.asked_until = now + INTRODUCE_S
+        answer = self._introducer.ask(write.session)
+        return Answer.NO if answer is Answer.ASKING and now >= write.asked_until else answer
+
+    def _vouched(self, session: str) -> bool:
+        """A connection alone is no answer: the kernel of a stopped process accepts it."""
+        if self._can_ask or self._heard is None:
+            return True
+        heard = self._heard(session)
+        return heard is not None and self._clock() - heard <= HEARD_S
 
     def _can_write(self, address: str, tag: str) -> bool:
         """Have the engine that may meet this peer. One that cannot be opened now fails the write, not the thread."""
@@ -210,22 +243,21 @@ class MooncakeTransport:
             return False
         return True
 
-    def _first_contact(self, address: str, tag: str, write: _Waiting) -> int:
-        """The engine opens the peer's segment inside this call: others wait for it, so it is hung up on if it drags."""
-        engine = self._need_writer()
-        host, _, port = address.rpartition(":")
-        watch = threading.Timer(OPEN_S, hang_up, (host, int(port)))
-        watch.name, watch.daemon = f"pd-watch-{address}", True
-        watch.start()
-        try:
-            inner = self._writes.submit(engine, address, *write.spans)
-        finally:
-            watch.cancel()
-            watch.join()
+    def _first_issue(self, address: str, tag: str, write: _Waiting, *, known: bool) -> int:
+        """In first contact the engine opens the peer's segment, while others wait: it is hung up on if that drags."""
+        first_s = None if known else OPEN_S
+        inner = self._issue(self._need_writer(), address, write.spans, write.issue_by, first_s)
         self._tags[address] = tag
         if self._writes.alive(inner):
             self._known.add(address)
         return inner
+
+    def _issue(
+        self, engine: Engine, address: str, spans: tuple[Bytes, Bytes, Bytes], issue_by: float, first_s: float | None
+    ) -> int:
+        if isinstance(self._writes, Lanes):
+            return self._writes.submit(engine, address, *spans, issue_by=issue_by, first_s=first_s)
+        return self._writes.submit(engine, address, *spans, first_s=first_s)
 
     def _tend(self) -> None:
         """Replace a writer that holds on to what has failed; close replaced ones when their last write has ended."""

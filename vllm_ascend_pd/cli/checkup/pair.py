@@ -179,7 +179,11 @@ class Wire:
             if state is WriteState.PENDING:
                 _nap()
         took = time.monotonic() - began
-        problems = {WriteState.FAILED: "the write failed", WriteState.PENDING: f"no end after {took:.0f} s"}
+        problems = {
+            WriteState.FAILED: "the write failed",
+            WriteState.UNISSUED: "the other transfer engine does not answer",
+            WriteState.PENDING: f"no end after {took:.0f} s",
+        }
         return Wrote(problems.get(state, ""), self.scratch.sent, took)
 
     def close(self) -> None:
