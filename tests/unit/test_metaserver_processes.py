@@ -22,6 +22,12 @@ import pytest
 from fake_engine import FakeEngine, words
 from metaserver_cluster import free_port, streamed, texts, until
 
+from vllm_ascend_pd.cli.__main__ import main, parser
+from vllm_ascend_pd.cli.metaserver import settings_of
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metaserver.service import server, supervisor
+from vllm_ascend_pd.metaserver.service.settings import read_token
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver"]
 
@@ -241,6 +247,58 @@ def test_wrong_flags_stop_the_start_with_a_sentence(flags: list[str], says: str)
     assert says in done.stderr.decode() and b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("--port 99999", "--port", "99999"),
+        ("--port -1", "--port", "-1"),
+        ("--worker-port 70000", "--worker-port", "70000"),
+        ("--port 65535 --workers 2", "--port", "65535"),
+        ("--port 8000 --worker-port 65534 --workers 3", "--worker-port", "65534"),
+        ("--prefill h:1 --decode g:2 http://h:1", "--decode", "'http://h:1'"),
+        ("--prefiller-hosts h --prefiller-ports 1 --decode h:1", "--decode", "'h:1'"),
+        ("--prefill h:0", "--prefill", "'h:0'"),
+        ("--prefill h:70000", "--prefill", "'h:70000'"),
+        ("--max-waiting -1", "--max-waiting", "-1"),
+        ("--max-wait -5", "--max-wait", "-5.0"),
+        ("--max-wait nan", "--max-wait", "nan"),
+        ("--grace inf", "--grace", "inf"),
+        ("--retry-delay -1", "--retry-delay", "-1.0"),
+        ("--max-retries -1", "--max-retries", "-1"),
+        ("--trace-dir /dev/null/traces", "--trace-dir", "'/dev/null/traces'"),
+        ("--trace-dir /dev/null", "--trace-dir", "'/dev/null'"),
+    ],
+)
+def test_an_impossible_flag_is_named_with_its_value_and_what_to_do(
+    flags: str, key: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "run_worker", _started)  # were the flags taken
+    monkeypatch.setattr(supervisor.Supervisor, "run", _started)
+    assert main(["metaserver", *([] if "--port" in flags else ["--port", "0"]), *flags.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"PD-CONF-003: {key} = {value} is impossible: " in said
+    assert said.rstrip().endswith(".") and (" Give " in said or " Name " in said)
+
+
+def _started(*_: object) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    "flags", ["--max-waiting 0 --max-wait 0", "--retry-delay 0 --max-retries 0", "--port 65533 --workers 2"]
+)
+def test_the_last_possible_values_are_taken(flags: str) -> None:
+    settings_of(parser().parse_args(["metaserver", *flags.split()]))
+
+
+def test_a_token_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(b"\xff" * 32)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"PD-SEC-004.*token"):
+        read_token(str(file))
+
+
 def test_a_taken_port_is_named() -> None:
     with running() as r:
         port = r.http.base_url.port
@@ -249,9 +307,6 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_the_predecessors_flags_are_understood() -> None:
-    from vllm_ascend_pd.cli.__main__ import parser
-    from vllm_ascend_pd.cli.metaserver import settings_of
-
     words = "metaserver --prefiller-hosts h1 h2 --prefiller-ports 1 2 --decoder-hosts ::1 --decoder-ports 3 --max-retries 5 --retry-delay 0.001"
     settings = settings_of(parser().parse_args(words.split()))
     assert settings.prefill == ("h1:1", "h2:2") and settings.decode == ("[::1]:3",)
@@ -285,9 +340,6 @@ def test_memory_stays_flat_over_many_requests() -> None:
 
 
 def test_a_flag_that_is_given_again_adds_to_what_came_before() -> None:
-    from vllm_ascend_pd.cli.__main__ import parser
-    from vllm_ascend_pd.cli.metaserver import settings_of
-
     words = "metaserver --prefill a:1 --prefill b:2 c:3 --decode d:4 --prefiller-hosts e --prefiller-ports 5"
     words += " --prefiller-hosts f --prefiller-ports 6"
     settings = settings_of(parser().parse_args(words.split()))

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import socket
 import ssl
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.errors import ConfigError
@@ -119,9 +122,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
     _check(args)
     _check_tls(args)
+    _check_trace_dir(args.trace_dir)
     attempts = args.max_retries if args.max_retries is not None else args.attempts
     first = args.retry_delay if args.retry_delay is not None else Backoff().first_s
-    return Settings(
+    settings = Settings(
         host=args.host,
         port=args.port,
         advertise_host=args.advertise_host,
@@ -153,22 +157,68 @@ def settings_of(args: argparse.Namespace) -> Settings:
         trace_dir=args.trace_dir,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
+    _check_roles(settings)
+    return settings
 
 
 _POSITIVE = (
     *("workers", "attempts", "circuit_failures", "probe_every", "connect_timeout", "first_byte_timeout"),
     *("prefill_timeout", "idle_timeout", "max_running", "max_body_mib", "grace"),
 )
+_NOT_NEGATIVE = ("max_waiting", "max_wait", "max_retries", "retry_delay")
+_LAST_PORT = 65535
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in _POSITIVE:
-        if getattr(args, name) <= 0:
-            _impossible(f"--{name.replace('_', '-')}", getattr(args, name), "it is not positive", "Give more than 0.")
-    if args.workers > 1 and args.port == 0:
-        _impossible("--port", 0, "several workers need a known port", "Give a port, or one worker.")
+    for name in (*_POSITIVE, *_NOT_NEGATIVE):
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            _impossible(flag, value, "it is not a finite number", "Give a number.")
+        if name in _POSITIVE and value <= 0:
+            _impossible(flag, value, "it is not positive", "Give more than 0.")
+        if value < 0:
+            _impossible(flag, value, "it is negative", "Give 0 or more.")
+    _check_ports(args)
     if bool(args.tls_cert) != bool(args.tls_key):
         _impossible("--tls-cert", args.tls_cert, "certificate and key belong together", "Give both or none.")
+
+
+def _check_ports(args: argparse.Namespace) -> None:
+    for flag, port in (("--port", args.port), ("--worker-port", args.worker_port)):
+        if not 0 <= port <= _LAST_PORT:
+            _impossible(flag, port, "there is no such port", f"Give a port from 1 to {_LAST_PORT}.")
+    if args.workers > 1 and args.port == 0:
+        _impossible("--port", 0, "several workers need a known port", "Give a port, or one worker.")
+    first = args.worker_port or args.port + 1
+    if args.workers > 1 and first + args.workers - 1 > _LAST_PORT:
+        flag, port = ("--worker-port", args.worker_port) if args.worker_port else ("--port", args.port)
+        why = f"{args.workers} workers have ports of their own from {first} on, and the last there is is {_LAST_PORT}"
+        _impossible(flag, port, why, "Give a lower port, or another --worker-port.")
+
+
+def _check_roles(settings: Settings) -> None:
+    from vllm_ascend_pd.metaserver.service.fleet import parse_spec
+
+    prefill = {parse_spec(Role.PREFILL, text).name for text in settings.prefill}
+    for text in settings.decode:
+        if parse_spec(Role.DECODE, text).name in prefill:
+            why = "the same address is given as a prefill engine"
+            _impossible("--decode", text, why, "Name each engine in one role, with its own port.")
+
+
+def _check_trace_dir(directory: str) -> None:
+    """Each worker will write there."""
+    if not directory:
+        return
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as problem:
+        why = f"nothing can be written there ({problem.strerror or problem})"
+        _impossible("--trace-dir", directory, why, "Give a directory that this user may write into.")
 
 
 def _check_tls(args: argparse.Namespace) -> None:

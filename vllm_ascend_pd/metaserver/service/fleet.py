@@ -61,6 +61,8 @@ def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
         or parts.username is not None
     ):
         raise ValueError(f"{role.value} instance {text!r} is not host:port or http(s)://host:port")
+    if parts.port == 0:
+        raise ValueError(f"{role.value} instance {text!r} has port 0")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e6:
         raise ValueError(f"weight {weight!r} of {text} is not a positive number")
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -68,7 +68,7 @@ def read_token(path: str) -> str:
     try:
         mode = file.stat().st_mode
         token = file.read_text().strip()
-    except OSError as problem:
+    except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError("PD-SEC-004", path=path, why=str(problem)) from problem
     if mode & 0o077:
         raise ConfigError("PD-SEC-004", path=path, why=f"its mode is {mode & 0o777:o}")
