@@ -80,3 +80,40 @@ def test_commands_in_both_readmes_are_the_same() -> None:
         return [line for line in lines if re.match(r"(\./|pip|vllm|\")", line)]
 
     assert commands(READMES[0]) == commands(READMES[1])
+
+
+def structure(page: Path) -> list[tuple[str, object]]:
+    """Headings, rows of tables and blocks of code in their order; of a row its numbers and how many cells it has."""
+    found: list[tuple[str, object]] = []
+    code = False
+    for line in (ROOT / page).read_text().splitlines():
+        if line.startswith("```"):
+            code = not code
+            found.append(("code", None))
+        elif not code and line.startswith("#"):
+            found.append(("heading", line.split(" ")[0]))
+        elif not code and line.startswith("|"):
+            cells = re.split(r"(?<!\\)\|", line.strip("|"))
+            found.append(("row", [tuple(re.findall(r"\d+(?:\.\w+)*", cell)) for cell in cells]))
+    return found
+
+
+def test_both_readmes_have_the_same_headings_and_tables() -> None:
+    one, other = (structure(page) for page in READMES)
+    assert one == other
+    assert sum(kind == "row" for kind, _ in one) > 20
+
+
+def test_both_readmes_say_as_much_in_bold() -> None:
+    one, other = (re.findall(r"\*\*[^*]+\*\*", (ROOT / page).read_text()) for page in READMES)
+    assert len(one) == len(other) >= 3
+
+
+def test_the_changelog_names_what_the_release_has() -> None:
+    from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS
+
+    text = (ROOT / "CHANGELOG.md").read_text()
+    wanted = [f"`vllm-ascend-pd {name}`" for name in SUBCOMMANDS]
+    for name in (*wanted, "AscendPushConnector", "Regroup", "status page", "grafana.json", "simulate.sh", "NPU"):
+        assert name in text, name
+    assert "--notes-file CHANGELOG.md" in (ROOT / ".github" / "workflows" / "release.yml").read_text()
