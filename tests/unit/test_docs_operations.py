@@ -49,9 +49,15 @@ def test_every_key_of_the_predecessor_is_explained(key: str) -> None:
 
 def test_flags_that_the_pages_name_exist() -> None:
     known = set(re.findall(r"--[a-z][a-z-]+", "".join(s.format_help() for s in _subparsers())))
-    vllms = {"--kv-transfer-config", "--shutdown-timeout"}
+    vllms = {"--api-key", "--kv-transfer-config", "--shutdown-timeout"}
     ours = set(re.findall(r"`(--[a-z][a-z-]+)", OPERATIONS + MIGRATION)) - vllms
     assert ours <= known
+
+
+def test_the_engines_api_key_has_its_row() -> None:
+    """The predecessor's proxy took it from the environment; a short one is refused here."""
+    (row,) = [cells for cells in rows(MIGRATION, "Proxy") if "OPENAI_API_KEY" in cells[0]]
+    assert "`--engine-token-file" in row[1] and "16 characters" in row[1] and "PD-SEC-004" in row[1]
 
 
 def test_links_lead_somewhere() -> None:
