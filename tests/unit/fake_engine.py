@@ -71,6 +71,18 @@ class Served:
         while self._server is not None and not self._server.started:
             await asyncio.sleep(0.005)
 
+    def shut(self) -> None:
+        """As an engine's HTTP server begins to shut down: connections on which nothing is asked are closed, no new ones are
+        taken, and what is under way goes on."""
+        if self._server is not None:
+            self.loop.call(self._shut(self._server), 10)
+
+    async def _shut(self, server: uvicorn.Server) -> None:
+        for listening in server.servers:
+            listening.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+
     def kill(self) -> None:
         """As a SIGKILL looks from outside: every connection and the port are gone at once."""
         server, self._server = self._server, None

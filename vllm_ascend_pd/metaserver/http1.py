@@ -178,6 +178,10 @@ class _Connection(asyncio.Protocol):
         self._patience_s = patience_s
         self.deadline = self.loop.time() + patience_s
 
+    def hurry(self, patience_s: float) -> None:
+        """Silence of this length is enough, this time: nobody takes connections there any more."""
+        self.deadline = min(self.deadline, self.loop.time() + patience_s)
+
     def resume(self) -> None:
         if self._paused and self._transport is not None:
             self._paused = False
@@ -366,6 +370,12 @@ class Upstream:
             except _Stale:
                 if fresh or not repeatable:
                     raise UpstreamError(Failure.BROKEN, "it closed the connection") from None
+
+    def hurry(self, origin: Origin, patience_s: float) -> None:
+        """The engine refuses connections: what is under way there and says nothing for so long has failed."""
+        pool = self._pools.get(origin)
+        for connection in pool.busy if pool is not None else ():
+            connection.hurry(patience_s)
 
     async def _exchange(self, connection: _Connection, data: list[bytes], bodiless: bool, timeout_s: float) -> Reply:
         head = connection.request(data, bodiless, timeout_s)

@@ -52,6 +52,9 @@ class Prober:
             async with reply:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
         except UpstreamError as problem:
+            if isinstance(problem.__cause__, ConnectionRefusedError):
+                # An engine that shuts down may keep the connection of a request that it will never answer.
+                self._upstream.hurry(instance.origin, self._settings.forsaken_s)
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
             return
         if reply.status == 200:

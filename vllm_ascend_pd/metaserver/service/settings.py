@@ -36,6 +36,7 @@ class Settings:
     idle_timeout_s: float = 300.0  # silence of a stream after its first byte
     probe_every_s: float = 1.0
     probe_timeout_s: float = 2.0
+    forsaken_s: float = 5.0  # silence of a request whose engine refuses connections
     heartbeat_s: float = 2.0
 
     max_body_bytes: int = 64 << 20
