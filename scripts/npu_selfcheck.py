@@ -90,6 +90,7 @@ def steps(python: str, out: Path, given: bool) -> list[Step]:
         tests("ops", "both paths against the CPU's ops", hardware, "-k", "not exchange", timeout_s=3600),
         tests("exchange", "HCCL among all local devices", hardware, "-k", "exchange", timeout_s=1800),
         tests("transfer", "Mooncake between two devices", "tests/native/test_npu_transfer.py", timeout_s=600),
+        tests("revocation", "a sleeping writer is shut out", "tests/native/test_npu_revocation.py", timeout_s=600),
         tests("pair", "real engines through vllm-ascend", "tests/integration/test_npu_pair.py", timeout_s=7200),
     ]
 

@@ -12,13 +12,14 @@ Checks this package on a host with Ascend NPUs and writes one report: out/npu-se
 
 usage: scripts/npu_selfcheck.sh [--dry-run] [--only STEP,…] [--out FOLDER]
 
-  machine   driver, CANN, chips, versions of everything that takes part
-  build     the package with its AscendC kernels (VLLM_ASCEND_PD_NPU=1: fails where they do not compile)
-  load      the kernels' library loads, and every op is registered for the NPU
-  ops       both paths on one NPU against the CPU's ops; GB/s
-  exchange  gather, all-to-all over HCCL, assemble, among all local devices
-  transfer  Mooncake's ascend protocol between two devices: checksums and GB/s
-  pair      real engines with a small model through vllm-ascend: tokens equal to a single engine's
+  machine     driver, CANN, chips, versions of everything that takes part
+  build       the package with its AscendC kernels (VLLM_ASCEND_PD_NPU=1: fails where they do not compile)
+  load        the kernels' library loads, and every op is registered for the NPU
+  ops         both paths on one NPU against the CPU's ops; GB/s
+  exchange    gather, all-to-all over HCCL, assemble, among all local devices
+  transfer    Mooncake's ascend protocol between two devices: checksums and GB/s
+  revocation  a writer that is stopped in a write hits nothing when it wakes after access was revoked
+  pair        real engines with a small model through vllm-ascend: tokens equal to a single engine's
 
   --dry-run    prints what would be run, and runs nothing
   --only       only these steps; the report names the others as not run

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "npu_selfcheck.sh"
-STEPS = ("machine", "build", "load", "ops", "exchange", "transfer", "pair")
+STEPS = ("machine", "build", "load", "ops", "exchange", "transfer", "revocation", "pair")
 SMI = """
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
 +===========================+===============+====================================================+
