@@ -137,6 +137,9 @@ class Manner:
     health: int = 200
     push: bool = True  # as P: whether the KV really arrives
     ends: bool = False  # 200, no token, finish_reason "abort": as vLLM answers while it shuts down
+    ends_unsaid: bool = (
+        False  # with `ends`: a stream is only its end, as vLLM's that was cut off before its first token
+    )
     refuses_push: str = ""  # as P: answers well, but says with this code that it did not push
 
 
@@ -247,7 +250,10 @@ class FakeEngine:
                     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                     await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
                     await asyncio.sleep(0.1)
-                await _piece(send, b"data: " + said + b"\n\ndata: [DONE]\n\n", last=True)
+                told = b"" if self.manner.ends_unsaid else b"data: " + said + b"\n\n"
+                if (seen.body.get("stream_options") or {}).get("include_usage"):
+                    told += b'data: {"id": "fake", "choices": [], "usage": {"completion_tokens": 0}}\n\n'
+                await _piece(send, told + b"data: [DONE]\n\n", last=True)
             else:
                 await _answer(send, 200, said)
             return

@@ -43,6 +43,22 @@ def test_a_chats_opening_is_no_answer_yet() -> None:
         assert answer.status_code == 503 and "shutting down" in answer.text
 
 
+@pytest.mark.parametrize("usage", [False, True], ids=["", "usage"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_is_only_its_end_is_no_answer(route: str, usage: bool) -> None:
+    """vLLM leaves out a stream's last piece where nothing came before it: of a request that it ends before its first
+    token there is only `data: [DONE]`. Found by SIGTERM to a real D without grace time."""
+    with cluster() as c:
+        asked: dict[str, object] = {"model": "fake", "max_tokens": 3, "stream": True}
+        asked |= {"messages": [{"role": "user", "content": "p"}]} if "chat" in route else {"prompt": "p"}
+        if usage:
+            asked["stream_options"] = {"include_usage": True}
+        assert c.http.post(route, json=asked).text.endswith("data: [DONE]\n\n")
+        c.decode[0].manner.ends = c.decode[0].manner.ends_unsaid = True
+        answer = c.http.post(route, json=asked)
+        assert answer.status_code == 503 and "shutting down" in answer.text
+
+
 def test_a_text_that_quotes_the_reason_is_an_answer() -> None:
     from vllm_ascend_pd.metaserver.service.relay import aborted
 

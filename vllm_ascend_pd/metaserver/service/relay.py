@@ -37,6 +37,8 @@ _OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
 # vLLM answers 200 to a request that it ends itself, as it does with new ones once it shuts down. Unescaped quotes: no
 # model can write this into its text.
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+# Its stream of a request that it ends before the first token: nothing but its end, and the usage if that was asked for.
+_NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
 
 
 async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
@@ -101,7 +103,7 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
         # vLLM says 200 to a stream before the request has run; this is the failure that came after.
         body = first.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise _refused(front, attempt, 500, body, [])
-    if reply.status == 200 and aborted(first):
+    if reply.status == 200 and (aborted(first) or (attempt.exchange.request.stream and _says_nothing(first))):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise _refused(front, attempt, 503, answer.body, [])
     return first
@@ -109,8 +111,18 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
 
 def _only_opens(stream: bytes) -> bool:
     """A chat's stream begins with who speaks, once the first token is there: what follows is on its way."""
-    events = [event for event in stream.split(b"\n\n") if event.strip()]
+    events = _events(stream)
     return bool(events) and all(_OPENING.search(event) for event in events)
+
+
+def _says_nothing(stream: bytes) -> bool:
+    """What comes first, after who speaks, is already the end."""
+    said = [event for event in _events(stream) if not _OPENING.search(event)]
+    return bool(said) and _NOTHING.match(said[0]) is not None
+
+
+def _events(stream: bytes) -> list[bytes]:
+    return [event for event in stream.split(b"\n\n") if event.strip()]
 
 
 def aborted(answer: bytes) -> bool:
