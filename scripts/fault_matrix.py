@@ -13,7 +13,19 @@ import sys
 import time
 import traceback
 
-from scripts.support.cells import CELLS, LIMIT_S, STAGES, TIMERS, Cell, Row, Run, make_site, start_pair, table
+from scripts.support.cells import (
+    CELLS,
+    LIMIT_S,
+    STAGES,
+    TIMERS,
+    Cell,
+    Row,
+    Run,
+    exchanges,
+    make_site,
+    start_pair,
+    table,
+)
 from scripts.support.cluster import Cluster, fresh_directory, say
 from scripts.support.compare import Tally
 
@@ -27,6 +39,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stages", default="1-9", help="only these stages: 3, or 1-4")
     parser.add_argument(
         "--p-tp", type=int, default=2, help="tensor parallel size of prefill (default: 2; decode has 1)"
+    )
+    parser.add_argument(
+        "--regroup",
+        choices=("never", "auto", "always"),
+        default="auto",
+        help="of prefill: always, so that each push needs exchanges between its ranks (default: auto, which on CPU has none)",
     )
     parser.add_argument("--list", action="store_true", help="print the cells and end")
     return parser.parse_args()
@@ -52,7 +70,8 @@ def main() -> int:
     with Cluster(fresh_directory("fault-matrix")) as cluster:
         port = cluster.port()
         say(f"fault matrix: {len(cells)} cells; timers {TIMERS}; everything is over within {LIMIT_S:.0f} s of a fault")
-        prefill, decode, orders = start_pair(cluster, "matrix", args.p_tp, [f"http://127.0.0.1:{port}"])
+        pair = ("matrix", args.p_tp, [f"http://127.0.0.1:{port}"])
+        prefill, decode, orders = start_pair(cluster, *pair, regroup=args.regroup)
         site = make_site(cluster, prefill, decode, orders, port, tally)
         for number, cell in enumerate(cells, 1):
             say(f"[{time.monotonic() - begun:4.0f} s] {number} of {len(cells)}: {cell}")
@@ -67,13 +86,17 @@ def main() -> int:
                     if not server.process.alive:
                         say(f"    {role} is dead; the end of its log:\n{server.process.tail()}")
                         site.replace(role)
+    made = exchanges(cluster.traces)
+    if args.regroup == "always" and not made:
+        failed.append("no exchange was made")
     say("")
     for line in table(rows):
         say(line)
     say("")
     stages = len({row.cell.stage for row in rows})
     say(
-        f"{len(rows)} of {len(cells)} cells good, {stages} of {len(STAGES)} stages, {tally.summary()}, {time.monotonic() - begun:.0f} s"
+        f"{len(rows)} of {len(cells)} cells good, {stages} of {len(STAGES)} stages, {tally.summary()}, "
+        f"{made} exchanges, {time.monotonic() - begun:.0f} s"
     )
     for line in [*failed, *cluster.leaks]:
         say(f"FAILED: {line}")

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -34,6 +35,7 @@ from scripts.support.engine import Engine
 from scripts.support.faults import DOOR, MODULE, PLUGIN, Orders
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec, MetaserverSpec
+from scripts.support.timeline import Trace
 
 KILL, STOP, REFUSE = "SIGKILL", "SIGSTOP", "refusal"
 ROLES = {"P": "prefill", "D": "decode", "M": "metaserver"}
@@ -190,6 +192,7 @@ def start_pair(
     metaservers: Sequence[str],
     verify: str = "full",  # of D
     timers: dict[str, float] = TIMERS,
+    regroup: str = "auto",  # of P; on CPU "auto" exchanges nothing
 ) -> tuple[Engine, Engine, dict[str, Orders]]:
     """P and D on addresses of their own choice that stay theirs, with the plug-in of faults."""
     orders = {role: Orders(cluster.directory / "orders" / f"{name}-{role}") for role in ROLES}
@@ -207,7 +210,7 @@ def start_pair(
             **common,
         )
         for role, kind, tp, more in (
-            ("P", "kv_producer", p_tp, {}),
+            ("P", "kv_producer", p_tp, {"regroup": regroup}),
             ("D", "kv_consumer", 1, d_more),
         )
     )
@@ -431,6 +434,12 @@ class Run:
 
 def _pids(server: Any) -> set[int]:
     return {process.pid for process in server.process.members()}
+
+
+def exchanges(traces: Path) -> int:
+    """How many exchanges prefill's ranks have made; those of a killed process as far as it has written them down."""
+    events = Trace(traces).events
+    return sum(event.stage == "exchanged" and bool(event.facts["ok"]) for event in events)
 
 
 def table(rows: Sequence[Row]) -> list[str]:

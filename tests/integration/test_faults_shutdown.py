@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM to each role while transfers are in flight: it ends by itself in its grace time, tells the others, leaves
-nothing behind. Prefill has TP 2 here, so its exchanges between ranks are under way too.
+nothing behind. Prefill has TP 2 and regroups always, so exchanges between its ranks are under way too.
 
 Every engine that ends has to be started again: slow.
 """
@@ -18,7 +18,7 @@ import pytest
 from pairs import fresh_prompt, reference_answers, settled_free_blocks, wait_for_free_blocks
 
 from scripts.support import faults
-from scripts.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, Site, make_site, start_pair
+from scripts.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, Site, exchanges, make_site, start_pair
 from scripts.support.client import Answer, RequestFailed, body_of, complete
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
@@ -29,16 +29,17 @@ LENGTHS = tuple(300 + 60 * i for i in range(10))
 GRACE_S = float(GRACE[1])
 END_S = 10.0  # for what an engine does once its requests have ended or its grace is over
 # Ours; vLLM itself writes tracebacks when it is given no time.
-BAD = re.compile(r"did not (end|close|return) within|pusher thread died|shutting down: ")
+BAD = re.compile(r"did not (end|close|return) within|pusher thread died|ERROR.*shutting down: ")
 
 
 @pytest.fixture(scope="module")
 def site(cluster: Cluster, tally: Tally) -> Iterator[Site]:
     port = cluster.port()
-    prefill, decode, orders = start_pair(cluster, "ending", 2, [f"http://127.0.0.1:{port}"])
+    prefill, decode, orders = start_pair(cluster, "ending", 2, [f"http://127.0.0.1:{port}"], regroup="always")
     site = make_site(cluster, prefill, decode, orders, port, tally)
     yield site
     cluster.stop(*(site.servers[role] for role in "MDP"))
+    assert exchanges(cluster.traces), "the ranks of prefill have exchanged nothing"
 
 
 def with_grace(site: Site, role: str, grace: bool) -> None:
