@@ -2,7 +2,8 @@
 """A long mixed load on prefill TP 2 → decode TP 1, every block checksummed, every answer compared with a single engine's.
 
 Mixed lengths, common prefixes, 2 % of the clients leave, prefill is restarted in the middle while the load goes on. Ten
-times the load rests: memory, threads, sockets, free blocks and open transfers must be flat.
+times the load rests: memory, threads, sockets, free blocks and open transfers must be flat (a worker's memory: as flat as
+the single engine's).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main() -> int:
         soak = Soak(
             place.front.url,
             place.single,
-            lambda: (place.prefill, place.decode, place.front),
+            lambda: (place.prefill, place.decode, place.front, place.single),
             Tally(),
             say,
             salted=False,

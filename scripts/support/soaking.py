@@ -31,6 +31,7 @@ LEAVE = 0.02
 PROGRESS_S = 15.0
 BACK_S = 1.0  # after a 503
 MOST_503 = 120
+WORKER = "VLLM::Worker"  # vLLM's title of the processes that hold a model
 OPEN = "vllm:ascend_pd_reservations_open"
 
 
@@ -91,7 +92,9 @@ class Sample:
     done: int  # prompts so far
     server: str
     pid: int
-    own_mib: float
+    host_mib: float  # its front end and scheduler, or the metaserver
+    workers_mib: float
+    workers: int
     threads: int
     sockets: int
     free_blocks: int | None
@@ -99,10 +102,14 @@ class Sample:
 
 
 def sample(server: Server, done: int) -> Sample:
-    own = threads = sockets = 0
+    host = workers_own = workers = threads = sockets = 0
     for process in server.process.members():
         try:
-            own += process.memory_full_info().uss  # what is shared (queues, libraries) is touched page by page
+            own = process.memory_full_info().uss  # what is shared (queues, libraries) is touched page by page
+            if process.name().startswith(WORKER):
+                workers_own, workers = workers_own + own, workers + 1
+            else:
+                host += own
             threads += process.num_threads()
             sockets += _sockets(process.pid)
         except (psutil.NoSuchProcess, FileNotFoundError):
@@ -111,7 +118,8 @@ def sample(server: Server, done: int) -> Sample:
     open_transfers = None
     if isinstance(server, Engine) and server.spec.role == "kv_consumer":
         open_transfers = round(server.metrics().get(OPEN, 0.0))
-    return Sample(done, server.name, server.process.pid, own / 2**20, threads, sockets, free, open_transfers)
+    mib = (host / 2**20, workers_own / 2**20, workers)
+    return Sample(done, server.name, server.process.pid, *mib, threads, sockets, free, open_transfers)
 
 
 def _sockets(pid: int) -> int:
@@ -230,8 +238,13 @@ class Soak:
 
     def growth(self, memory: bool = True) -> list[str]:
         """What is not flat. A server's first rest finds it cold: connections and threads are compared from the second
-        on, memory from the third."""
+        on, memory from the third.
+
+        Workers are another matter: a model on a CPU keeps something for every new number of tokens in a step, until its
+        caches are full. The reference has the same prompts and none of our code; at the same age a worker of the pair
+        may have grown as much as the reference's."""
         found: list[str] = []
+        control = [s for s in self.samples if s.server == self.reference.name and s.workers]
         for name, pid in dict.fromkeys((s.server, s.pid) for s in self.samples):
             own = [s for s in self.samples if (s.server, s.pid) == (name, pid)]
             first, last = own[0], own[-1]
@@ -244,21 +257,27 @@ class Soak:
                 found.append(f"{name}: threads {[s.threads for s in own]}")
             if last.sockets > base.sockets + 16:
                 found.append(f"{name}: sockets {[s.sockets for s in own]}")
-            if memory and last.own_mib > warm.own_mib * 1.03 + 8:
-                found.append(f"{name}: MiB {[round(s.own_mib) for s in own]}")
+            if memory and last.host_mib > warm.host_mib * 1.03 + 8:
+                found.append(f"{name}: MiB of its front end and scheduler {[round(s.host_mib) for s in own]}")
+            if memory and last.workers and name != self.reference.name:
+                same_age = control[min(len(own), len(control)) - 1].workers_mib - control[0].workers_mib
+                grown, each = last.workers_mib - first.workers_mib, first.workers_mib / last.workers
+                if grown / last.workers > same_age + each * 0.03 + 8:
+                    found.append(f"{name}: MiB of its workers {[round(s.workers_mib) for s in own]}")
         return found
 
     def report(self) -> list[str]:
         """Markdown: the samples, then what became of the prompts."""
         lines = [
-            "| prompts | server | pid | own memory, MiB | threads | sockets | free blocks | open transfers |",
-            "|---|---|---|---|---|---|---|---|",
+            "| prompts | server | pid | front end and scheduler, MiB | workers, MiB | threads | sockets | free blocks | open transfers |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for s in self.samples:
             blocks = "" if s.free_blocks is None else s.free_blocks
+            workers = f"{s.workers} × {s.workers_mib / s.workers:.0f}" if s.workers else ""
             transfers = "" if s.open_transfers is None else s.open_transfers
             lines.append(
-                f"| {s.done} | {s.server} | {s.pid} | {s.own_mib:.0f} | {s.threads} | {s.sockets} | {blocks} | {transfers} |"
+                f"| {s.done} | {s.server} | {s.pid} | {s.host_mib:.0f} | {workers} | {s.threads} | {s.sockets} | {blocks} | {transfers} |"
             )
         ended = ", ".join(f"{count} {what}" for what, count in self.ended.items() if count)
         lines += [
