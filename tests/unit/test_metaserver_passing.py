@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,14 @@ import httpx
 import pytest
 from metaserver_cluster import Cluster, cluster, until
 
-from vllm_ascend_pd.metaserver.decisions import CircuitState
-from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
+from vllm_ascend_pd.metaserver.http1 import Upstream
+from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS, PREFIX
+from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
 def instance(c: Cluster) -> Instance:
@@ -213,6 +219,31 @@ def test_who_waits_for_a_turn_hears_of_the_end_at_once() -> None:
         assert running.status() == 200
         draining.result(10)
         assert (keeper.waiting, keeper.running) == (0, 0)
+
+
+async def test_a_turn_that_comes_in_the_moment_of_the_end_is_not_taken() -> None:
+    front = Front(Settings(max_running=1), Fleet(CircuitPolicy()), Upstream(1.0, 1.0), "http://127.0.0.1:1")
+    said: list[Any] = []
+    worked: list[Exchange] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    async def work(exchange: Exchange) -> None:
+        worked.append(exchange)
+
+    async def ask() -> None:
+        request = bodies.parse(bodies.COMPLETIONS, b'{"prompt": "x"}')
+        await front.admit(Exchange(request, [], "mine", Interrupt(), send), work, front.turnstile)
+
+    assert await front.turnstile.enter(1.0)
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    front.turnstile.leave()  # its turn, of which it has not heard yet
+    draining = asyncio.create_task(front.drain())
+    await asyncio.gather(asking, draining)
+    assert not worked and said[0]["status"] == 503
+    assert (front.turnstile.keeper.running, front.turnstile.keeper.waiting) == (0, 0)
 
 
 # -- headers
