@@ -182,15 +182,15 @@ def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
     gate = engine.gates["a"] = threading.Event()
     first, second = submit(lanes, engine, "a"), submit(lanes, engine, "a")
     until(lambda: engine.inside)
+    later = engine.gates["a"] = threading.Event()
     clock.now = 4.0
     gate.set()
     assert settle(lanes, first) is WriteState.LANDED
-    engine.gates["a"] = gate = threading.Event()
-    third = submit(lanes, engine, "a")
-    until(lambda: engine.inside or lanes.poll(second) is not WriteState.PENDING)
-    clock.now = 8.0  # more than the timeout since both were submitted
-    gate.set()
-    assert settle(lanes, third) is WriteState.LANDED
+    until(lambda: len(engine.calls) == 2)
+    clock.now = 8.0  # more than the timeout since it was submitted
+    assert lanes.poll(second) is WriteState.PENDING
+    later.set()
+    assert settle(lanes, second) is WriteState.LANDED
     lanes.close()
 
 
