@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from simulation.settings import Faults, Settings
-from vllm_ascend_pd.config import RegroupConfig
+from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.fence import Fence, Writer
@@ -47,6 +47,7 @@ class Mutation:
     hasty_release: bool = False  # P frees a finished request's blocks at once
     private_plans: bool = False  # a P rank plans a step without the pushes that have failed on this rank
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
+    sessions_mixed: bool = False  # P writes what an address's old and new session were told in one batch
     pieces: Callable[..., Pieces] = Pieces
     regrouper: Callable[..., Regrouper] = Regrouper
     believes_strangers: bool = False  # P writes what an exchange brought without looking who gave it
@@ -304,6 +305,26 @@ def _scarce_slots(settings: Settings) -> Settings:
     return replace(settings, regroup=always, slots=1, slot_destinations=1, spares=0, room=1, faults=faults)
 
 
+def _decode_comes_back(settings: Settings) -> Settings:
+    """A D is back on its address, with another session, while what its predecessor was to get waits behind slow writes."""
+    need = -(-settings.tokens // settings.prefill[0].block_size) + 1
+    timers = Timers(stall_timeout_s=20.0, recv_deadline_s=40.0)
+    return replace(
+        settings,
+        prefill=(replace(settings.prefill[0], tp=1, pp=1, blocks=8 * need),),
+        decode=(replace(settings.decode[0], tp=1, blocks=10 * need),),
+        layers=3,
+        chunk=64,
+        burst=8,
+        gap_s=4.0,
+        timers=timers,
+        transfer_timeout_s=5.0,
+        quiet_s=5.0 + timers.quiet_extra_s,
+        regroup=RegroupConfig(regroup="never"),
+        faults=Faults(kill_decode=0.05, silent_death=1.0, write_slow=0.7),
+    )
+
+
 WANTED = (
     Mutation("free before fence", receiver=FreeBeforeFence),
     Mutation("READY before bind", receiver=ReadyBeforeBind),
@@ -326,6 +347,7 @@ MORE = (
     Mutation("ranks plan what they know", private_plans=True),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
+    Mutation("one batch, two sessions", sessions_mixed=True, world=_decode_comes_back),
     Mutation("strangers believed", believes_strangers=True, world=_scarce_slots),
     Mutation("sealed before the catch-up", seals_early=True),
     Mutation("slots reused at once", pieces=SlotsReused),

@@ -392,7 +392,8 @@ class PrefillRank:
         if not claims:
             return
         cluster = self.engine.cluster
-        for peer, group in grouped(claims, self.works, FUSED, self.sender.session):
+        mixed = cluster.mutation.sessions_mixed
+        for peer, group in grouped(claims, self.works, FUSED, _no_session if mixed else self.sender.session):
             addresses = self.sender.addresses(group[0].push, group[0].d_rank)
             if addresses is None:
                 raise Violation(f"{self.process.name} may write, but does not know where")
@@ -411,8 +412,10 @@ class PrefillRank:
 
     def _add(self, now: float, flight: Flight, claim: Claim) -> None:
         theirs = self.sender.addresses(claim.push, claim.d_rank)
+        if self.engine.cluster.mutation.sessions_mixed and theirs is not None:
+            flight.session = theirs.session
         if theirs is None or theirs.session != flight.session:
-            raise Violation(f"{self.process.name}: one batch, two sessions")
+            raise Violation(f"promise 1: {self.process.name}: one batch, two sessions")
         spans = self._spans(claim, theirs)
         if spans is None:
             self.act(self.sender.returned(now, claim))
@@ -527,6 +530,10 @@ class PrefillRank:
                 "slots lost": parts.spoiled(),
             }
         return found
+
+
+def _no_session(claim: Claim) -> None:
+    """All claims alike: what one batch per session is not."""
 
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:

@@ -29,6 +29,7 @@ KNOWN = {
     "ranks plan what they know": 45,
     "blocks released before closed": 0,
     "revocation keeps the session": 1,
+    "one batch, two sessions": 33,
     "strangers believed": 0,
     "sealed before the catch-up": 3,
     "slots reused at once": 3,
