@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill workers: the production Sender, planners, order book, exchanges and staging; computing, writing and preemption
-are simulated. What happens in which order follows runtime/pushing.py and runtime/pusher.py."""
+are simulated. Written a second time, without locks and threads, are the decisions of runtime/pushing.py (`_plan`, `_drain`),
+runtime/writing.py (`Writing`) and runtime/pusher.py: docs/reliability.md lists them."""
 
 from __future__ import annotations
 
