@@ -78,6 +78,7 @@ def main() -> int:
             try:
                 rows.append(Run(site, cell)())
                 say(f"    good: {rows[-1].answers}; {rows[-1].total_s:.1f} s")
+                say(f"    {table(rows)[-1]}")  # a run that is cut short has shown what it has
             except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:
                 failed.append(f"{cell}: {broken}")
                 say(f"    FAILED: {broken}")
