@@ -122,6 +122,7 @@ def test_the_picture_is_svg_with_a_line_for_each_link(capsys: pytest.CaptureFixt
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--link-gbps", "nan"], "--link-gbps = nan"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--descriptor-us", "-1"], "--descriptor-us = -1.0"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--kv-heads", "-8"], "--kv-heads = -8"),
+        (["--p-tp", "2", "--d-tp", "2", *GQA, "--block-size", "1000000000"], "--block-size = 1000000000"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--head-dim", "-1"], "--head-dim = -1"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--layers", "-1"], "--layers = -1"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--svg", "/nowhere/at/all.svg"], "--svg = '/nowhere/at/all.svg'"),

@@ -20,6 +20,12 @@ def at_least(key: str, value: int, low: int) -> int:
     return value
 
 
+def at_most(key: str, value: int, high: int) -> int:
+    if value > high:
+        refuse(key, value, f"it must be at most {high}", "Give what an engine really has.")
+    return value
+
+
 def positive(key: str, value: float, unit: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         refuse(key, value, "it must be above 0", f"Give {unit}.")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ascend_pd.cli.given import at_least, positive, read_text, refuse, write_text
+from vllm_ascend_pd.cli.given import at_least, at_most, positive, read_text, refuse, write_text
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
@@ -28,6 +28,17 @@ from vllm_ascend_pd.geometry.shard import contributors
 
 ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
 LAYOUTS = ("token-major", "head-major", "mla")
+# A plan takes memory with these; beyond is a typing error, or no engine that exists.
+MOST = {
+    "p_tp": 1024,
+    "d_tp": 1024,
+    "kv_heads": 4096,
+    "head_dim": 65_536,
+    "layers": 4096,
+    "block_size": 65_536,
+    "tokens": 4_194_304,
+    "step_tokens": 4_194_304,
+}
 _BUFFERS = 2  # of the exchange, each as large as two slots
 
 
@@ -143,10 +154,10 @@ def _read_model(model: str) -> tuple[int, int, int, bool]:
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    for name in ("p_tp", "d_tp", "kv_heads", "head_dim", "layers", "block_size", "tokens", "step_tokens"):
+    for name, most in MOST.items():
         given = getattr(args, name)
         if given is not None:
-            at_least("--" + name.replace("_", "-"), given, 1)
+            at_most("--" + name.replace("_", "-"), at_least("--" + name.replace("_", "-"), given, 1), most)
     positive("--link-gbps", args.link_gbps, "GB/s")
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
