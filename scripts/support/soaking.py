@@ -29,6 +29,7 @@ VOCAB = 512
 HEADS = 24
 LEAVE = 0.02
 PROGRESS_S = 15.0
+FENCED_S = 90.0
 BACK_S = 1.0  # after a 503
 MOST_503 = 120
 WORKER = "VLLM::Worker"  # vLLM's title of the processes that hold a model
@@ -115,11 +116,15 @@ def sample(server: Server, done: int) -> Sample:
         except (psutil.NoSuchProcess, FileNotFoundError):
             continue
     free = settled_free_blocks(server) if isinstance(server, Engine) else None
-    open_transfers = None
-    if isinstance(server, Engine) and server.spec.role == "kv_consumer":
-        open_transfers = round(server.metrics().get(OPEN, 0.0))
     mib = (host / 2**20, workers_own / 2**20, workers)
-    return Sample(done, server.name, server.process.pid, *mib, threads, sockets, free, open_transfers)
+    return Sample(done, server.name, server.process.pid, *mib, threads, sockets, free, _open_transfers(server))
+
+
+def _open_transfers(server: Server) -> int | None:
+    if isinstance(server, Engine) and server.spec.role == "kv_consumer":
+        settled_free_blocks(server)  # the gauge shows the latest step only
+        return round(server.metrics().get(OPEN, 0.0))
+    return None
 
 
 def _sockets(pid: int) -> int:
@@ -168,6 +173,7 @@ class Soak:
         async with httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False
         ) as client:
+            await asyncio.to_thread(self._rest, 0)
             for first in range(0, prompts, part):
                 if self.half_way is not None and restarting is None and first >= prompts // 2:
                     restarting = asyncio.get_running_loop().run_in_executor(None, self.half_way)
@@ -227,6 +233,11 @@ class Soak:
         raise RequestFailed(503, "for two minutes")
 
     def _rest(self, done: int) -> None:
+        """What clients and engines left behind ends by its timers, not in this moment: a transfer whose writer is gone is
+        fenced for X + H first."""
+        end = time.monotonic() + FENCED_S
+        while any(_open_transfers(server) for server in self.servers()) and time.monotonic() < end:
+            time.sleep(0.5)
         for server in self.servers():
             try:
                 found = sample(server, done)
@@ -237,18 +248,18 @@ class Soak:
     # -- the verdict
 
     def growth(self, memory: bool = True) -> list[str]:
-        """What is not flat. A server's first rest finds it cold: connections and threads are compared from the second
-        on, memory from the third.
+        """What is not flat. A server's first rests find it cold: connections and threads are compared from its second part
+        of the load on, memory from the third.
 
         Workers are another matter: a model on a CPU keeps something for every new number of tokens in a step, until its
         caches are full. The reference has the same prompts and none of our code; at the same age a worker of the pair
-        may have grown as much as the reference's."""
+        may have grown as much as the reference's, from the rest before the first prompt."""
         found: list[str] = []
         control = [s for s in self.samples if s.server == self.reference.name and s.workers]
         for name, pid in dict.fromkeys((s.server, s.pid) for s in self.samples):
             own = [s for s in self.samples if (s.server, s.pid) == (name, pid)]
             first, last = own[0], own[-1]
-            base, warm = own[min(1, len(own) - 1)], own[min(2, len(own) - 1)]
+            base, warm = own[min(2, len(own) - 1)], own[min(3, len(own) - 1)]
             if any(s.free_blocks != first.free_blocks for s in own):
                 found.append(f"{name}: free blocks {[s.free_blocks for s in own]}")
             if any(s.open_transfers for s in own):
