@@ -53,7 +53,7 @@ def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
 def ports(cluster: Cluster) -> list[int]:
     """Ports of the session's metaservers: each D allows all of them, so it can serve several P's one after another.
     The last one is a test's own, the one before it the faulty pair's."""
-    return [cluster.port() for _ in range(24)]
+    return [cluster.port() for _ in range(32)]
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup import ops
+from vllm_ascend_pd.regroup.exchange import hang_up
 
 FILL = 0xA5
 STAND_INS = "STAND_INS" in os.environ
@@ -335,6 +336,8 @@ def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
             if plans[rank].exchanges:
                 _exchange_step(cluster, plans, rank, side)
     torch.npu.synchronize()
+    # That the call exists and is taken; what the other ranks see of it only an NPU can show.
+    hang_up(dist.distributed_c10d._get_default_group(), torch.device("npu", rank))
     dist.destroy_process_group()
     Path(folder, f"rank{rank}").touch()
 

@@ -139,7 +139,16 @@ def test_a_decode_engine_on_an_npu_takes_and_checks_what_is_pushed(scenario: Sce
 # What runs in no scenario, by function; docs/ops.md says why. None of it is the NPU's own.
 ELSEWHERE: dict[str, set[str]] = {
     "regroup/ops.py": {"_fake_rows", "_fake_caches", "_fake_gather", "_fake_assemble", "_fake_scatter", "cell_view"},
-    "regroup/exchange.py": {"strangers", "_slot", "run", "_disown", "_all_to_all", "new_group"},
+    "regroup/exchange.py": {
+        "strangers",
+        "_slot",
+        "run",
+        "_disown",
+        "_all_to_all",
+        "new_group",
+        "break_off",
+        "_hang_up_gloo",
+    },
     "regroup/parts.py": {"allocate"},
     "regroup/staging.py": {"__init__", "take", "quarantine", "room", "_wait", "_pardon"},
     "device/base.py": {"current"},

@@ -171,7 +171,7 @@ class Exchange:
 
     def break_off(self) -> None:
         """After `run` has raised: no rank is to wait for this one. For good, and for all ranks of the group."""
-        break_off(self._group, self._send.device)
+        hang_up(self._group, self._send.device)
 
     def _all_to_all(self, rows: ExchangeRows) -> None:
         plan = rows.plan
@@ -227,17 +227,22 @@ def new_group(tp_size: int, pp_size: int, rank: int, backend: str, timeout_s: fl
     return mine
 
 
-def break_off(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Close this rank's connections in a group, so that what others wait for in it fails at once.
-
-    gloo's backend has no abort of its own (`ProcessGroup.abort` does nothing there), but it closes every connection of a
-    context in which a receive ran out of time. HCCL's is torch_npu's `abort_hccl_comm`: it has not been run on an NPU.
-    """
+def hang_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Close this rank's connections in a group, so that what others wait for in it fails at once."""
     backend: Any = group._get_backend(device)
-    if backend.name() != "gloo":
-        backend.abort_hccl_comm("this rank left a regroup exchange")
-        return
-    peer = 1 if group.rank() == 0 else 0
+    close = _hang_up_gloo if backend.name() == "gloo" else _hang_up_hccl
+    close(backend, group.rank())
+
+
+def _hang_up_hccl(backend: Any, rank: int) -> None:
+    """That it is there and takes the call is tested; what other ranks see of it has not been run on an NPU."""
+    backend.abort_hccl_comm(f"rank {rank} left a regroup exchange")
+
+
+def _hang_up_gloo(backend: Any, rank: int) -> None:
+    """gloo has no abort of its own (`ProcessGroup.abort` does nothing there), but it closes every connection of a context
+    in which a receive ran out of time."""
+    peer = 1 if rank == 0 else 0
     for tag in range(os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1):  # one context for each interface
         with suppress(RuntimeError):  # which is what it is for
             backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))
