@@ -120,9 +120,11 @@ def sample(server: Server, done: int) -> Sample:
     return Sample(done, server.name, server.process.pid, *mib, threads, sockets, free, _open_transfers(server))
 
 
-def _open_transfers(server: Server) -> int | None:
+def _open_transfers(server: Server, *, settle: bool = False) -> int | None:
+    """The gauge shows the latest step only; `settle` takes one."""
     if isinstance(server, Engine) and server.spec.role == "kv_consumer":
-        settled_free_blocks(server)  # the gauge shows the latest step only
+        if settle:
+            settled_free_blocks(server)
         return round(server.metrics().get(OPEN, 0.0))
     return None
 
@@ -236,7 +238,7 @@ class Soak:
         """What clients and engines left behind ends by its timers, not in this moment: a transfer whose writer is gone is
         fenced for X + H first."""
         end = time.monotonic() + FENCED_S
-        while any(_open_transfers(server) for server in self.servers()) and time.monotonic() < end:
+        while any(_open_transfers(server, settle=True) for server in self.servers()) and time.monotonic() < end:
             time.sleep(0.5)
         for server in self.servers():
             try:

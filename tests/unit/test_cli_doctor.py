@@ -204,22 +204,27 @@ def test_metaservers_of_the_allow_list_are_called() -> None:
     assert levels == [GOOD, WARNING, NOTE]
 
 
-def test_an_address_of_the_allow_list_that_speaks_no_http_is_a_warning() -> None:
+@contextmanager
+def stranger(words: bytes) -> Iterator[int]:
+    """The port of somebody who says this to his first caller, whatever he is asked."""
     with socket.create_server((LOOPBACK, 0)) as server:
 
         def answer() -> None:
             caller, _ = server.accept()
             with caller:
                 caller.recv(1000)
-                caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                caller.sendall(words)
 
-        thread = threading.Thread(target=answer, name="ssh server")
+        thread = threading.Thread(target=answer, name="stranger")
         thread.start()
-        push = PushConfig(
-            metaserver=MetaserverConfig(metaserver_urls=(f"http://{LOOPBACK}:{server.getsockname()[1]}",))
-        )
-        (check,) = host.metaservers(host.Asked(push))
+        yield int(server.getsockname()[1])
         thread.join()
+
+
+def test_an_address_of_the_allow_list_that_speaks_no_http_is_a_warning() -> None:
+    with stranger(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
+        push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=(f"http://{LOOPBACK}:{port}",)))
+        (check,) = host.metaservers(host.Asked(push))
     assert check.level == WARNING and "SSH-2.0" in check.says
 
 
@@ -330,18 +335,8 @@ def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
 
 
 def test_a_port_that_is_no_side_channel_is_said_to_be_none() -> None:
-    with socket.create_server((LOOPBACK, 0)) as server:
-
-        def answer() -> None:
-            caller, _ = server.accept()
-            with caller:
-                caller.recv(100)
-                caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer, name="web server")
-        thread.start()
-        (check,) = pair.call(pair.Side(host.Asked(), None), *server.getsockname()[:2])
-        thread.join()
+    with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        (check,) = pair.call(pair.Side(host.Asked(), None), LOOPBACK, port)
     assert check.level == FAILURE and "side channel's port" in check.remedy
 
 

@@ -16,6 +16,7 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: that woul
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from mooncake_child import LOOPBACK, WIRE, Receiver, Stalls, settle
+from watching import address_of, listening
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.create import create
@@ -258,14 +259,3 @@ def opened(protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -
         yield transport
     finally:
         transport.close()
-
-
-def listening() -> socket.socket:
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen()
-    return listener
-
-
-def address_of(listener: socket.socket) -> str:
-    return f"{LOOPBACK}:{listener.getsockname()[1]}"

@@ -9,22 +9,12 @@ import threading
 import time
 
 import pytest
+from watching import address_of, listening
 
 from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer
 from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
 
 LOOPBACK = "127.0.0.1"
-
-
-def listening() -> socket.socket:
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen()
-    return listener
-
-
-def address_of(listener: socket.socket) -> str:
-    return f"{LOOPBACK}:{listener.getsockname()[1]}"
 
 
 def reads_forever(address: str) -> bool:

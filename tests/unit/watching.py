@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines-without-vLLM of the tests share: looking until something is so, the stage events, a short quiet time."""
+"""What the engines-without-vLLM of the tests share: looking until something is so, the stage events, a short quiet time,
+silent listeners."""
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.observe import trace
 
+LOOPBACK = "127.0.0.1"
 Events = list[tuple[str, Mapping[str, Any]]]
 
 
@@ -40,3 +43,15 @@ def parsed(keys: Mapping[str, Any], quiet_s: float | None) -> PushConfig:
     if quiet_s is None:
         return config
     return dataclasses.replace(config, wire=dataclasses.replace(config.wire, transfer_timeout_s=quiet_s))
+
+
+def listening() -> socket.socket:
+    """A port that takes connections and says nothing."""
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    listener.listen()
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    return f"{LOOPBACK}:{listener.getsockname()[1]}"

@@ -155,9 +155,9 @@ def _read_model(model: str) -> tuple[int, int, int, bool]:
 
 def _shape(args: argparse.Namespace) -> Shape:
     for name, most in MOST.items():
-        given = getattr(args, name)
+        flag, given = "--" + name.replace("_", "-"), getattr(args, name)
         if given is not None:
-            at_most("--" + name.replace("_", "-"), at_least("--" + name.replace("_", "-"), given, 1), most)
+            at_most(flag, at_least(flag, given, 1), most)
     positive("--link-gbps", args.link_gbps, "GB/s")
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")

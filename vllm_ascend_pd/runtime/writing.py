@@ -182,11 +182,15 @@ class Writing:
         with self._machine.deciding() as deciding:
             if state is WriteState.UNISSUED:
                 self._give_back(deciding, now, batch)
-            for claim in batch.claims if state is not WriteState.UNISSUED else ():
-                if self._pieces is not None:
-                    self._pieces.written(now, claim.push, claim.d_rank, unit_of(claim), ok)
-                deciding.actions += deciding.sender.wrote(now, claim, ok)
+            else:
+                self._came_home(deciding, now, batch, ok)
             self._machine.returned.notify_all()
+
+    def _came_home(self, deciding: Deciding, now: float, batch: Batch, ok: bool) -> None:
+        for claim in batch.claims:
+            if self._pieces is not None:
+                self._pieces.written(now, claim.push, claim.d_rank, unit_of(claim), ok)
+            deciding.actions += deciding.sender.wrote(now, claim, ok)
 
     def _give_back(self, deciding: Deciding, now: float, batch: Batch) -> None:
         """The peer took nothing of it in time. Its push fails, but nothing of this can land: no block waits for it."""

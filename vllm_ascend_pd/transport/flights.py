@@ -12,7 +12,6 @@ engine is UNISSUED.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
@@ -65,7 +64,7 @@ class Flights:
         flight = _Flight(engine, address, descriptors, self._clock() + self._timeout_s)
         self._flights[handle] = flight
         self._queues.setdefault(flight.peer, deque()).append(flight)
-        with watched(address, first_s) if first_s is not None else contextlib.nullcontext():
+        with watched(address, first_s):
             self._issue(flight.peer)
         return handle
 

@@ -10,7 +10,6 @@ A write's time runs from when it is issued. What could not be issued in time nev
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -206,7 +205,7 @@ class Lanes:
             if not job.calls:
                 return not job.failed
             src, dst, size = job.calls.popleft()
-        with watched(job.address, job.first_s) if job.first_s is not None else contextlib.nullcontext():
+        with watched(job.address, job.first_s):
             return job.engine.write(job.address, src, dst, size)
 
     def _give_back(self, job: _Job, landed: bool) -> None:
