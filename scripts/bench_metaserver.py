@@ -153,19 +153,18 @@ def rounds(
 
 
 def show(title: str, rows: Rows, floor: dict[str, float] | None = None) -> None:
-    """`added` is over the engine alone. The tenth percentile is what is left when others disturb the machine."""
-    print(f"\n{title}\n")
-    print(
-        "| way | system | requests/s | first byte p10 ms | p50 ms | p99 ms | added p10 ms | added p50 ms | CPU µs/request |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    """`added`: this percentile less the engine's alone. The tenth is what is left when others disturb the machine."""
+    percentiles = ("p10", "p50", "p99")
+    heads = ["way", "system", "requests/s", *(f"first byte {p} ms" for p in percentiles)]
+    heads += [*(f"added {p} ms" for p in percentiles), "CPU µs/request"]
+    print(f"\n{title}\n\n| {' | '.join(heads)} |\n|---|---|{'---:|' * (len(heads) - 2)}")
     for (way, name), row in sorted(rows.items()):
-        times = [row[f"ttfb_{p}_ms"] for p in ("p10", "p50", "p99")]
-        added = ["–", "–"]
+        times = {p: row[f"ttfb_{p}_ms"] for p in percentiles}
+        added = ["–"] * len(percentiles)
         if floor and row is not floor:
-            added = [f"{row[figure] - floor[figure]:.2f}" for figure in ("ttfb_p10_ms", "ttfb_p50_ms")]
+            added = [f"{times[p] - floor[f'ttfb_{p}_ms']:.2f}" for p in percentiles]
         used = f"{row['cpu_us']:.0f}" if "cpu_us" in row else "–"
-        cells = [f"{row['rate']:.0f}", *(f"{t:.2f}" for t in times), *added, used]
+        cells = [f"{row['rate']:.0f}", *(f"{t:.2f}" for t in times.values()), *added, used]
         print(f"| {way} | {name} | {' | '.join(cells)} |", flush=True)
 
 

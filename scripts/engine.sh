@@ -26,10 +26,11 @@ engine_options() {
   else
     OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|metaservers that D may call")
     OPTIONS+=("policy|PD_POLICY|recompute|what happens to a request whose KV does not come: recompute or fail")
+    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + global rank")
   fi
   OPTIONS+=(
     "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; none: as it is"
-    "dtype|PD_DTYPE|auto|vLLM's --dtype"
+    "dtype|PD_DTYPE|auto|vLLM's --dtype; auto: float32 on CPU (vLLM's kernels for bfloat16 die of SIGILL on some with AMX), vLLM's choice on NPU"
     "block-size|PD_BLOCK_SIZE||vLLM's --block-size; none: vLLM's choice"
     "max-model-len|PD_MAX_MODEL_LEN||vLLM's --max-model-len; none: the model's"
     "chunk|${own}_CHUNK||tokens in one step (--max-num-batched-tokens); none: vLLM's choice"
@@ -37,7 +38,6 @@ engine_options() {
     "eager|PD_EAGER|auto|on, off, or auto: on for CPU (with pipeline stages: the eager compilation backend)"
     "threads|PD_THREADS|1|CPU: OpenMP threads of a worker"
     "secret-file|PD_SECRET_FILE||shared secret (mode 0600); needed when --host is not a loopback address"
-    "side-channel-port|${own}_SIDE_CHANNEL_PORT|0|0: a free port; N: N + global rank"
     "transport|PD_TRANSPORT|mooncake|transfer engine"
     "mooncake-protocol|PD_MOONCAKE_PROTOCOL||tcp, ascend or rdma; none: ascend on NPU, else tcp"
     "verify|PD_VERIFY|off|full: checksum every pushed block"
@@ -90,7 +90,7 @@ engine_kv_transfer_config() {
     policy=(kv_load_failure_policy "$(json_string "${OPT[policy]}")")
   fi
   extra+=(side_channel_host "$(json_string "${OPT[host]}")")
-  if [ "${OPT[side-channel-port]}" != 0 ]; then extra+=(side_channel_port "${OPT[side-channel-port]}"); fi
+  if [ "${OPT[side-channel-port]:-0}" != 0 ]; then extra+=(side_channel_port "${OPT[side-channel-port]}"); fi
   if [ -n "${OPT[secret-file]}" ]; then extra+=(secret_file "$(json_string "$(realpath -m "${OPT[secret-file]}")")"); fi
   if [ "${OPT[transport]}" != mooncake ]; then extra+=(transport "$(json_string "${OPT[transport]}")"); fi
   if [ -n "${OPT[mooncake-protocol]}" ]; then extra+=(mooncake_protocol "$(json_string "${OPT[mooncake-protocol]}")"); fi
@@ -129,7 +129,9 @@ engine_arguments() { # fills ARGUMENTS
   ARGUMENTS=(--model "${OPT[model]}" --host "${OPT[host]}" --port "${OPT[port]}" --tensor-parallel-size "${OPT[tp]}")
   if [ "${OPT[pp]:-1}" != 1 ]; then ARGUMENTS+=(--pipeline-parallel-size "${OPT[pp]}"); fi
   if [ -n "${OPT[served-name]}" ]; then ARGUMENTS+=(--served-model-name "${OPT[served-name]}"); fi
-  if [ "${OPT[dtype]}" != auto ]; then ARGUMENTS+=(--dtype "${OPT[dtype]}"); fi
+  local dtype=${OPT[dtype]}
+  if [ "$dtype" = auto ] && [ "$PD_DEVICE" = cpu ]; then dtype=float32; fi
+  if [ "$dtype" != auto ]; then ARGUMENTS+=(--dtype "$dtype"); fi
   if [ -n "${OPT[block-size]}" ]; then ARGUMENTS+=(--block-size "${OPT[block-size]}"); fi
   if [ -n "${OPT[max-model-len]}" ]; then ARGUMENTS+=(--max-model-len "${OPT[max-model-len]}"); fi
   if [ -n "${OPT[chunk]}" ]; then ARGUMENTS+=(--max-num-batched-tokens "${OPT[chunk]}"); fi
@@ -151,8 +153,8 @@ engine_arguments() { # fills ARGUMENTS
 
 engine_check() {
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
-  options_need_number port tp side-channel-port threads
-  if [ -n "${OPT[pp]:-}" ]; then options_need_number pp; fi
+  options_need_number port tp threads
+  if [ "$ROLE" = prefill ]; then options_need_number pp; else options_need_number side-channel-port; fi
   case ${OPT[eager]} in
     on | off | auto) ;;
     *) options_refuse "--eager ${OPT[eager]}: on, off or auto is wanted" ;;

@@ -175,18 +175,21 @@ pd_debian() {
   pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"
 }
 
-# What `test.sh --all` uses besides: cross-compiled parts under emulation, the NPU library's CMake path. Whoever cannot
-# install them runs the other tests; these say what they lack.
-pd_native_tools() {
+# What some tests use besides: a browser for the status page; with --all, cross-compiled parts under emulation and the
+# NPU library's CMake path. Whoever cannot install them runs the other tests; these say what they lack.
+pd_test_tools() { # all, or nothing
   local missing=()
-  command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
-  command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || missing+=(qemu-user)
-  command -v cmake >/dev/null || missing+=(cmake)
+  command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null ||
+    missing+=(chromium-headless-shell)
+  if [ -n "${1:-}" ]; then
+    command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
+    command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || missing+=(qemu-user)
+    command -v cmake >/dev/null || missing+=(cmake)
+  fi
   if [ ${#missing[@]} = 0 ]; then return 0; fi
-  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+  if [ -n "$PD_GIVEN" ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null ||
+    ! pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"; then
     pd_say "tests that need ${missing[*]} will be skipped. As root: apt-get install ${missing[*]}"
-  else
-    pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"
   fi
 }
 

@@ -12,9 +12,11 @@ Sets up if needed (scripts/setup.sh), then runs the tests: unit, native, simulat
 
 usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
 
-  --all       also what is marked slow: it does not fit the time of a CI run (as root, installs cross-compiler and
-              emulator for aarch64 first)
+  --all       also what is marked slow: it does not fit the time of a CI run
   --no-setup  do not check the installation first
+
+As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all, cross-
+compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run; other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU.
@@ -46,12 +48,11 @@ if [ ${#paths[@]} = 0 ]; then
   done
 fi
 
-if [ -n "$install" ]; then pd_setup test; else pd_choose_interpreter; fi
-if [ "$install$all" = 11 ]; then pd_native_tools; fi
-# The status page is tested in a browser where there is one; 96 MB are too much to fetch in each CI run.
-if [ "$install$all" = 11 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
-  ! command -v chromium-headless-shell chromium >/dev/null; then
-  pd_apt_install chromium-headless-shell >/dev/null 2>&1 || echo "Chromium cannot be installed: its tests are skipped" >&2
+if [ -n "$install" ]; then
+  pd_setup test
+  pd_test_tools "$all"
+else
+  pd_choose_interpreter
 fi
 # Nothing after this line: the summary of pytest is the end of the output.
 exec "$PD_PYTHON" -m pytest "${selection[@]}" "${arguments[@]}" "${paths[@]}"

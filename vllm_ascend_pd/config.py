@@ -40,7 +40,7 @@ class ChannelConfig:
         "", "P, D", "address the side channel binds; empty: the engine's own address (VLLM_HOST_IP, else loopback)"
     )
     side_channel_port: int = _key(
-        0, "P, D", "0: a free port, told through the handshake; N: N + global rank", low=0, high=65535
+        0, "D", "0: a free port, told through the handshake; N: N + global rank", low=0, high=65535
     )
     advertise_host: str = _key("", "P, D", "address told to peers; empty: side_channel_host")
     secret_file: str = _key("", "P, D", "file with the shared secret (mode 0600, at least 32 bytes)")

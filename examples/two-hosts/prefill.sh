@@ -8,4 +8,4 @@ set -a
 . examples/ascend.env
 set +a
 : "${PREFILL_HOST:?the address of this host}" "${SECRET_FILE:=/etc/vllm-ascend-pd/secret}"
-exec scripts/prefill.sh --host "$PREFILL_HOST" --port 8001 --side-channel-port 18100 --secret-file "$SECRET_FILE" "$@"
+exec scripts/prefill.sh --host "$PREFILL_HOST" --port 8001 --secret-file "$SECRET_FILE" "$@"

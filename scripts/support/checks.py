@@ -11,8 +11,10 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 
+import httpx
+
 from scripts.support.client import Answer, body_of, gather, post, prompt
-from scripts.support.engine import Engine
+from scripts.support.engine import Served
 
 _fresh = itertools.count(1)
 
@@ -26,28 +28,35 @@ def fresh_salt(word: str) -> str:
     return f"{word}-{next(_fresh)}"
 
 
-def reference_answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+def reference_answers(engine: Served, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
     """What a single engine says: everything computed, nothing reused."""
     bodies = [body_of(p, max_tokens, cache_salt=fresh_salt("reference")) for p in prompts]
     return gather(engine.url, bodies)
 
 
-def counter(engine: Engine, name: str) -> int:
+def counter(engine: Served, name: str) -> int:
     return round(engine.metrics().get(name, 0.0))
 
 
-def loaded_tokens(engine: Engine) -> int:
+def loaded_tokens(engine: Served) -> int:
     """Tokens that a D engine took from P so far, by vLLM's own counter."""
     return counter(engine, "vllm:external_prefix_cache_hits_total")
 
 
-def settled_free_blocks(engine: Engine) -> int:
+def prefilled(url: str) -> float:
+    """Prefills that D had done elsewhere, by the metaserver's own count."""
+    page = httpx.get(url + "/metrics", trust_env=False).text
+    name = 'ascend_pd_metaserver_reservations_total{end="prefilled"}'
+    return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
+
+
+def settled_free_blocks(engine: Served) -> int:
     """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one."""
     post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")))
     return engine.free_blocks()
 
 
-def wait_for_free_blocks(engines: Sequence[Engine], wanted: Mapping[str, int], deadline_s: float = 60.0) -> None:
+def wait_for_free_blocks(engines: Sequence[Served], wanted: Mapping[str, int], deadline_s: float = 60.0) -> None:
     """Until each engine has as many free blocks as before, or fail with the counts."""
     until = time.monotonic() + deadline_s
     while True:

@@ -13,32 +13,14 @@ from scripts.support.process import Child
 from scripts.support.spec import EngineSpec
 
 
-class Engine:
-    """A started server."""
+class Served:
+    """A server that answers, whoever started it."""
 
-    def __init__(self, spec: EngineSpec, logs: Path) -> None:
-        self.spec = spec
-        self.url = f"http://127.0.0.1:{spec.port}"
-        self.process = Child(spec.name, spec.command(), logs / f"{spec.name}.log", spec.environ(), ROOT)
+    def __init__(self, name: str, port: int, log: Path) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
         self.total_blocks = 0
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def stage(self) -> str:
-        """What the start is doing, in a word or two, read off the log."""
-        text = self.process.tail(60)
-        for mark, word in _STAGES:
-            if mark in text:
-                return word
-        return "importing"
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, by name; samples of several labels are summed."""
@@ -63,6 +45,29 @@ class Engine:
         """Blocks the scheduler could hand out after its latest step."""
         used = self.metrics()["vllm:kv_cache_usage_perc"] * self.blocks()
         return self.blocks() - round(used)
+
+
+class Engine(Served):
+    """A server that we start."""
+
+    def __init__(self, spec: EngineSpec, logs: Path) -> None:
+        super().__init__(spec.name, spec.port, logs / f"{spec.name}.log")
+        self.spec = spec
+        self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT)
+
+    def ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stage(self) -> str:
+        """What the start is doing, in a word or two, read off the log."""
+        text = self.process.tail(60)
+        for mark, word in _STAGES:
+            if mark in text:
+                return word
+        return "importing"
 
 
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(\{.*\})? (?P<value>[-+0-9.eEinfNa]+)$")

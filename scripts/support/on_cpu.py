@@ -33,6 +33,8 @@ def arguments(*, mla: bool, pp: int, eager: bool) -> list[str]:
     compilation: dict[str, Any] = {}
     if mla:
         compilation["custom_ops"] = ["-rotary_embedding"]  # vLLM 0.32's kernel for it is wrong with MLA's strides
+        # On a processor with AMX vLLM would take the AMX backend, which has bfloat16 and other blocks only.
+        words += ["--attention-backend", "CPU_MLA"]
     if eager and pp > 1:
         compilation |= {"mode": 2, "backend": "eager"}  # a pipeline does not start with --enforce-eager
     elif eager:

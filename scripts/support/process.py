@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 _given: set[int] = set()
+TERM = signal.SIGTERM
 ONE_GROUP = "PD_ONE_GROUP"  # "1": children stay in our process group, so that who stops it stops everything
 
 
@@ -121,10 +122,10 @@ class Child:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def stop(self, grace_s: float = 30.0) -> list[str]:
+    def stop(self, grace_s: float = 30.0, number: int = TERM) -> list[str]:
         """End the tree; returns what had to be killed by force (a clean stop returns nothing). Never raises."""
         known = self.members()
-        self.signal(signal.SIGTERM)
+        self.signal(number)
         self.resume()  # who is paused does not hear
         with contextlib.suppress(subprocess.TimeoutExpired):  # named below as a process that had to be killed
             self._popen.wait(grace_s)

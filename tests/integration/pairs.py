@@ -14,6 +14,7 @@ from scripts.support.checks import (
     fresh_prompt,
     fresh_salt,
     loaded_tokens,
+    prefilled,
     reference_answers,
     settled_free_blocks,
     wait_for_free_blocks,
@@ -21,7 +22,7 @@ from scripts.support.checks import (
 from scripts.support.client import Answer, body_of, gather
 from scripts.support.cluster import Cluster, Metaserver
 from scripts.support.compare import Tally
-from scripts.support.engine import Engine
+from scripts.support.engine import Served
 
 __all__ = [
     "Pair",
@@ -30,6 +31,7 @@ __all__ = [
     "counter",
     "failures",
     "fresh_prompt",
+    "prefilled",
     "reference_answers",
     "settled_free_blocks",
     "transfer_request",
@@ -44,9 +46,9 @@ class Pair:
     """One P, one or more D's, their metaserver."""
 
     cluster: Cluster
-    front: Metaserver
-    prefill: Engine
-    decode: tuple[Engine, ...]
+    front: Metaserver | Served
+    prefill: Served
+    decode: tuple[Served, ...]
     tally: Tally
 
     def check(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, name: str = "") -> list[Answer]:
@@ -85,8 +87,8 @@ class Pair:
 PairMaker = Callable[..., Pair]  # (prefill, *decode)
 
 
-def failures(engine: Engine) -> list[str]:
-    text = engine.process.log.read_text(errors="replace")
+def failures(engine: Served) -> list[str]:
+    text = engine.log.read_text(errors="replace")
     return [line for line in text.splitlines() if _FAILED.search(line)]
 
 

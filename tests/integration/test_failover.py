@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pairs import fresh_prompt, reference_answers
+from pairs import fresh_prompt, prefilled, reference_answers
 
 from scripts.support import browser
 from scripts.support.client import Answer, attempt, body_of
@@ -42,12 +42,6 @@ class Door:
 
     def instances(self) -> dict[str, dict[str, Any]]:
         return {facts["name"]: facts for facts in self.operator.get("/instances").json()["instances"]}
-
-    def prefilled(self) -> float:
-        """Prefills that D had done elsewhere, by the metaserver's own count."""
-        page = self.operator.get("/metrics").text
-        name = 'ascend_pd_metaserver_reservations_total{end="prefilled"}'
-        return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +71,14 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
     words += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
     code = "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
     code += "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
-    before = door.prefilled()
+    before = prefilled(door.url)
     done = subprocess.run(
         [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["completed"] == 24 and told["total_output_tokens"] == 24 * 8
-    assert door.prefilled() >= before + 24  # and the request with which it looks whether the server is there
+    assert prefilled(door.url) >= before + 24  # and the request with which it looks whether the server is there
 
 
 def until(promise: Callable[[], Any], otherwise: str, timeout_s: float = 60.0) -> None:

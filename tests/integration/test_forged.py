@@ -36,6 +36,8 @@ def _forged(site: Site) -> dict[str, Any]:
         "a long envelope": decode | {"reservation": "A" * (1 << 20)},
         "another metaserver": prefill | {"metaserver": "http://169.254.169.254", "ticket": "t"},
         "a ticket of nobody": prefill | {"metaserver": site.front.url, "ticket": "t" * 32},
+        "a warm-up that D is to pretend": prefill | {"do_virtual": True},
+        "a warm-up that P is to pretend": decode | {"do_virtual": True},
         "another engine": decode
         | prefill
         | {"remote_engine_id": "somebody", "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [0, 1]},

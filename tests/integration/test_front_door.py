@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pairs import PairMaker
+from pairs import PairMaker, prefilled
 
 from scripts.support.cells import Site
 from scripts.support.engine import Engine
@@ -28,12 +28,6 @@ class Door:
     client: openai.OpenAI
     single: openai.OpenAI  # the prefill engine asked directly: what one engine answers
 
-    def prefilled(self) -> float:
-        """Prefills that D had done elsewhere, by the metaserver's own count."""
-        page = httpx.get(self.url + "/metrics", trust_env=False).text
-        name = 'ascend_pd_metaserver_reservations_total{end="prefilled"}'
-        return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
-
 
 @pytest.fixture(scope="module")
 def door(faulty: Site, make_pair: PairMaker) -> Iterator[Door]:
@@ -48,9 +42,9 @@ def door(faulty: Site, make_pair: PairMaker) -> Iterator[Door]:
 
 def both(door: Door, ask: Callable[[openai.OpenAI], Any]) -> None:
     """The pair says what one engine says, and the prefill was P's."""
-    before = door.prefilled()
+    before = prefilled(door.url)
     through = ask(door.client)
-    assert door.prefilled() > before
+    assert prefilled(door.url) > before
     assert through == ask(door.single)
 
 
@@ -70,20 +64,20 @@ def test_completions_and_chat_say_what_one_engine_says(door: Door) -> None:
 def test_list_prompts_and_several_choices(door: Door) -> None:
     prompts = ["the first prompt " * 20, "the second prompt " * 20]
     both(door, lambda c: [x.text for x in c.completions.create(prompt=prompts, **WORDS).choices])
-    before = door.prefilled()
+    before = prefilled(door.url)
     asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
     assert len(door.client.completions.create(prompt="two answers " * 20, **asked).choices) == 2
-    assert door.prefilled() == before + 2
+    assert prefilled(door.url) == before + 2
 
 
 def test_several_choices_of_a_chat_and_of_a_stream(door: Door) -> None:
-    before = door.prefilled()
+    before = prefilled(door.url)
     asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
     messages = [{"role": "user", "content": "two answers to this, please " * 20}]
     assert len(door.client.chat.completions.create(messages=messages, **asked).choices) == 2
     pieces = door.client.completions.create(prompt="two streams " * 20, stream=True, **asked)
     assert {choice.index for piece in pieces for choice in piece.choices} == {0, 1}
-    assert door.prefilled() == before + 4
+    assert prefilled(door.url) == before + 4
 
 
 def test_an_engines_errors_reach_the_client_as_they_are(door: Door) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose cache has one head, held by every rank: MQA at TP 2→1 and 1→2, MLA at 1→1, 1→2 and 2→1.
 
-With replicas on P each rank pushes its share; with replicas on D each rank gets all of it.
+With replicas on P each rank pushes its share; with replicas on D each rank gets all of it. The MQA pairs are started by
+scripts of examples/, which so run in CI.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from launched import launched_pair
 from pairs import Pair, PairMaker, fresh_prompt
 
 from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
@@ -22,27 +25,15 @@ MLA_LENGTHS = (1, 9, 16, 17, 128, 500)  # blocks of 16
 
 
 @pytest.fixture(scope="class")
-def mqa_down(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
-    config = cluster.push_config(*allowed)
-    p, d = cluster.start(
-        EngineSpec("mqa-p2", ensure("mqa"), role="kv_producer", tp=2, chunk=256, extra=cluster.push_config()),
-        EngineSpec("mqa-d1", ensure("mqa"), role="kv_consumer", tp=1, policy="fail", extra=config),
-    )
-    pair = make_pair(p, d)
-    yield pair
-    cluster.stop(pair.front, d, p)
+def mqa_down(cluster: Cluster, tally: Tally) -> Iterator[Pair]:
+    with launched_pair(cluster, tally, "unequal-tp/gqa.sh", ensure("mqa"), p_tp=2, d_tp=1) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="class")
-def mqa_up(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
-    config = cluster.push_config(*allowed)
-    p, d = cluster.start(
-        EngineSpec("mqa-p1", ensure("mqa"), role="kv_producer", tp=1, chunk=256, extra=cluster.push_config()),
-        EngineSpec("mqa-d2", ensure("mqa"), role="kv_consumer", tp=2, policy="fail", extra=config),
-    )
-    pair = make_pair(p, d)
-    yield pair
-    cluster.stop(pair.front, d, p)
+def mqa_up(cluster: Cluster, tally: Tally) -> Iterator[Pair]:
+    with launched_pair(cluster, tally, "1p1d/run.sh", ensure("mqa"), p_tp=1, d_tp=2) as pair:
+        yield pair
 
 
 @pytest.fixture(scope="class")

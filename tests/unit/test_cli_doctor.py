@@ -152,7 +152,9 @@ def test_the_last_port_there_is_can_be_the_last_ranks(tmp_path: Path) -> None:
     [
         ({"vllm": "0.32.0", "torch": "2.13.0"}, GOOD),
         ({"vllm": "0.23.0", "torch": "2.10.0", "vllm-ascend": "0.23.0.post1", "torch_npu": "2.10.0.post4"}, GOOD),
+        ({"vllm": "0.23.0", "torch": "2.10.0", "vllm-ascend": "0.23.0", "torch_npu": "2.10.0.post4"}, GOOD),
         ({"vllm": "0.23.0", "torch": "2.13.0", "vllm-ascend": "0.23.0.post1", "torch_npu": "2.13.0"}, FAILURE),
+        ({"vllm": "0.23.0", "torch": "2.10.0", "vllm-ascend": "0.18.0", "torch_npu": "2.10.0.post4"}, FAILURE),
         ({"vllm": "0.30.0", "torch": "2.12.0"}, WARNING),
         ({"vllm": "", "torch": "2.13.0"}, FAILURE),
     ],
@@ -162,6 +164,13 @@ def test_releases_that_do_not_belong_together_are_told_apart(found: Mapping[str,
     assert check.level == level
     if found.get("torch_npu") == "2.13.0":
         assert "torch 2.10.0" in check.remedy and "torch_npu 2.10.0.post4" in check.remedy
+
+
+def test_a_decode_engine_that_peers_cannot_reach_is_told_so() -> None:
+    push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=("http://10.0.0.9:8000",)))
+    (check,) = host.settings(host.Asked(push, role="kv_consumer"))
+    assert check.level == WARNING and "cannot reach 127.0.0.1" in check.says and "VLLM_HOST_IP" in check.remedy
+    assert not list(host.settings(host.Asked(push, role="kv_consumer", host="10.0.0.2")))
 
 
 def test_ports_of_the_ascend_transport_are_refused_on_an_npu_host() -> None:
@@ -238,7 +247,7 @@ def npu_host(root: Path, devices: int = 2, hccn: str = "address_0=10.0.0.1\naddr
     (root / "etc").mkdir()
     (root / "etc/hccn.conf").write_text(hccn)
     (root / "opt/cann").mkdir(parents=True)
-    (root / "opt/cann/version.cfg").write_text("runtime_running_version=[8.3.0:8.3.RC1]\n")
+    (root / "opt/cann/version.cfg").write_text("runtime_running_version=[9.1.0:9.1.0]\n")
     return root
 
 
@@ -264,6 +273,30 @@ def test_an_npu_without_an_address_or_a_file_is_named(tmp_path: Path) -> None:
     assert npu_checks(root, ASCEND_HOME_PATH="")["cann"].level == FAILURE
 
 
+@pytest.mark.parametrize(
+    ("number", "level"), [("9.1.0", GOOD), ("9.1.1", GOOD), ("9.0.1", WARNING), ("8.3.0", FAILURE)]
+)
+def test_cann_is_compared_with_what_vllm_ascend_is_released_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, level: str
+) -> None:
+    root = npu_host(tmp_path)
+    (root / "opt/cann/version.cfg").write_text(f"runtime_running_version=[{number}:{number}]\n")
+    assert npu_checks(root)["cann"].level == GOOD  # no known pair says which one belongs to this vLLM
+    monkeypatch.setattr(npu, "version", lambda *names: "0.23.0")
+    check = npu_checks(root)["cann"]
+    assert check.level == level and number in check.says
+    assert level == GOOD or "9.1.0" in check.remedy
+
+
+def test_the_known_pair_is_the_examples_image_and_the_readmes_row() -> None:
+    (row,) = (row for row in host.KNOWN if "cann" in row)
+    compose = (ROOT / "examples/docker-compose/compose.yaml").read_text()
+    assert f"quay.io/ascend/vllm-ascend:v{row['vllm-ascend']}\n" in compose
+    for readme in ("README.md", "README.zh-CN.md"):
+        cells = f"| {row['vllm']} | {row['vllm-ascend']} | {row['torch']} | {row['cann']} |"
+        assert cells in (ROOT / readme).read_text()
+
+
 def test_a_link_that_is_down_is_named(tmp_path: Path) -> None:
     tool = npu_host(tmp_path) / npu.TOOL
     tool.parent.mkdir(parents=True)
@@ -275,7 +308,8 @@ def test_a_link_that_is_down_is_named(tmp_path: Path) -> None:
 
 def test_mooncakes_timeouts_must_end_before_the_package_gives_up(tmp_path: Path) -> None:
     root = npu_host(tmp_path)
-    assert npu_checks(root)["environment"].level == FAILURE  # vllm-ascend's own defaults
+    assert npu_checks(root)["environment"].level == GOOD  # what the package sets
+    assert npu_checks(root, ASCEND_TRANSFER_TIMEOUT="33000")["environment"].level == FAILURE
     assert npu_checks(root, ASCEND_CONNECT_TIMEOUT="soon")["environment"].level == FAILURE
     good = {"ASCEND_CONNECT_TIMEOUT": "3000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
     both = {"ASCEND_BUFFER_POOL": "4:8", "ASCEND_USE_ASYNC_TRANSFER": "1"}

@@ -306,6 +306,30 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None
         server.served.stop()
 
 
+@pytest.mark.parametrize(
+    ("host", "url", "heard"),
+    [
+        ("127.0.0.1", "http://10.0.0.9:8000", True),
+        ("127.0.0.1", "http://pd-metaserver:8001", True),
+        ("127.0.0.1", "http://localhost:8000", False),
+        ("127.0.0.1", "http://127.0.0.2:8000", False),
+        ("10.0.0.2", "http://10.0.0.9:8000", False),
+    ],
+)
+def test_a_d_on_loopback_whose_metaserver_is_elsewhere_says_so(
+    host: str, url: str, heard: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = decode(url, attach=False)
+    try:
+        with caplog.at_level("WARNING", logger="vllm_ascend_pd"):
+            scheduler.attach_workers({(0, 0): WorkerFacts(Endpoint(host, 1), CACHE)})
+        assert [f"cannot reach {host}" in r.getMessage() and url in r.getMessage() for r in caplog.records] == [
+            True
+        ] * heard
+    finally:
+        scheduler.close()
+
+
 def test_a_metaserver_that_is_down_cancels_the_load() -> None:
     from runtime_pair import until
 
@@ -361,7 +385,8 @@ def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.Log
             asked = request(params=ticket(server.url))
             for _ in range(50):
                 assert scheduler.wanted(asked, 0) == 0
-        assert len(caplog.records) == 1, "said once, not in every step that the request waits"
+        heard = [r for r in caplog.records if "prefilled locally" in r.getMessage()]
+        assert len(heard) == 1, "said once, not in every step that the request waits"
         scheduler.allocated(asked, [1, 2, 3], 10)
         assert scheduler.build_step().empty and not server.bodies
     finally:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -120,6 +121,20 @@ def test_unequal_sizes_are_unequal_and_not_configured_twice() -> None:
         assert "tp_size" not in str(engines)
 
 
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_readmes_own_commands_are_accepted_and_find_each_other(readme: str) -> None:
+    text = (ROOT / readme).read_text()
+    (block,) = (part for part in text.split("```") if "vllm serve MODEL" in part)
+    words = shlex.split(block, comments=True)
+    starts = [i for i, word in enumerate(words) if word in ("vllm", "vllm-ascend-pd")] + [len(words)]
+    prefill, decode, front = (words[a:b] for a, b in itertools.pairwise(starts))
+    for command, where in ((prefill, "P"), (decode, "D"), (front, "META")):
+        check(command, f"{readme}: {where}")
+    for command, host in ((prefill, "P"), (decode, "D")):
+        assert f"http://{host}:{command[command.index('--port') + 1]}" in front
+        assert f"VLLM_HOST_IP={host}" in words and '"secret_file"' in " ".join(command)
+
+
 @pytest.mark.parametrize(("where", "command"), list(commands_of_containers()), ids=lambda value: value[:24])
 def test_a_container_starts_what_our_commands_accept(where: str, command: str) -> None:
     installed, _, started = command.partition("exec ")
@@ -204,6 +219,7 @@ def _pod(document: dict[str, Any]) -> Any:
         ("decode", "LeaderWorkerSet", lambda d: _pod(d)["containers"][0].update(envFrom=[{"configMap": {}}]), "configMap"),
         ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(replicas=1), "replicas"),
         ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(restartPolicy="Never"), "Never"),
+        ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(volumeClaimTemplates=[{"spec": {"accessMode": []}}]), "accessMode"),
         ("metaserver", "Deployment", lambda d: d["spec"].update(strategy="Recreate"), "'Recreate'"),
         ("metaserver", "Deployment", lambda d: d["spec"].pop("selector"), "selector"),
         ("metaserver", "Deployment", lambda d: d["spec"]["template"]["spec"]["volumes"][0].update(configmap={}), "configmap"),

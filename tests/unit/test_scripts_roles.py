@@ -126,15 +126,16 @@ def test_prefill_is_a_producer_and_decode_a_consumer_with_its_metaservers():
 
 @pytest.mark.parametrize("role", ENGINES)
 def test_the_connector_accepts_the_configuration_that_the_flags_make(role, tmp_path):
+    own = ("--side-channel-port", "7000") if role == "decode" else ()
     config = dry(
         role, "--model", "m", "--secret-file", str(tmp_path / 'odd "name"'), "--verify", "full", "--trace-dir", "relative",
-        "--side-channel-port", "7000", "--mooncake-protocol", "tcp", "--set", "lease_s=10", "--set", "regroup=never",
+        *own, "--mooncake-protocol", "tcp", "--set", "lease_s=10", "--set", "regroup=never",
         "--set", "patient=false",
     ).push_config  # fmt: skip
     assert config.channel.secret_file == str(tmp_path / 'odd "name"')
     assert config.wire.verify == "full"
     assert Path(config.observe.trace_dir).is_absolute(), "engines change their directory"
-    assert config.channel.side_channel_port == 7000
+    assert config.channel.side_channel_port == (7000 if own else 0)
     assert config.timers.lease_s == 10.0
     assert config.regroup.regroup == "never"
     assert config.observe.patient is False
@@ -154,6 +155,8 @@ def test_cpu_engines_get_the_settings_without_which_they_fail(role):
     assert command.environment["OMP_NUM_THREADS"] == "1"
     assert "--enforce-eager" in command.words
     assert int(command.value("--kv-cache-memory-bytes")) > 0
+    assert command.value("--dtype") == "float32"
+    assert dry(role, "--model", "m", "--dtype", "bfloat16").value("--dtype") == "bfloat16"
 
 
 @pytest.mark.parametrize("role", ENGINES)
@@ -161,7 +164,7 @@ def test_npu_engines_keep_vllm_ascends_own_choices(role):
     command = dry(role, "--model", "m", "--devices", "2,3", device="npu")
     assert command.environment == {"VLLM_HOST_IP": "127.0.0.1", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}
     assert "--enforce-eager" not in command.words
-    assert command.value("--kv-cache-memory-bytes") is None
+    assert command.value("--kv-cache-memory-bytes") is command.value("--dtype") is None
     assert command.value("--compilation-config") is None
 
 
@@ -175,6 +178,7 @@ def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(
     (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}, indent=2))
     command = dry("prefill", "--model", str(tmp_path))
     assert json.loads(command.value("--compilation-config")) == {"custom_ops": ["-rotary_embedding"]}
+    assert command.value("--attention-backend") == "CPU_MLA", "the same on every processor, with or without AMX"
     assert command.environment["HF_HUB_OFFLINE"] == "1"
     both = dry("prefill", "--model", str(tmp_path), "--pp", "2")
     assert json.loads(both.value("--compilation-config")).keys() == {"mode", "backend", "custom_ops"}

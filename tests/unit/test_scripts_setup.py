@@ -289,6 +289,32 @@ def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(t
     assert first.endswith("libibverbs1 libcurl4")
 
 
+def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else(tree):
+    (tree.root / ".cache").mkdir()
+    for name in ("dirname", "sed", "tail"):
+        (tree.host / name).symlink_to(shutil.which(name))
+    log = tree.host / "apt.log"
+    tree.tool("apt-get", f'echo "$@" >> {log}')
+
+    def tools(which, given=""):
+        log.write_text("")
+        done = tree.bash(f"PD_GIVEN={given}; pd_test_tools {which}", PATH=str(tree.host))
+        assert done.returncode == 0, done.stderr
+        return log.read_text().strip().rpartition("--no-install-recommends ")[2], done.stderr
+
+    tree.tool("id", "echo 0")
+    assert tools("")[0] == "chromium-headless-shell"
+    assert tools("1")[0] == "chromium-headless-shell g++-aarch64-linux-gnu qemu-user cmake"
+    for number, given in ((1000, ""), (0, "1")):  # PD_PYTHON is set: nothing is installed
+        tree.tool("id", f"echo {number}")
+        asked, said = tools("", given)
+        assert not asked and "tests that need chromium-headless-shell will be skipped" in said
+    tree.tool("apt-get", f'echo "$@" >> {log}; exit 100')
+    assert "will be skipped" in tools("")[1]
+    tree.tool("google-chrome", "")
+    assert tools("") == ("", "")
+
+
 def test_a_host_without_python_3_11_is_told_so(tree):
     for name in ("python3", "python", "python3.10", "python3.11", "python3.12"):
         tree.tool(name, "exit 127")

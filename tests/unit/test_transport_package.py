@@ -38,6 +38,27 @@ def test_settings_that_break_a_promise_stop_the_start(protocol, name, value) -> 
     assert caught.value.code == "PD-CONF-003"
 
 
+def test_ascends_timeouts_end_before_mooncake_gives_up_whatever_is_set() -> None:
+    for budget, connect, transfer in ((30, "3000", "10000"), (10, "1000", "3333"), (0.5, "50", "166")):
+        environ = {"MC_TCP_PROTO": "1"}  # tcp's business only
+        package.prepare_environment(environ, "ascend", budget)
+        assert (environ["ASCEND_CONNECT_TIMEOUT"], environ["ASCEND_TRANSFER_TIMEOUT"]) == (connect, transfer)
+        assert 2 * (int(connect) + int(transfer)) < budget * 1000
+    kept = {"ASCEND_CONNECT_TIMEOUT": "4000", "ASCEND_TRANSFER_TIMEOUT": "10999"}
+    environ = dict(kept)
+    package.prepare_environment(environ, "ascend", 30)
+    assert kept.items() <= environ.items()
+
+
+@pytest.mark.parametrize("timeouts", [("5000", "10000"), ("", "12000"), ("soon", ""), ("-1", ""), ("0", "")])
+def test_timeouts_with_which_mooncake_would_give_up_too_early_stop_the_start(timeouts: tuple[str, str]) -> None:
+    environ = {f"ASCEND_{name}_TIMEOUT": v for name, v in zip(("CONNECT", "TRANSFER"), timeouts, strict=True) if v}
+    with pytest.raises(ConfigError, match="ASCEND_CONNECT_TIMEOUT") as caught:
+        package.prepare_environment(environ, "ascend", 30)
+    assert caught.value.code == "PD-CONF-003" and ("below" in str(caught.value) or "milliseconds" in str(caught.value))
+    package.prepare_environment(environ, "tcp", 30)
+
+
 def test_versions_compare_by_their_numbers() -> None:
     ordered = ["0.3.9", "0.3.11.post1", "0.3.13", "0.3.13.post1", "0.3.13.post2+local9", "0.4.0"]
     assert sorted(ordered, key=package.version_key) == ordered

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 from vllm_ascend_pd.errors import ConfigError
 
@@ -16,6 +18,24 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found)
+
+
+SECLUDED = "prefill engines of other hosts cannot reach {host}, and requests come from {url}."
+COME_OUT = "Set VLLM_HOST_IP (or side_channel_host) to this host's address."
+
+
+def secluded(host: str, metaservers: Iterable[str]) -> str:
+    """The sentence for a D that listens for its own host only, although one of its metaservers may be elsewhere; or none."""
+    afar = [url for url in metaservers if not _names_loopback(urlsplit(url).hostname or "")]
+    return SECLUDED.format(url=afar[0], host=host) if afar and is_loopback(host) else ""
+
+
+def _names_loopback(host: str) -> bool:
+    """Without asking a name server."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_exposure(host: str, *, secured: bool, allow_unauthenticated: bool) -> None:

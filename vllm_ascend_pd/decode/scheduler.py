@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -59,6 +60,8 @@ class DecodeScheduler:
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
+        if endpoints and (words := secluded(endpoints[0].host, sorted(self._allowed))):
+            log.warning("%s %s", words, COME_OUT)
         loop = LoopThread("pd-reserve")
         doorbell = Doorbell(self._patience.news)
         client = MetaserverClient(self._engine.config.metaserver, loop, self._on_outcome)

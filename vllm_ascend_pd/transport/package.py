@@ -12,7 +12,7 @@ import importlib.metadata
 import logging
 import math
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.transport.engine import RawEngine
@@ -42,6 +42,9 @@ def prepare_environment(environ: MutableMapping[str, str], protocol: str, transf
     if set_by_hand not in (None, timeout):
         log.warning("MC_TRANSFER_TIMEOUT=%s is replaced by transfer_timeout_s (%s s)", set_by_hand, timeout)
     environ["MC_TRANSFER_TIMEOUT"] = timeout  # the fence counts on it
+    if protocol == "ascend":
+        connect, transfer = ascend_timeouts(environ, transfer_timeout_s)
+        environ.update(ASCEND_CONNECT_TIMEOUT=str(connect), ASCEND_TRANSFER_TIMEOUT=str(transfer))
     for name, value in (
         # The default of 1024 fails every write after a stall of one second.
         ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"),
@@ -51,6 +54,28 @@ def prepare_environment(environ: MutableMapping[str, str], protocol: str, transf
         ("MC_LOG_LEVEL", "WARNING"),
     ):
         environ.setdefault(name, value)
+
+
+def ascend_timeouts(environ: Mapping[str, str], transfer_timeout_s: float) -> tuple[int, int]:
+    """What one attempt to connect and one transfer may take, in ms: the operator's values, else such as fit.
+
+    The ascend transport tries both twice. Were that longer than Mooncake's own limit, Mooncake would call a write failed
+    that the NPU still makes; Mooncake's defaults (10 s each) are.
+    """
+    values = []
+    for name, fits in (("CONNECT", transfer_timeout_s * 100), ("TRANSFER", transfer_timeout_s * 1000 / 3)):
+        key = f"ASCEND_{name}_TIMEOUT"
+        value = environ.get(key) or str(int(fits))
+        if not (value.isascii() and value.isdecimal() and int(value)):
+            why = "it is no whole number of milliseconds"
+            raise ConfigError("PD-CONF-003", key=key, value=value, why=why, remedy=f"Correct {key} in the environment.")
+        values.append(int(value))
+    needed = 2 * sum(values) / 1000
+    if needed >= transfer_timeout_s:
+        why = f"2 × (connect + transfer) = {needed:g} s in the environment, not below it"
+        remedy = "Lower ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT, or leave them unset."
+        raise ConfigError("PD-CONF-003", key="transfer_timeout_s", value=transfer_timeout_s, why=why, remedy=remedy)
+    return values[0], values[1]
 
 
 def _refuse(environ: MutableMapping[str, str], protocol: str, name: str, harmless: tuple[str, ...]) -> None:

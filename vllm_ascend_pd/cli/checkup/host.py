@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.channel.exposure import is_loopback
+from vllm_ascend_pd.channel.exposure import COME_OUT, is_loopback, secluded
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, tried, warning
 from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.config import PushConfig
@@ -63,9 +63,10 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 # ---- software
 
-# Which releases belong together: vLLM, vllm-ascend, torch, torch_npu (by what their own metadata demand), CANN.
+# Which releases belong together: vLLM, vllm-ascend, torch and torch_npu by what their own metadata demand, CANN by
+# vllm-ascend's table of releases. A post-release of vllm-ascend belongs where its release does.
 KNOWN = (
-    {"vllm": "0.23.0", "vllm-ascend": "0.23.0.post1", "torch": "2.10.0", "torch_npu": "2.10.0.post4", "cann": "8"},
+    {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0", "torch_npu": "2.10.0.post4", "cann": "9.1.0"},
     {"vllm": "0.32.0", "torch": "2.13.0", "torch_npu": "2.13.0"},
 )
 
@@ -108,6 +109,8 @@ def known_pair(found: Mapping[str, str]) -> Check:
         if not found.get(name):
             return failure("versions", f"{name} is not installed ({words})", "docs/building.md says what is needed.")
     told = {name: number for name, number in found.items() if number}
+    if ascend := told.get("vllm-ascend"):
+        told["vllm-ascend"] = ascend.split(".post")[0]
     for row in KNOWN:
         if all(row.get(name) == number for name, number in told.items()):
             return good("versions", f"{words}: a known pair")
@@ -274,6 +277,8 @@ def settings(asked: Asked) -> Iterable[Check]:
     if asked.role == "kv_consumer" and not push.metaserver.metaserver_urls:
         says = "metaserver_urls is empty: this decode engine prefills every prompt by itself"
         yield warning("configuration", says, "List the metaserver's scheme://host:port.")
+    if says := secluded(push.channel.advertise_host or asked.host, push.metaserver.metaserver_urls):
+        yield warning("configuration", says, COME_OUT)
 
 
 def metaservers(asked: Asked) -> Iterator[Check]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, warning
 from vllm_ascend_pd.cli.checkup.host import KNOWN, ROOT, Asked, version
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.transport.package import ascend_timeouts
 
 TOOL = "usr/local/Ascend/driver/tools/hccn_tool"
 TOOL_S = 10.0
@@ -66,9 +68,14 @@ def cann(environ: Mapping[str, str], root: Path = ROOT) -> Check:
 def _cann_of(number: str) -> Check:
     row = next((row for row in KNOWN if row["vllm"] == version("vllm")), None)
     wanted = row.get("cann", "") if row else ""
-    if wanted and number.split(".")[0] != wanted:
-        return failure("cann", f"{number}", f"vLLM {version('vllm')} pairs with CANN {wanted}.x here.")
-    return good("cann", number + ("" if wanted else ": no known pair says which one belongs to this vLLM"))
+    if not wanted:
+        return good("cann", f"{number}: no known pair says which one belongs to this vLLM")
+    remedy = f"vllm-ascend for vLLM {version('vllm')} is released with CANN {wanted}."
+    if number.split(".")[0] != wanted.split(".")[0]:
+        return failure("cann", number, remedy)
+    if number.split(".")[:2] != wanted.split(".")[:2]:
+        return warning("cann", number, remedy)
+    return good("cann", number)
 
 
 def hccn_conf(root: Path, devices: list[int]) -> Check:
@@ -110,22 +117,11 @@ def links(root: Path, devices: list[int], run: Run = _run) -> Iterator[Check]:
 def environment(asked: Asked) -> Iterator[Check]:
     environ, budget = asked.environ, asked.push.wire.transfer_timeout_s
     try:
-        times = [
-            int(environ.get(f"ASCEND_{name}_TIMEOUT", default))
-            for name, default in (("CONNECT", "10000"), ("TRANSFER", "10000"))
-        ]
-    except ValueError:
-        yield failure(
-            "environment", "ASCEND_CONNECT_TIMEOUT or ASCEND_TRANSFER_TIMEOUT is no number", "Give milliseconds."
-        )
+        needed = 2 * sum(ascend_timeouts(environ, budget)) / 1000
+    except ConfigError as problem:
+        yield failure("environment", problem.sentence, problem.remedy)
         return
-    needed = 2 * sum(times) / 1000
-    if needed >= budget:
-        says = f"2 × (connect + transfer) = {needed:g} s is not below transfer_timeout_s ({budget:g} s)"
-        yield failure(
-            "environment", says, "Lower ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT (examples/ascend.env)."
-        )
-    elif environ.get("ASCEND_BUFFER_POOL") and environ.get("ASCEND_USE_ASYNC_TRANSFER"):
+    if environ.get("ASCEND_BUFFER_POOL") and environ.get("ASCEND_USE_ASYNC_TRANSFER"):
         yield failure(
             "environment", "ASCEND_BUFFER_POOL and ASCEND_USE_ASYNC_TRANSFER exclude each other", "Unset both."
         )

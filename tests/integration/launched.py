@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs that the scripts of examples/ start, as an operator would: until ctrl-C, after which nothing may be left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+from pairs import Pair
+
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.engine import Served
+from scripts.support.models import ROOT
+from scripts.support.process import Child, ProcessDied
+
+EXAMPLES = ROOT / "examples"
+READY_S, STOP_S = 500.0, 90.0
+TOLD_S = 8.0
+Script = tuple[str | Path, ...]  # a file below examples/, and its arguments
+
+
+def free_base() -> int:
+    """The first of three neighbouring ports that are free."""
+    for base in range(28100, 32000, 10):
+        with ExitStack() as held:
+            try:
+                for port in (base, base + 1, base + 2):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return base
+    raise RuntimeError("no three neighbouring ports are free")
+
+
+@contextmanager
+def launched(
+    cluster: Cluster, url: str, *scripts: Script, settings: Mapping[str, str] | None = None
+) -> Iterator[list[Child]]:
+    """Scripts with default signals, whatever this run was started with; `url` is ready inside the block. What does not
+    end with ctrl-C counts as left behind."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | dict(settings or {})
+    children: list[Child] = []
+    try:
+        for script, *words in scripts:
+            name = str(script).replace("/", "-")
+            command = ["env", "--default-signal=INT", str(EXAMPLES / script), *map(str, words)]
+            children.append(Child(name, command, cluster.logs / f"{name}.log", environment, ROOT))
+            cluster.progress(f"  starting examples/{script}, log {children[-1].log}")
+        _wait_ready(cluster, url, children)
+        yield children
+    finally:
+        for child in reversed(children):
+            cluster.leaks += child.stop(STOP_S, signal.SIGINT)
+
+
+def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
+    begun = told = time.monotonic()
+    while True:
+        for child in children:
+            if not child.alive:
+                raise ProcessDied(
+                    f"{child.name} ended with code {child.returncode}; the end of its log:\n{child.tail()}"
+                )
+        try:
+            if httpx.get(f"{url}/readiness", timeout=2.0, trust_env=False).status_code == 200:
+                break
+        except httpx.HTTPError:
+            pass
+        now = time.monotonic()
+        assert now - begun < READY_S, "\n".join(child.tail() for child in children)
+        if now - told > TOLD_S:
+            told = now
+            cluster.progress(f"  [{now - begun:4.0f} s] {url} is not ready yet")
+        time.sleep(0.3)
+    cluster.progress(f"  [{time.monotonic() - begun:4.0f} s] {url} is ready")
+
+
+@contextmanager
+def launched_pair(cluster: Cluster, tally: Tally, script: str, model: Path, p_tp: int, d_tp: int) -> Iterator[Pair]:
+    """A pair of these sizes, started by an example; every pushed block is checked, and a failed request fails."""
+    base, own = free_base(), cluster.logs / f"launched-{p_tp}-{d_tp}"
+    settings = {
+        "PD_SERVED_NAME": "model",
+        "PD_VERIFY": "full",
+        "PD_POLICY": "fail",
+        "PD_BLOCK_SIZE": "32",
+        "PD_MAX_MODEL_LEN": "2048",
+        "PD_P_CHUNK": "256",
+        "PD_P_KV_BYTES": str(64 << 20),
+        "PD_D_KV_BYTES": str(64 << 20),
+    }
+    words = ("--model", model, "--p-tp", p_tp, "--d-tp", d_tp, "--port-base", base, "--log-dir", own, "--timeout", 400)
+    url = f"http://127.0.0.1:{base}"
+    with launched(cluster, url, (script, *map(str, words)), settings=settings) as (child,):
+        cluster.starts += 2
+        prefill, decode = (
+            Served(f"{child.name}-{role}", base + 1 + i, own / f"{role}.log")
+            for i, role in enumerate(("prefill", "decode"))
+        )
+        yield Pair(cluster, Served("metaserver", base, own / "metaserver.log"), prefill, (decode,), tally)
