@@ -63,6 +63,7 @@ class Broker:
         self.process = Process(cluster.world, "M")
         self.calls: dict[TransferId, Call] = {}
         self.circuits = [Circuit() for _ in cluster.settings.prefill]
+        self.trials: dict[tuple[int, TransferId], int] = {}  # what each leg is to its circuit
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
         self._forgotten = -1.0  # requests that came before this are not known any more
@@ -148,6 +149,7 @@ class Broker:
         self.process = Process(self.cluster.world, "M")
         self._forgotten = self.cluster.world.now
         self.circuits = [Circuit() for _ in self.circuits]
+        self.trials.clear()
 
     def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str) -> None:
         """P has answered its request."""
@@ -187,13 +189,14 @@ class Broker:
         call.tried += 1
         engine = self.cluster.prefill[int(chosen or 0)]
         circuit = self.circuits[engine.index]
-        circuit.sent(world.now)
+        self.trials[engine.index, transfer] = circuit.sent(world.now)
         call.prefill, call.prefill_incarnation = engine, engine.scheduler.incarnation
         if not engine.alive or world.chance(self.cluster.settings.faults.http / 2):
             failure = Failure.REFUSED if engine.alive else Failure.CONNECT
             world.fault("http prefill refuses" if engine.alive else "http prefill unreachable")
             if not engine.alive:
                 circuit.seen(world.now, Evidence.UNREACHED, world.rng.random())
+            circuit.returned(world.now, self.trials.pop((engine.index, transfer)))
             self._try_another(call, engine, failure)
             return
         reservation = unseal(call.sealed, SECRETS)
@@ -217,7 +220,7 @@ class Broker:
         world = self.cluster.world
         circuit = self.circuits[engine.index]
         circuit.seen(world.now, _EVIDENCE.get(kind, Evidence.SERVED), world.rng.random())
-        circuit.returned(world.now)
+        circuit.returned(world.now, self.trials.pop((engine.index, transfer), 0))
         call = self.calls.get(transfer)
         if call is None or call.prefill is not engine or call.mute:
             return

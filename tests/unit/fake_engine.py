@@ -129,6 +129,8 @@ class Manner:
     empty: bool = False  # 200 and nothing
     break_after: int | None = None  # pieces sent before the connection is torn
     hang: bool = False  # never answers
+    moved: bool = False  # 307 to another path of its own
+    frozen: bool = False  # takes connections and says nothing, not even of its health
     policy: str = "recompute"  # as D: what a failed load leads to ("recompute" or "fail")
     before_post_s: float = 0.0  # as D: until it reserves
     recompute_s: float = 0.0  # what a prefill of its own costs D
@@ -190,6 +192,8 @@ class FakeEngine:
         parsed = json.loads(body) if body[:1] in (b"{", b"[") else None
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
         seen = Seen(scope["path"], headers, parsed)
+        while self.manner.frozen:
+            await asyncio.sleep(0.01)
         if scope["path"] == "/health":
             await _answer(send, self.manner.health, b"")
             return
@@ -222,6 +226,10 @@ class FakeEngine:
             await _answer(send, self.manner.status, _error(self.manner.status, "as told"))
         elif self.manner.empty:
             await _answer(send, 200, b"")
+        elif self.manner.moved:
+            where = [(b"location", f"{self.served.url}/v1/elsewhere?a=b".encode())]
+            await send({"type": "http.response.start", "status": 307, "headers": where})
+            await send({"type": "http.response.body", "body": b""})
         elif seen.route == "/v1/models":
             await _answer(
                 send, 200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}).encode()

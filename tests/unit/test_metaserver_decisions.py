@@ -155,14 +155,14 @@ EVENTS = st.lists(
 
 
 def run(circuit: Circuit, events: list[tuple[float, object, float]]) -> float:
-    now = 0.0
+    now, trial = 0.0, 0
     for gap, event, rand in events:
         now += gap
         if event == "send":
             if circuit.admits(now):
-                circuit.sent(now)
+                trial = circuit.sent(now) or trial
         elif event == "return":
-            circuit.returned(now)
+            circuit.returned(now, trial)
         elif isinstance(event, Evidence):
             circuit.seen(now, event, rand)
     return now
@@ -191,7 +191,7 @@ def test_a_circuit_can_always_close_again_and_soon(events: list[tuple[float, obj
     circuit = Circuit(CircuitPolicy(wedged_longest_s=30.0))
     now = run(circuit, events)
     if circuit.state is CircuitState.TRIAL:
-        circuit.returned(now)
+        circuit.returned(now, circuit.trials)
     circuit.seen(now, Evidence.PROBE_OK, 0.5)
     assert circuit.admits(now + 30.0)
     circuit.sent(now + 30.0)
@@ -244,11 +244,16 @@ def test_failed_trials_take_longer_and_longer_up_to_a_bound() -> None:
 
 def test_a_trial_whose_client_left_makes_room_for_another() -> None:
     circuit = Circuit(CircuitPolicy(threshold=1))
+    old = circuit.sent(0.0)
     circuit.seen(0.0, Evidence.BROKE, 0.5)
-    circuit.sent(10.0)
+    trial = circuit.sent(10.0)
     assert not circuit.admits(10.0)
-    circuit.returned(11.0)
-    assert circuit.admits(11.0)
+    circuit.returned(10.5, old)  # a request of before is over: the trial is still out
+    assert not circuit.admits(10.5)
+    circuit.returned(11.0, trial)
+    assert circuit.admits(11.0) and circuit.sent(11.0)
+    circuit.returned(11.5, trial)
+    assert not circuit.admits(11.5)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,34 @@ def test_what_an_engine_declines_says_nothing_about_it(status: int) -> None:
         assert instance(c).circuit.state is CircuitState.CLOSED
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("ask", [embed, lambda c: c.http.get("/v1/models")], ids=["embed", "models"])
+def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[Cluster], httpx.Response]) -> None:
+    with cluster(decode=2) as c:
+        c.decode[0].manner.status = status
+        assert [ask(c).status_code for _ in range(12)] == [200] * 12
+        assert any(seen.route.startswith("/v1/") for seen in c.decode[0].seen), "it was never asked"
+
+
+def test_an_empty_answer_is_never_passed_on() -> None:
+    patient = CircuitPolicy(threshold=100)
+    with cluster(decode=2, circuit=patient) as c:
+        c.decode[0].manner.empty = True
+        for _ in range(12):
+            listed = c.http.get("/v1/models")
+            assert listed.status_code == 200 and listed.json()["data"]
+        answers = [embed(c) for _ in range(12)]  # may have been executed: not tried elsewhere
+        assert {answer.status_code for answer in answers} == {200, 502}
+        assert {a.json()["error"]["code"] for a in answers if a.status_code == 502} == {"PD-META-007"}
+
+
+def test_a_redirect_leads_back_to_the_metaserver() -> None:
+    with cluster() as c:
+        c.decode[0].manner.moved = True
+        for answer in (embed(c), c.complete()):
+            assert (answer.status_code, answer.headers["location"]) == (307, "/v1/elsewhere?a=b")
+
+
 # -- its turn
 
 

@@ -173,6 +173,7 @@ class Circuit:
     unreached: int = 0  # consecutive
     trips: int = 0  # times wedged since it last served
     until: float = 0.0  # no trial before
+    trials: int = 0  # begun so far
 
     @property
     def failures(self) -> int:
@@ -188,14 +189,18 @@ class Circuit:
             return now >= self.until
         return self.state is CircuitState.CLOSED
 
-    def sent(self, now: float) -> None:
-        """A request goes out. To a wedged instance it is the trial, and no other goes until it has ended."""
-        if self.state is CircuitState.WEDGED and now >= self.until:
-            self.state = CircuitState.TRIAL
+    def sent(self, now: float) -> int:
+        """A request goes out. To a wedged instance it is the trial, and no other goes until it has ended. Returns the
+        trial's number, 0 for any other request."""
+        if self.state is not CircuitState.WEDGED or now < self.until:
+            return 0
+        self.state = CircuitState.TRIAL
+        self.trials += 1
+        return self.trials
 
-    def returned(self, now: float) -> None:
+    def returned(self, now: float, trial: int) -> None:
         """The request is over. A trial that ended without evidence (its client left) makes room for another."""
-        if self.state is CircuitState.TRIAL:
+        if self.state is CircuitState.TRIAL and trial == self.trials:
             self.state, self.until = CircuitState.WEDGED, now
 
     def seen(self, now: float, evidence: Evidence, rand: float) -> None:

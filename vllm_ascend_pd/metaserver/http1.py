@@ -10,6 +10,7 @@ costs no timer. Reading pauses while the client is slower than the engine.
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from types import TracebackType
 from typing import NamedTuple
@@ -146,7 +147,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: _Pool, idle_s: float) -> None:
         self.loop = loop
-        self.deadline = 0.0
+        self._due, self._hurried = 0.0, math.inf
         self.idle_since = 0.0
         self._pool = pool
         self._idle_s = self._patience_s = idle_s
@@ -167,7 +168,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._status_seen, self._headers, self._head_size = False, [], 0
         self._bodiless, self._heard, self._until_close, self._unread = bodiless, False, False, 0
-        self.deadline = self.loop.time() + timeout_s
+        self._due, self._hurried = self.loop.time() + timeout_s, math.inf
         self._head = self.loop.create_future()
         self._pool.busy.add(self)
         self._transport.writelines(data)
@@ -176,11 +177,18 @@ class _Connection(asyncio.Protocol):
     def wait(self, patience_s: float) -> None:
         """From now on silence of this length is a failure."""
         self._patience_s = patience_s
-        self.deadline = self.loop.time() + patience_s
+        self._due = self.loop.time() + patience_s
+
+    @property
+    def deadline(self) -> float:
+        return min(self._due, self._hurried)
 
     def hurry(self, patience_s: float) -> None:
-        """Silence of this length is enough, this time: nobody takes connections there any more."""
-        self.deadline = min(self.deadline, self.loop.time() + patience_s)
+        """Silence of this length is enough, until it says something or `calm`."""
+        self._hurried = min(self._hurried, self.loop.time() + patience_s)
+
+    def calm(self) -> None:
+        self._hurried = math.inf
 
     def resume(self) -> None:
         if self._paused and self._transport is not None:
@@ -206,8 +214,9 @@ class _Connection(asyncio.Protocol):
             self.abort()  # nothing was asked: what it says cannot be trusted to belong to the next answer
             return
         self._heard = True
+        self._hurried = math.inf
         if self._reply is not None:
-            self.deadline = self.loop.time() + self._patience_s
+            self._due = self.loop.time() + self._patience_s
         self._unread += len(data)
         try:
             self._parser.feed_data(data)
@@ -372,10 +381,16 @@ class Upstream:
                     raise UpstreamError(Failure.BROKEN, "it closed the connection") from None
 
     def hurry(self, origin: Origin, patience_s: float) -> None:
-        """The engine refuses connections: what is under way there and says nothing for so long has failed."""
+        """The engine seems to be gone: what is under way there and says nothing for so long has failed."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
             connection.hurry(patience_s)
+
+    def calm(self, origin: Origin) -> None:
+        """It is there after all."""
+        pool = self._pools.get(origin)
+        for connection in pool.busy if pool is not None else ():
+            connection.calm()
 
     async def _exchange(self, connection: _Connection, data: list[bytes], bodiless: bool, timeout_s: float) -> Reply:
         head = connection.request(data, bodiless, timeout_s)

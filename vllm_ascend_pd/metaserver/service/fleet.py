@@ -212,13 +212,13 @@ class Fleet:
     @contextmanager
     def leg(self, instance: Instance, cost: float) -> Iterator[None]:
         """A request is at the instance."""
-        instance.circuit.sent(time.monotonic())
+        trial = instance.circuit.sent(time.monotonic())
         instance.load += cost
         instance.requests += 1
         try:
             yield
         finally:
-            instance.circuit.returned(time.monotonic())
+            instance.circuit.returned(time.monotonic(), trial)
             instance.requests -= 1
             instance.load = instance.load - cost if instance.requests else 0.0  # no drift from rounding
 

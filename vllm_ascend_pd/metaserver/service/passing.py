@@ -32,6 +32,7 @@ _COMPUTED = frozenset(
     )
 )
 _NAMED = _COMPUTED | {MODELS, bodies.COMPLETIONS, bodies.CHAT}
+_DECLINED = (429, 503)  # it says that it did not do it
 _EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
 
@@ -101,22 +102,41 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                     *(decode.origin, call.method, call.target, exchange.headers, call.body),
                     *(front.settings.first_byte_timeout_s, call.reads),
                 )
+                async with reply:
+                    first = await _first(front, call, reply)
+                    delay = (
+                        _again(front, exchange, decode, call, Failure.REFUSED) if reply.status in _DECLINED else None
+                    )
+                    if delay is None:
+                        await _relay(front, exchange, decode, reply, first, call)
+                        return
+                    METRICS.legs.labels("decode", decode.name, "refused").inc()
             except UpstreamError as problem:
                 _broke(front, exchange, decode, problem)
-                delay = front.settings.retry.again(
-                    problem.failure, exchange.number, call.reads, front.budget, random.random()
-                )
+                delay = _again(front, exchange, decode, call, problem.failure)
                 if delay is None:
                     status = 504 if problem.failure is Failure.TIMEOUT else 502
                     await refuse(exchange, known(status, "PD-META-007", why=problem.why))
                     return
-                exchange.stage("retry", problem.failure.value)
-                METRICS.retries.labels(problem.failure.value).inc()
-                exchange.tried.add(decode.name)
-            else:
-                await _relay(front, exchange, decode, reply, call)
-                return
         await asyncio.sleep(delay)
+
+
+def _again(front: Front, exchange: Exchange, decode: Instance, call: Call, failure: Failure) -> float | None:
+    """How long to wait before another attempt, on another D if there is one; None: this was the last."""
+    delay = front.settings.retry.again(failure, exchange.number, call.reads, front.budget, random.random())
+    if delay is not None:
+        exchange.stage("retry", failure.value)
+        METRICS.retries.labels(failure.value).inc()
+        exchange.tried.add(decode.name)
+    return delay
+
+
+async def _first(front: Front, call: Call, reply: Reply) -> bytes:
+    """The client sees nothing before the first piece: until then another D can be asked."""
+    first = await reply.read(front.settings.first_byte_timeout_s)
+    if not first and reply.status == 200 and call.method in ("GET", "POST"):
+        raise UpstreamError(Failure.EMPTY, "its answer was empty")
+    return first
 
 
 def _broke(front: Front, exchange: Exchange, decode: Instance, problem: UpstreamError) -> None:
@@ -125,36 +145,37 @@ def _broke(front: Front, exchange: Exchange, decode: Instance, problem: Upstream
     front.journal.trouble("PD-META-007", problem.why, decode.name, exchange.request_id)
 
 
-async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Reply, call: Call) -> None:
+async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Reply, first: bytes, call: Call) -> None:
     """A break after the head cannot be told in words here: an answer without its end is cut short by the server."""
     seen = call.evidence(reply.status)
     send, answered = exchange.send, f"{call.route} answered {reply.status}"
     exchange.committed, exchange.status = True, reply.status
     exchange.stage("first byte")
-    async with reply:
-        head = client_head(reply.headers, exchange.request_id)
-        head += [(name, value) for name, value in reply.headers if name == b"content-length"]
-        await send({"type": "http.response.start", "status": reply.status, "headers": head})
-        try:
-            while piece := await reply.read():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except UpstreamError as problem:
-            METRICS.broken_streams.inc()
-            exchange.stage("broken", problem.why)
-            _broke(front, exchange, decode, problem)
-            return
-        except asyncio.CancelledError:
-            if not exchange.interrupt.closing:
-                raise
-            uncancel(exchange.interrupt.task)
-            METRICS.broken_streams.inc()
-            exchange.stage("broken", "The metaserver is shutting down.")
-            return
-        await send({"type": "http.response.body", "body": b""})
+    head = client_head(reply.headers, decode, exchange.request_id)
+    head += [(name, value) for name, value in reply.headers if name == b"content-length"]
+    await send({"type": "http.response.start", "status": reply.status, "headers": head})
+    try:
+        piece = first
+        while piece:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            piece = await reply.read()
+    except UpstreamError as problem:
+        METRICS.broken_streams.inc()
+        exchange.stage("broken", problem.why)
+        _broke(front, exchange, decode, problem)
+        return
+    except asyncio.CancelledError:
+        if not exchange.interrupt.closing:
+            raise
+        uncancel(exchange.interrupt.task)
+        METRICS.broken_streams.inc()
+        exchange.stage("broken", "The metaserver is shutting down.")
+        return
+    await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")
     if seen is not None:
         front.fleet.seen(decode, seen, answered)
     if reply.status >= 500:
         front.journal.trouble("PD-META-007", answered, decode.name, exchange.request_id)
-    end = "refused" if reply.status in (429, 503) else "broke" if reply.status >= 500 else "served"
+    end = "refused" if reply.status in _DECLINED else "broke" if reply.status >= 500 else "served"
     METRICS.legs.labels("decode", decode.name, end).inc()

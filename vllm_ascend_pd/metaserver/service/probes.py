@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from vllm_ascend_pd.metaserver.decisions import Condition, Evidence
+from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -52,11 +52,15 @@ class Prober:
             async with reply:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
         except UpstreamError as problem:
+            self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
             if isinstance(problem.__cause__, ConnectionRefusedError):
                 # An engine that shuts down may keep the connection of a request that it will never answer.
                 self._upstream.hurry(instance.origin, self._settings.forsaken_s)
-            self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
+            elif instance.circuit.state is CircuitState.UNREACHABLE:
+                # Frozen, or its host is: nobody will ever close the connections.
+                self._upstream.hurry(instance.origin, self._settings.vanished_s)
             return
+        self._upstream.calm(instance.origin)
         if reply.status == 200:
             self._fleet.seen(instance, Evidence.PROBE_OK)
         else:

@@ -55,7 +55,7 @@ async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None, 
         exchange.committed, exchange.status = True, reply.status
         if exchange.request.copies == 1:  # the others' posts may still come
             exchange.forget_prompt()
-        head = client_head(reply.headers, exchange.request_id)
+        head = client_head(reply.headers, attempt.decode, exchange.request_id)
         if exchange.request.stream and reply.status == 200:
             await _stream(front, attempt, reply, head, first)
         else:
@@ -189,15 +189,25 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
     await send({"type": "http.response.body", "body": b""})
 
 
-def client_head(headers: Headers, request_id: str) -> Headers:
-    """An engine's headers for the client: without those that belong to the connection."""
+def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:
+    """An engine's headers for the client: without those that belong to the connection, and pointing back to us."""
     named = [value for name, value in headers if name == b"connection"]
     drop = (
         OWN_HEADERS.union(*(value.lower().replace(b" ", b"").split(b",") for value in named)) if named else OWN_HEADERS
     )
-    head = [(name, value) for name, value in headers if name not in drop]
+    head = [
+        (name, _from_here(value, engine) if name == b"location" else value)
+        for name, value in headers
+        if name not in drop
+    ]
     head.append((b"x-request-id", request_id.encode("latin-1")))
     return head
+
+
+def _from_here(location: bytes, engine: Instance) -> bytes:
+    """A client that followed an engine's own address would go past us, if it got there at all."""
+    own = f"{engine.origin.scheme}://{engine.origin.netloc}/".encode()
+    return b"/" + location.removeprefix(own) if location.startswith(own) else location
 
 
 async def send_whole(send: Send, status: int, head: Headers, body: bytes) -> None:

@@ -37,6 +37,7 @@ class Settings:
     probe_every_s: float = 1.0
     probe_timeout_s: float = 2.0
     forsaken_s: float = 5.0  # silence of a request whose engine refuses connections
+    vanished_s: float = 20.0  # and of one whose engine answers no probe either
     heartbeat_s: float = 2.0
 
     max_body_bytes: int = 64 << 20
