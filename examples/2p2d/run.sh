@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Two prefill and two decode engines and a metaserver on one host, until ctrl-C. Never run on NPUs.
+# Two prefill and two decode engines and a metaserver on one host, until ctrl-C. Ran on CPU; on NPUs never.
 #   examples/2p2d/run.sh --model DIR [more flags of scripts/prefill.sh and scripts/decode.sh]
 #   then: examples/check.sh http://127.0.0.1:8000 DIR
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The prefill host of two. See README.md in this folder. Never run on NPUs.
+# The prefill host of two. See README.md in this folder. Ran on CPU; on NPUs never.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 set -a
