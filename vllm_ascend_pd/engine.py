@@ -56,14 +56,7 @@ class Engine:
                 "kv_connector_extra_config: %s mean nothing to this connector: ignored", ", ".join(push.ignored)
             )
         admission.check_engine(vllm_config, push)
-        host = push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or LOOPBACK
-        if host in WILDCARDS and not push.channel.advertise_host:
-            why = "it is every address of this host, and peers need one"
-            remedy = "Set side_channel_host to one address, or advertise_host beside it."
-            raise ConfigError("PD-CONF-003", key="side_channel_host", value=host, why=why, remedy=remedy)
-        check_exposure(
-            host, secured=bool(push.channel.secret_file), allow_unauthenticated=push.channel.allow_unauthenticated
-        )
+        host = own_address(push, os.environ)
         return cls(
             config=push,
             incarnation=os.urandom(8).hex(),
@@ -79,6 +72,19 @@ class Engine:
 
         host = self.config.channel.advertise_host or self.host  # peers must reach the engine under its session's name
         return create(self.config.wire, host, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
+
+
+def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
+    """What the engine binds; ConfigError where peers could not use it, or strangers could."""
+    host = push.channel.side_channel_host or environ.get("VLLM_HOST_IP", "") or LOOPBACK
+    if host in WILDCARDS and not push.channel.advertise_host:
+        why = "it is every address of this host, and peers need one"
+        remedy = "Set side_channel_host to one address, or advertise_host beside it."
+        raise ConfigError("PD-CONF-003", key="side_channel_host", value=host, why=why, remedy=remedy)
+    check_exposure(
+        host, secured=bool(push.channel.secret_file), allow_unauthenticated=push.channel.allow_unauthenticated
+    )
+    return host
 
 
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:

@@ -111,6 +111,46 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
     assert main(["doctor", "--peer", "nowhere"]) == 2
 
 
+OURS = {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer"}
+EVERYWHERE = {**OURS, "kv_connector_extra_config": {"side_channel_host": "0.0.0.0", "allow_unauthenticated": True}}
+SIZED = {**OURS, "kv_connector_extra_config": {"prefill": {"tp_size": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "says"),
+    [
+        ({**OURS, "kv_role": "kv_both"}, [], "PD-CONF-004: kv_role = 'kv_both' cannot be used with this connector."),
+        ({"kv_role": "kv_both"}, [], "PD-CONF-004: kv_role = 'kv_both'"),
+        ({"kv_connector": "AscendPushConnector"}, [], "PD-CONF-004: kv_role = None"),
+        ({**OURS, "kv_connector": "NixlConnector"}, [], "PD-CONF-003: kv_connector = 'NixlConnector' is impossible"),
+        (EVERYWHERE, [], "PD-CONF-003: side_channel_host = '0.0.0.0'"),
+        (SIZED, ["--tp", "4"], "PD-CONF-006: prefill.tp_size = 2 in the configuration, but this engine runs with 4"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_a_failure_in_the_engines_own_words(
+    given: dict[str, Any], words: list[str], says: str
+) -> None:
+    code, found = doctor("--kv-transfer-config", json.dumps(given), *words)
+    failures = [check for checks in found.values() for check in checks if check["level"] == FAILURE]
+    assert code == 1 and len(failures) == 1
+    assert failures[0]["says"].startswith(says) and failures[0]["remedy"]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_configuration_that_the_engine_takes_is_good(role: str) -> None:
+    """Also with the predecessor's sizes, where nobody said what the engine's own are."""
+    extra = {"prefill": {"tp_size": 4}, "decode": {"tp_size": 2}}
+    code, found = doctor(
+        "--kv-transfer-config", json.dumps({**OURS, "kv_role": role, "kv_connector_extra_config": extra})
+    )
+    assert code == 0 and found["connector"][0]["level"] == found["admission"][0]["level"] == GOOD
+
+
+def test_a_part_of_a_configuration_can_be_checked_and_is_said_to_be_no_whole() -> None:
+    code, found = doctor("--kv-transfer-config", "{}")
+    assert code == 0 and found["connector"][0]["level"] == WARNING and "admission" not in found
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -125,6 +165,7 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
         ),
         (["--ranks", "0"], "--ranks = 0"),
         (["--tp", "0"], "--tp = 0"),
+        (["--listen", "--model", "{model}", "--tp", "3"], "--tp = 3"),
         (["--block-size", "-1"], "--block-size = -1"),
         (["--listen", "--calls", "-1"], "--calls = -1"),
         (["--host", ".."], "--host = '..'"),
@@ -132,9 +173,10 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
     ],
 )
 def test_a_mistake_in_the_flags_is_one_line_with_the_remedy(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", *words]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    assert main(["doctor", *(str(tmp_path) if word == "{model}" else word for word in words)]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("PD-CONF-003") and named in printed.err
     assert not printed.out and printed.err.count("\n") == 1

@@ -86,6 +86,15 @@ def test_a_model_is_read_from_its_configuration(capsys: pytest.CaptureFixture[st
     assert sum(link["bytes"] for link in made["links"]) == whole(128, 4, 64, 3)
 
 
+@pytest.mark.parametrize(("p_tp", "d_tp", "heads"), [(3, 2, 6), (3, 6, 3), (6, 3, 3), (16, 2, 8)])
+def test_sizes_that_divide_the_heads_or_are_a_multiple_of_them_are_planned(
+    capsys: pytest.CaptureFixture[str], p_tp: int, d_tp: int, heads: int
+) -> None:
+    words = ["--p-tp", str(p_tp), "--d-tp", str(d_tp), *GQA, "--kv-heads", str(heads), "--regroup", "never"]
+    total = sum(link["bytes"] for link in plan(capsys, *words)["links"])
+    assert total == max(1, d_tp // heads) * whole(4096, heads, 128, 61)
+
+
 def test_mla_is_one_shared_head_of_its_latent_width(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {
         "num_attention_heads": 16,
@@ -116,6 +125,9 @@ def test_the_picture_is_svg_with_a_line_for_each_link(capsys: pytest.CaptureFixt
         (["--p-tp", "2", "--d-tp", "2", "--head-dim", "8", "--layers", "1"], "--kv-heads"),
         (["--p-tp", "2", "--d-tp", "2", "--kv-heads", "8", "--layers", "1"], "--head-dim"),
         (["--p-tp", "0", "--d-tp", "2", *GQA], "--p-tp = 0"),
+        (["--p-tp", "8", "--d-tp", "3", *GQA], "--d-tp = 3"),
+        (["--p-tp", "12", "--d-tp", "2", *GQA], "--p-tp = 12"),
+        (["--p-tp", "6", "--d-tp", "4", *GQA, "--kv-heads", "4"], "--p-tp = 6"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--tokens", "0"], "--tokens = 0"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--link-gbps", "0"], "--link-gbps = 0.0"),
         (["--p-tp", "2", "--d-tp", "2", *GQA, "--link-gbps", "-3"], "--link-gbps = -3.0"),

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.support import timeline as of_the_scripts
 from vllm_ascend_pd.cli.__main__ import main
+from vllm_ascend_pd.metaserver.service import page
 from vllm_ascend_pd.observe import timeline
 from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace, picture, table
 from vllm_ascend_pd.observe.trace import TraceFile, emit
@@ -55,6 +56,33 @@ def metaserver(directory: Path) -> None:
     write(directory / "metaserver-9.jsonl", events)
 
 
+LOST = "f8290347/7/aaaaaaaa"
+LATE = "The transfer missed its deadline (metaserver)."
+
+
+def no_answer(directory: Path) -> None:
+    """What D's scheduler and the metaserver write of a transfer that no prefill engine answered within 30 s."""
+    opened = {"t": 0.0, "stage": "clock", "wall": 1000.0}
+    told = {"code": "", "detail": "", "prefill": "p"}
+    late = {"code": "PD-XFER-001", "detail": LATE, "prefill": ""}
+    decode = [
+        {"t": 1.0, "stage": "reserved", "transfer": LOST, "request": "cmpl-7", "ticket": "t", "first": 0, "end": 99},
+        {"t": 1.001, "stage": "posted", "transfer": LOST, "attempt": 1},
+        {"t": 1.004, "stage": "accepted", "transfer": LOST, **told},
+        {"t": 31.0, "stage": "metaserver_failed", "transfer": LOST, **late},
+        {"t": 31.25, "stage": "reported", "transfer": LOST, "request": "cmpl-7"},
+    ]
+    about = {"ticket": "t", "transfer": LOST}
+    between = [
+        {"t": 0.99, "stage": "meta.decode", "ticket": "t", "decode": "d"},
+        {"t": 1.002, "stage": "meta.reserved", **about},
+        {"t": 1.003, "stage": "meta.prefill", "prefill": "p", **about},
+        {"t": 31.01, "stage": "meta.prefill_failed", "why": "D gave it up", **about},
+    ]
+    write(directory / "decode-scheduler-1.jsonl", [{**opened, "role": "decode-scheduler"}, *decode])
+    write(directory / "metaserver-2.jsonl", [{**opened, "role": "metaserver"}, *between])
+
+
 # -- reading
 
 
@@ -93,6 +121,26 @@ def test_what_the_metaserver_said_of_the_ticket_belongs_to_the_transfer(tmp_path
     stages = [name for name in sorted(way.moments, key=way.moments.__getitem__) if name.startswith("metaserver")]
     assert stages == ["metaserver decode", "metaserver reserved", "metaserver prefill", "metaserver prefilled"]
     assert way.moments["metaserver decode"] < way.moments[RESERVED]
+
+
+WORKER = {"stage": "closed", "transfer": LOST}
+
+
+@pytest.mark.parametrize(
+    ("told", "failure"),
+    [
+        ([], f"PD-XFER-001 {LATE}"),  # no worker's file is there
+        ([{"t": 31.2, **WORKER, "ok": False, "code": "PD-XFER-004", "detail": "P is gone"}], "PD-XFER-004 P is gone"),
+        ([{"t": 30.9, **WORKER, "ok": True, "code": "", "detail": ""}], ""),  # the call broke after its load
+        ([{"t": 31.2, **WORKER, "done": False, "bytes": 0}], f"PD-XFER-001 {LATE}"),  # P's: says nothing of a load
+    ],
+)
+def test_a_transfer_failed_as_the_decode_worker_says_or_else_with_the_first_code(
+    tmp_path: Path, told: list[dict[str, Any]], failure: str
+) -> None:
+    no_answer(tmp_path)
+    write(tmp_path / "decode-worker-3.jsonl", [{"t": 0.0, "stage": "clock", "wall": 1000.0}, *told])
+    assert Trace(tmp_path).way(LOST).failure == failure
 
 
 # -- clocks
@@ -157,6 +205,54 @@ def test_the_text_is_the_table_and_the_picture(capsys: pytest.CaptureFixture[str
     assert said.count("  layer ") == 8
 
 
+@pytest.mark.parametrize("words", [[], ["--transfer", "cmpl-7"]])
+def test_a_transfer_that_failed_before_any_layer_has_its_moments_and_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    no_answer(tmp_path)
+    assert main(["trace", str(tmp_path), *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-12:] == [
+        f"transfer {LOST}, milliseconds after D reserved its blocks",
+        "      -10.0  metaserver decode",
+        "        0.0  D scheduler reserved",
+        "        1.0  D scheduler posted",
+        "        2.0  metaserver reserved",
+        "        3.0  metaserver prefill",
+        "        4.0  D scheduler accepted",
+        "    30000.0  D scheduler metaserver_failed",
+        "    30010.0  metaserver prefill_failed",
+        "    30250.0  D scheduler reported",
+        f"  failed: PD-XFER-001 {LATE}",
+        "  no layer was pushed",
+    ]
+    assert words or f"PD-XFER-001 {LATE}" in said[1]  # the table's line
+
+
+def test_the_status_pages_click_shows_the_same(tmp_path: Path) -> None:
+    no_answer(tmp_path)
+    told = page.timeline(str(tmp_path), LOST)["picture"]
+    assert told == "\n".join(picture(Trace(tmp_path).way(LOST)))
+    assert "D scheduler metaserver_failed" in told and f"failed: PD-XFER-001 {LATE}" in told
+
+
+def test_layers_that_were_computed_are_shown_though_no_byte_left(tmp_path: Path) -> None:
+    """One layer, for which READY never came; the push ends by its deadline."""
+    no_answer(tmp_path)
+    of_p = {"transfer": LOST, "d_rank": 0, "push": "x", "contributor": "P0.0"}
+    events = [
+        {"t": 0.0, "stage": "clock", "wall": 1000.0},
+        {"t": 1.5, "stage": "begin", "seq": 1, **of_p},
+        {"t": 1.6, "stage": "step", "transfer": LOST, "step": 1, "before": 0, "after": 99, "tokens": 99},
+        {"t": 1.7, "stage": "layer_computed", "step": 1, "layer": 0, "of": 1},
+        {"t": 30.0, "stage": "push_closed", "transfer": LOST, "ok": False, "code": "PD-XFER-004", "detail": "silent"},
+    ]
+    write(tmp_path / "prefill-worker-3.jsonl", events)
+    said = picture(Trace(tmp_path).way(LOST))
+    assert {"    29000.0  P worker push_closed", "  failed: PD-XFER-004 silent", "  no layer was pushed"} <= set(said)
+    assert [line.count("c") for line in said if line.startswith("  layer ")] == [1]
+
+
 def chrome(tmp_path: Path, directory: Path, *words: str) -> list[dict[str, Any]]:
     target = tmp_path / "trace.json"
     assert main(["trace", str(directory), "--perfetto", str(target), *words]) == 0
@@ -179,6 +275,21 @@ def test_perfetto_gets_processes_spans_marks_and_arrows(tmp_path: Path, capsys: 
     starts, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
     assert set(starts) == set(ends) and len(starts) == 2
     assert all(starts[key]["ts"] <= ends[key]["ts"] and starts[key]["pid"] != ends[key]["pid"] for key in starts)
+
+
+def test_perfetto_gets_the_marks_of_a_failed_transfer_and_how_long_each_side_had_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_answer(tmp_path / "all")
+    events = chrome(tmp_path, tmp_path / "all", "--transfer", LOST)
+    marks = [e["name"] for e in events if e["ph"] == "i"]
+    assert marks == ["meta.decode", "reserved", "posted", "meta.reserved", "meta.prefill", "accepted",
+                     "metaserver_failed", "meta.prefill_failed", "reported"]  # fmt: skip
+    whole = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in whole} == {f"{LOST} FAILED"}
+    assert [round(e["dur"] / 1e6, 3) for e in whole] == [30.008, 30.25]
+    assert {e["args"]["failure"] for e in whole} == {f"PD-XFER-001 {LATE}"}
+    assert capsys.readouterr().out == ""
 
 
 def test_one_transfer_can_be_taken_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,16 +51,16 @@ def test_a_collection_is_told_once() -> None:
     assert tally.take() is None
 
 
-def test_a_level_is_told_when_it_changes_also_back_to_zero() -> None:
+def test_a_level_is_told_while_it_is_not_zero_and_once_when_it_is_again() -> None:
     tally = Tally()
     tally.level("reservations_open", 0)
     assert tally.take() is None
     tally.level("reservations_open", 2)
-    assert list(told(tally).data["levels"]["reservations_open"].values()) == [2]
-    tally.level("reservations_open", 2)
-    assert tally.take() is None
+    for _ in range(2):
+        assert list(told(tally).data["levels"]["reservations_open"].values()) == [2]
     tally.level("reservations_open", 0)
     assert list(told(tally).data["levels"]["reservations_open"].values()) == [0]
+    assert tally.take() is None
 
 
 def test_times_between_two_collections_are_bounded() -> None:
@@ -168,6 +168,22 @@ def test_vllms_own_logger_prints_it_once_per_interval() -> None:
     assert lines == ["KV Transfer metrics: MiB pushed=3.0"]
 
 
+def test_a_level_in_the_log_line_is_the_sum_over_the_workers_whichever_of_them_changed() -> None:
+    """The line's accumulator is a new one after each interval, and each worker knows its own level only."""
+    logging, scrape = KVConnectorLogging(None), Scrape()
+    logging.connector_cls = AscendPushConnector
+    first, second = Tally(), Tally()
+    said: list[tuple[str, float | None]] = []
+    for levels in ((2, 3), (1, 3), (1, 3), (1, 0), (0, 0), (0, 0)):
+        for tally, value in zip((first, second), levels, strict=True):
+            tally.level("staging_quarantined", value)
+        if step := [PushStats(data=data) for data in (first.take(), second.take()) if data is not None]:
+            logging.observe(added(*step).data)
+            scrape.metrics.observe(added(*step).data)
+        logging.log(lambda text, *values: said.append((text % values, scrape.value("staging_quarantined"))))
+    assert said == [(f"KV Transfer metrics: staging quarantined={value}", value) for value in (5, 4, 4, 1, 0)]
+
+
 # -- /metrics
 
 
@@ -222,7 +238,7 @@ def test_engines_are_told_apart() -> None:
     assert (scrape.value("bytes_transferred_total", 0), scrape.value("bytes_transferred_total", 1)) == (0, 7)
 
 
-def test_a_level_is_the_sum_over_the_workers_though_each_tells_only_changes() -> None:
+def test_a_level_is_the_sum_over_the_workers_though_one_tells_nothing() -> None:
     scrape, first, second = Scrape(), Tally(), Tally()
     first.level("staging_quarantined", 2)
     second.level("staging_quarantined", 1)

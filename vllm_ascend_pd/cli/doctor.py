@@ -18,10 +18,9 @@ from typing import Any
 
 from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.cli import given
+from vllm_ascend_pd.cli.checkup import engine, npu
 from vllm_ascend_pd.cli.checkup import host as host_checks
-from vllm_ascend_pd.cli.checkup import npu
 from vllm_ascend_pd.cli.checkup.check import FAILURE, Check
-from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.secret_files import load_secrets
@@ -44,7 +43,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
                         help="ports that must be free here: the API's, the metaserver's")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="workers on this host: as many side channel ports")
     parser.add_argument("--model", metavar="DIR", default="", help="compare the caches too (give it on both sides)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of this host's engine")
+    parser.add_argument("--tp", type=int, help="tensor-parallel size of this host's engine (with --model: 1)")
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block of this host's engine")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the cache")
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")
@@ -68,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
     yield from host_checks.checks(asked)
+    yield from engine.checks(asked)
     yield from npu.checks(asked)
     if args.peer:
         from vllm_ascend_pd.cli.checkup import pair
@@ -77,13 +77,13 @@ def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
 
 def _asked(args: argparse.Namespace) -> host_checks.Asked:
     """Raises ConfigError."""
-    push, role = PushConfig(), ""
-    if args.kv_transfer_config:
-        push, role = host_checks.read_config(args.kv_transfer_config)
+    told = host_checks.read_config(args.kv_transfer_config) if args.kv_transfer_config else host_checks.Asked()
+    push = told.push
     if args.secret_file:
         push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
     for flag, value in (("--ranks", args.ranks), ("--tp", args.tp), ("--block-size", args.block_size)):
-        given.at_least(flag, value, 1)
+        if value is not None:
+            given.at_least(flag, value, 1)
     given.at_least("--calls", args.calls, 0)
     for number in args.ports:
         given.port("--ports", number)
@@ -92,7 +92,15 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
         why = f"with --ranks {args.ranks} the last rank's port would be {base + args.ranks - 1}"
         given.refuse("side_channel_port", base, why, "Choose a lower one, or 0.")
     host = args.host or push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or "127.0.0.1"
-    return host_checks.Asked(push, role, given.host("--host", host), tuple(args.ports), args.ranks, npu.present())
+    return dataclasses.replace(
+        told,
+        push=push,
+        host=given.host("--host", host),
+        ports=tuple(args.ports),
+        ranks=args.ranks,
+        tp=args.tp or 0,
+        on_npu=npu.present(),
+    )
 
 
 def _secrets(asked: host_checks.Asked) -> Secrets | None:
@@ -104,7 +112,7 @@ def _geometry(args: argparse.Namespace) -> Any:
         return None
     from vllm_ascend_pd.cli import plan
 
-    return plan.geometry_of_model(args.model, args.tp, args.block_size, args.dtype)
+    return plan.geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype)
 
 
 def _listen(args: argparse.Namespace, asked: host_checks.Asked) -> int:

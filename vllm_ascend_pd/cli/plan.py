@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
-    p, d = _geometry(shape, args.p_tp), _geometry(shape, args.d_tp)
+    p, d = _geometry(shape, "--p-tp", args.p_tp), _geometry(shape, "--d-tp", args.d_tp)
     decision = decide(p, d, args.regroup, MIN_SPAN)
     links = _links(p, d, shape, decision)
     seconds = _seconds(links, args.link_gbps, args.descriptor_us)
@@ -123,10 +123,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> CacheGeometry:
-    """What an engine of this model would tell of its cache, as far as the model's configuration says."""
+    """What an engine of this model would tell of its cache, as far as the model's configuration says. Raises ConfigError."""
     heads, dim, layers, mla = _read_model(model)
     layout = "mla" if mla else "token-major"
-    return _geometry(Shape(heads, dim, layers, block_size, ITEM[dtype], layout, 1), tp)
+    return _geometry(Shape(heads, dim, layers, block_size, ITEM[dtype], layout, 1), "--tp", tp)
 
 
 def _read_model(model: str) -> tuple[int, int, int, bool]:
@@ -173,7 +173,11 @@ def _shape(args: argparse.Namespace) -> Shape:
     return Shape(1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype], layout, args.tokens)
 
 
-def _geometry(shape: Shape, tp: int) -> CacheGeometry:
+def _geometry(shape: Shape, flag: str, tp: int) -> CacheGeometry:
+    """Raises ConfigError for a size that no engine has: all ranks' caches are alike, so heads or replicas come out even."""
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        why = f"{shape.kv_heads} KV heads do not come out even on {tp} ranks"
+        refuse(flag, tp, why, f"Give a divisor or a multiple of {shape.kv_heads}: vLLM starts with no other.")
     heads = max(1, shape.kv_heads // tp)
     cell, size = shape.head_dim * shape.item, shape.block_size
     block = heads * size * cell

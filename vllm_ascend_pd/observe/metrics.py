@@ -69,7 +69,7 @@ class PushPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._by_engine: dict[str, Any] = {}
         self._by_reason: dict[str, Any] = {}
-        self._levels: dict[tuple[int, str], dict[str, int]] = {}  # by teller: only changes come
+        self._levels: dict[tuple[int, str], dict[str, int]] = {}  # by teller: a 0 comes once
         for name, metric in METRICS.items():
             self._declare(name, metric, list(labelnames))
 

@@ -11,15 +11,22 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from vllm_ascend_pd.observe.ending import Ending
 from vllm_ascend_pd.observe.timeline import Event
 
 _HIDDEN = ("clock", "layer_submitted")
-_WHOLE = {"reserved": "reported", "bound": "closed", "meta.reserved": "meta.prefilled"}  # begins → ends, per process
+_WHOLE = {  # ends → begins, per process
+    "reported": "reserved",
+    "closed": "bound",
+    "meta.prefilled": "meta.reserved",
+    "meta.prefill_failed": "meta.reserved",
+}
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     """`events` in order of time."""
     events = list(events)
+    endings = _endings(events)
     zero = events[0].t if events else 0.0
     sources = {source: pid for pid, source in enumerate(sorted({event.source for event in events}), 1)}
     made: list[dict[str, Any]] = []
@@ -32,7 +39,10 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
         for name, lane, begin, end in _spans(event, open_):
             tid = lanes.setdefault((pid, lane), len(lanes) + 1)
             span = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": _us(begin - zero), "dur": _us(end - begin)}
-            made.append({**span, "cat": event.stage, "args": dict(event.facts)})
+            args = dict(event.facts)
+            if event.stage in _WHOLE and (failure := endings[name].failure):
+                span["name"], args["failure"] = f"{name} FAILED", failure
+            made.append({**span, "cat": event.stage, "args": args})
         if event.stage not in _HIDDEN:
             tid = lanes.setdefault((pid, "stages"), len(lanes) + 1)
             mark = {"ph": "i", "s": "t", "name": event.stage, "pid": pid, "tid": tid, "ts": _us(event.t - zero)}
@@ -41,6 +51,14 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     for (pid, lane), tid in lanes.items():
         made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
     return {"displayTimeUnit": "ms", "traceEvents": made}
+
+
+def _endings(events: Iterable[Event]) -> dict[str, Ending]:
+    endings: dict[str, Ending] = {}
+    for event in events:
+        if "transfer" in event.facts:
+            endings.setdefault(str(event.facts["transfer"]), Ending()).tell(event.stage, event.facts)
+    return endings
 
 
 def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[tuple[str, str, float, float]]:
@@ -54,9 +72,9 @@ def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[t
         yield f"wait for D{facts.get('d_rank')}", "waits", event.t - facts["waited"], event.t
     elif event.stage == "exchanged" and "waited" in facts:
         yield f"exchange of layer {facts.get('layer')}", "exchanges", event.t - facts["waited"], event.t
-    if event.stage in _WHOLE:
-        open_.setdefault((event.source, _WHOLE[event.stage], transfer), event)
-    begun = open_.pop((event.source, event.stage, transfer), None)
+    if event.stage in _WHOLE.values():
+        open_.setdefault((event.source, event.stage, transfer), event)
+    begun = open_.pop((event.source, _WHOLE.get(event.stage, ""), transfer), None)
     if begun is not None:
         yield transfer, f"transfer {transfer}", begun.t, event.t
 

@@ -3,7 +3,8 @@
 
 So that nothing is multiplied by the TP size, each fact has one reporter: bytes and descriptors are told by the worker
 that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler. Levels are
-kept apart by who told them: the newest of each, added up.
+kept apart by who told them: the newest of each, added up. vLLM's log line forgets after each interval, so a level is
+told again as long as it is not 0: when one rank's changes, the sum needs the others' too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data = empty()
-        self._told: dict[str, int] = {}
+        self._levels: dict[str, int] = {}  # to be told: all that are not 0, and those that have just become so
         self._teller = uuid.uuid4().hex[:8]
 
     def time(self, name: str, seconds: float) -> None:
@@ -70,18 +71,19 @@ class Tally:
             reasons[reason] = reasons.get(reason, 0) + 1
 
     def level(self, name: str, value: int) -> None:
-        """A gauge; told only when it has changed."""
+        """A gauge; told at each collection while it is not 0, and once when it is 0 again."""
         with self._lock:
-            if self._told.get(name, 0) != value:
-                self._told[name] = value
-                self._data["levels"][name] = {self._teller: value}
+            if value or name in self._levels:
+                self._levels[name] = value
 
     def take(self) -> dict[str, Any] | None:
         """Plain, serialisable data; None if there is nothing to tell."""
         with self._lock:
-            if not any(self._data.values()):
+            if not any(self._data.values()) and not self._levels:
                 return None
             data, self._data = self._data, empty()
+            data["levels"] = {name: {self._teller: value} for name, value in self._levels.items()}
+            self._levels = {name: value for name, value in self._levels.items() if value}
             return data
 
 

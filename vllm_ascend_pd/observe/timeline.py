@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.observe.clocks import Clock, related
+from vllm_ascend_pd.observe.ending import Ending
 from vllm_ascend_pd.observe.trace import OLDER
 
 RESERVED, REPORTED = "D scheduler reserved", "D scheduler reported"
@@ -61,7 +62,7 @@ class Way:
     computed: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (source, step, layer) → hook
     writes: list[Write] = field(default_factory=list)
     failed_writes: int = 0
-    failure: str = ""  # code and detail with which a D worker closed it
+    failure: str = ""  # code and detail (ending.py)
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +130,7 @@ class Trace:
         ]
 
     def way(self, transfer: str) -> Way:
-        way = Way(transfer)
+        way, ending = Way(transfer), Ending()
         named = {id(event) for event in self.of(transfer)}
         steps = {(e.source, e.facts["step"]) for e in self.events if e.stage == "step" and e.names(transfer)}
         submitted: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], float] = {}
@@ -144,11 +145,11 @@ class Trace:
             elif event.stage == "layer_pushed":
                 self._pushed(way, event, submitted)
             elif event.stage != "step":
-                if event.stage == "closed" and event.facts.get("ok") is False:
-                    way.failure = f"{event.facts.get('code', '')} {event.facts.get('detail', '')}".strip()
+                ending.tell(event.stage, event.facts)
                 name = f"{event.side} {event.stage.removeprefix('meta.')}"
                 if name not in way.moments or event.stage in _ENDINGS:
                     way.moments[name] = event.t
+        way.failure = ending.failure
         return way
 
     @staticmethod
@@ -185,25 +186,35 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def picture(way: Way, width: int = 64) -> list[str]:
-    """The transfer as text: a row per layer and P worker, `c` where its compute ended, `=` while its bytes were on
-    the way, `#` when they had landed; above it the other stages in order."""
-    if not way.computed or not way.writes:
-        return [f"transfer {way.transfer}: no layer was pushed"]
-    zero = min(way.moments.get(RESERVED, way.writes[0].submitted), *way.computed.values())
-    end = max(*way.computed.values(), *(w.landed for w in way.writes))
-    first = min(way.computed.values())
-    first -= (end - first) / width
-    scale = (end - first) / (width - 1)
+    """The transfer as text: its stages in order, and how it failed; below them a row per layer and P worker that
+    computed any, `c` where its compute ended, `=` while its bytes were on the way, `#` when they had landed."""
+    zero = way.moments.get(RESERVED, min(way.moments.values(), default=0.0))
     rows = [f"transfer {way.transfer}, milliseconds after D reserved its blocks"]
     for stage, at in sorted(way.moments.items(), key=lambda item: item[1]):
         rows.append(f"  {(at - zero) * 1e3:9.1f}  {stage}")
-    for source in sorted({key[0] for key in way.computed}):
-        rows.append(
-            f"  {source}: c computed, = on the way, # landed; {(first - zero) * 1e3:.0f} to {(end - zero) * 1e3:.0f} ms"
-        )
-        rows += _layer_rows(way, source, first, scale, width)
-    rows.append(f"  {way.hidden():.1%} of {way.nbytes:,} bytes had landed before the last layer's hook fired")
+    if way.failure:
+        rows.append(f"  failed: {way.failure}")
+    if way.failed_writes:
+        rows.append(f"  {way.failed_writes} writes failed")
+    if not way.writes:
+        rows.append("  no layer was pushed")
+    if way.computed:
+        rows += _layers(way, zero, width)
+    if way.writes:
+        rows.append(f"  {way.hidden():.1%} of {way.nbytes:,} bytes had landed before the last layer's hook fired")
     return rows
+
+
+def _layers(way: Way, zero: float, width: int) -> Iterator[str]:
+    """For each P worker a title and its rows."""
+    first = min(way.computed.values())
+    end = max(*way.computed.values(), *(w.landed for w in way.writes), first + 1e-6)  # one hook alone has no length
+    first -= (end - first) / width
+    scale = (end - first) / (width - 1)
+    span = f"{(first - zero) * 1e3:.0f} to {(end - zero) * 1e3:.0f} ms"
+    for source in sorted({key[0] for key in way.computed}):
+        yield f"  {source}: c computed, = on the way, # landed; {span}"
+        yield from _layer_rows(way, source, first, scale, width)
 
 
 def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -> Iterable[str]:

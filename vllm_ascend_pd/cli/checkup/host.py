@@ -41,6 +41,9 @@ class Asked:
 
     push: PushConfig = field(default_factory=PushConfig)
     role: str = ""
+    connector: str = ""
+    configured: bool = False  # whether --kv-transfer-config was given
+    tp: int = 0  # 0: not told
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = ()
     ranks: int = 1
@@ -248,8 +251,8 @@ def secret(asked: Asked) -> Check:
 # ---- configuration
 
 
-def read_config(text: str) -> tuple[PushConfig, str]:
-    """From what stands behind vLLM's --kv-transfer-config, or a file with it: the parsed keys and the role."""
+def read_config(text: str) -> Asked:
+    """From what stands behind vLLM's --kv-transfer-config, or a file with it: the parsed keys, role and connector."""
     flag, told, remedy = "--kv-transfer-config", text[:60], "Give the same JSON that vLLM gets, or @FILE."
     source = read_text(flag, told, Path(text[1:]), remedy) if text.startswith("@") else text
     try:
@@ -261,7 +264,8 @@ def read_config(text: str) -> tuple[PushConfig, str]:
     extra = whole.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         refuse(f"{flag}: kv_connector_extra_config", extra, "it is not an object", 'Give {"key": value, …}.')
-    return PushConfig.parse(extra), str(whole.get("kv_role", ""))
+    role, connector = ("" if whole.get(key) is None else str(whole[key]) for key in ("kv_role", "kv_connector"))
+    return Asked(PushConfig.parse(extra), role, connector, configured=True)
 
 
 def settings(asked: Asked) -> Iterable[Check]:

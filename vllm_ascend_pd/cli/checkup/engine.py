@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine itself would refuse in its --kv-transfer-config, by its own rules (admission.py).
+
+Those need torch, which is imported only where a configuration was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from vllm_ascend_pd.cli.checkup.check import Check, failure, tried, warning
+from vllm_ascend_pd.cli.checkup.host import Asked
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.plugin import CONNECTOR
+
+
+def checks(asked: Asked) -> Iterator[Check]:
+    if not asked.configured:
+        return
+    if asked.connector:
+        yield tried("connector", lambda: _connector(asked.connector))
+    else:
+        says = "kv_connector is missing: such an engine starts without any"
+        yield warning("connector", says, f'Give "kv_connector": "{CONNECTOR}" and the kv_role.')
+    if asked.connector or asked.role:
+        yield _admitted(asked)
+
+
+def _connector(name: str) -> str:
+    if name != CONNECTOR:
+        why, remedy = f"this package's connector is {CONNECTOR}", f'Give "kv_connector": "{CONNECTOR}".'
+        raise ConfigError("PD-CONF-003", key="kv_connector", value=name, why=why, remedy=remedy)
+    return name
+
+
+def _admitted(asked: Asked) -> Check:
+    try:
+        from vllm_ascend_pd import admission
+        from vllm_ascend_pd.engine import own_address
+    except (ImportError, OSError, RuntimeError) as problem:  # the last is torch's, for a backend that does not load
+        return failure("admission", f"torch cannot be imported: {problem}", "docs/building.md says what is needed.")
+
+    def attempt() -> str:
+        admission.check_engine(_engine(asked), asked.push)
+        own_address(asked.push, asked.environ)
+        return f"{asked.role}: nothing is told that the engine refuses"
+
+    return tried("admission", attempt)
+
+
+def _engine(asked: Asked) -> SimpleNamespace:
+    """vLLM's configuration as far as the operator told it. What he did not tell offends no rule."""
+    side = "decode" if asked.role == "kv_consumer" else "prefill"
+    tp = asked.tp or asked.push.sizes.get(side, {}).get("tp_size", 1)
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=asked.role or None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+    )
