@@ -20,11 +20,11 @@ from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import admin, instances_file
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.hub import Hub
+from vllm_ascend_pd.metaserver.service.instances_file import Members
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 from vllm_ascend_pd.metaserver.service.state import total
-from vllm_ascend_pd.metaserver.service.supervisor import OperationLog
 
 TOKEN = "a-token-of-enough-length"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -88,6 +88,7 @@ def test_a_draining_instance_finishes_and_takes_nothing_new() -> None:
         ({"role": "prefill", "url": "http://u@h:1"}, 400),
         ({"role": "prefill", "url": "h:1", "weight": -1}, 400),
         ({"role": "prefill", "url": ["h:1"]}, 400),
+        ({"role": "prefill", "url": "h:1", "weigth": 3}, 400),
         ([], 400),
     ],
 )
@@ -100,6 +101,12 @@ def test_what_cannot_be_an_instance_is_refused(one: Cluster, body: Any, status: 
 def one() -> Any:
     with cluster() as c:
         yield c
+
+
+def test_an_unknown_key_of_an_instance_is_named(one: Cluster) -> None:
+    answer = one.http.post("/instances", json={"role": "prefill", "url": "h:1", "weigth": 3, "port": 1})
+    assert answer.status_code == 400 and "'port'" in answer.json()["error"]["message"]
+    assert "h:1" not in instances(one)
 
 
 def test_one_name_has_one_role(one: Cluster) -> None:
@@ -167,9 +174,9 @@ def test_the_instances_file_takes_nothing_away_from_a_flag(tmp_path: Path, monke
     with cluster(instances_file=str(file)) as c:
         flag = c.prefill[0].address
         file.write_text(f"decode: ['{flag}', 'h4:4']\n")
-        until(lambda: c.http.get("/status").json()["file_error"])
+        until(lambda: flag in c.http.get("/status").json()["file_error"])  # it may be read half written before
         problem = c.http.get("/status").json()["file_error"]
-        assert "PD-CONF-007" in problem and str(file) in problem and flag in problem
+        assert "PD-CONF-007" in problem and str(file) in problem
         assert (instances(c)[flag]["role"], instances(c)[flag]["source"]) == ("prefill", "flag")
         assert "h3:3" in instances(c) and "h4:4" not in instances(c), "a bad file changes nothing"
         file.write_text("decode: [h4:4]\n")
@@ -198,7 +205,7 @@ def test_what_the_admin_removes_of_the_file_comes_back_when_it_is_read_again(
 
 
 def test_a_worker_outlives_an_operation_that_its_file_contradicts() -> None:
-    fleet = Fleet(CircuitPolicy())
+    fleet = Members(CircuitPolicy())
     fleet.add(parse_spec(Role.DECODE, "h:1"), "file")
     hub = Hub(0)
     hub.attach(fleet, Canary.__new__(Canary), lambda details: {})
@@ -209,7 +216,9 @@ def test_a_worker_outlives_an_operation_that_its_file_contradicts() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "prefil: []", "prefill: h:1", "prefill: [{url: h:1, wait: 1}]", "prefill: [1]", "prefill: [h:1, h:1]",
-     "prefill: [h:1]\ndecode: [h:1]", "prefill: [{url: h:1, weight: 0}]", "{"],
+     "prefill: [h:1]\ndecode: [h:1]", "prefill: [{url: h:1, weight: 0}]", "{", "prefill: " + "[" * 5000,
+     "prefill: !!bool maybe", 'prefill: !!int ""', "prefill: !!timestamp soon", "prefill: [h:1] # \x00"],
+    ids=lambda text: text[:40],
 )  # fmt: skip
 def test_a_wrong_instances_file_names_itself(tmp_path: Path, text: str) -> None:
     file = tmp_path / "instances.yaml"
@@ -316,18 +325,32 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
     assert instance["last_error"] == "of 1" and (summed["running"], summed["waiting"]) == (5, 2)
 
 
-def test_a_new_worker_hears_only_what_still_matters() -> None:
-    log = OperationLog()
-    for op, name in [("drain", "a"), ("add", "b"), ("undrain", "a"), ("drain", "b"), ("remove", "b"), ("drain", "c")]:
-        log.add({"op": op, "name": name})
-    assert [(o["op"], o["name"]) for o in log.operations] == [("undrain", "a"), ("remove", "b"), ("drain", "c")]
+def test_what_one_is_told_makes_its_members_the_same() -> None:
+    known, new, late = (Members(CircuitPolicy()) for _ in range(3))
+    for fleet in (known, late):
+        fleet.add(parse_spec(Role.PREFILL, "https://[::1]:1", 2.0), "file")
+        fleet.add(parse_spec(Role.DECODE, "h:2"), "flag")
+        fleet.add(parse_spec(Role.DECODE, "h:3"), "file")
+    stays = late.get("h:2")
+    known.remove("h:3")
+    known.replace([parse_spec(Role.PREFILL, "h:3"), parse_spec(Role.PREFILL, "https://[::1]:1", 3.0)], "file")
+    admin.apply(known, {"op": "add", "name": "h:4", "role": "decode", "url": "h:4", "weight": 5.0})
+    admin.apply(known, {"op": "drain", "name": "h:2"})
+    known.file_problem = "a typo"
+    told = json.loads(json.dumps(known.told()))
+    for fleet in (new, late):
+        admin.apply(fleet, told)
+        assert [i.facts() for i in sorted(fleet, key=by_name)] == [i.facts() for i in sorted(known, key=by_name)]
+        assert fleet.file_problem == "a typo"
+    assert late.get("h:2") is stays
+
+
+def by_name(instance: Instance) -> str:
+    return instance.name
 
 
 def test_an_operation_is_the_same_in_every_worker() -> None:
-    from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
-    from vllm_ascend_pd.metaserver.service.fleet import Fleet
-
-    fleet = Fleet(CircuitPolicy())
+    fleet = Members(CircuitPolicy())
     fleet.add(parse_spec(Role.DECODE, "h:1"), "flag")
     admin.apply(fleet, {"op": "add", "name": "h:2", "role": "prefill", "url": "h:2", "weight": 2.0})
     admin.apply(fleet, {"op": "drain", "name": "h:2"})

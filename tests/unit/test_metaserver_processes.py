@@ -5,94 +5,25 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from fake_engine import FakeEngine, words
+from fake_engine import words
 from metaserver_cluster import free_port, streamed, texts, until
+from metaserver_command import COMMAND, ROOT, Running, ports, running
 
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service import server, supervisor
 from vllm_ascend_pd.metaserver.service.settings import read_token
-
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver"]
-
-
-@dataclass
-class Running:
-    process: subprocess.Popen[bytes]
-    http: httpx.Client
-    prefill: FakeEngine
-    decode: FakeEngine
-
-    def complete(self, prompt: str, **more: object) -> httpx.Response:
-        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, **more})
-
-    def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
-
-
-def ports(count: int) -> int:
-    """The first of `count` free ports in a row, outside the range from which others get theirs by chance."""
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return first
-
-
-@contextmanager
-def running(
-    *flags: str, workers: int = 1, canary: bool = False, scheme: str = "http", verify: ssl.SSLContext | bool = False
-) -> Iterator[Running]:
-    port = ports(workers + 1)
-    urls = [f"{scheme}://127.0.0.1:{port + i}" for i in range(workers + 1)]
-    prefill, decode = FakeEngine("p"), FakeEngine("d", metaservers=tuple(urls))
-    engines = ["--prefill", prefill.served.url, "--decode", decode.served.url]
-    listening = ["--port", str(port), "--workers", str(workers), "--probe-every", "0.2"]
-    listening += [] if canary else ["--no-canary"]
-    process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=subprocess.PIPE)
-    http = httpx.Client(base_url=urls[0], timeout=20, trust_env=False, verify=verify)
-    family: list[psutil.Process] = []
-    try:
-        until(lambda: _ready(http), 30)
-        family = psutil.Process(process.pid).children()
-        yield Running(process, http, prefill, decode)
-    finally:
-        http.close()
-        for worker in family if process.poll() is not None else ():
-            with suppress(psutil.NoSuchProcess):  # its supervisor is dead: nothing may be left of a failed test
-                worker.kill()
-        process.terminate()
-        _, said = process.communicate(timeout=20)
-        prefill.stop()
-        decode.stop()
-        assert b"Traceback" not in said, said.decode()
-
-
-def _ready(http: httpx.Client) -> bool:
-    try:
-        return http.get("/readiness").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_the_command_serves_and_ends_well_on_a_signal() -> None:
@@ -127,14 +58,8 @@ def test_a_signal_lets_requests_finish() -> None:
 def test_several_workers_serve_on_one_port_and_die_alone() -> None:
     with running(workers=2) as r:
         for i in range(20):
-            with httpx.Client(base_url=r.http.base_url, trust_env=False) as fresh:
-                assert fresh.post("/v1/completions", json={"prompt": f"p{i}", "max_tokens": 1}).status_code == 200
-        until(
-            lambda: (
-                len({s.body["kv_transfer_params"]["metaserver"] for s in r.decode.generations()}) == 2
-                or r.complete("more").status_code != 200
-            )
-        )
+            _ask_anew(r, f"p{i}")
+        until(lambda: _ask_anew(r, "more") == 2)
         status = r.http.get("/status").json()
         assert len(status["workers"]) == 2
         until(lambda: _served(r) >= 20)
@@ -158,6 +83,13 @@ def test_several_workers_serve_on_one_port_and_die_alone() -> None:
         r.process.terminate()
         assert r.process.wait(10) == 0
         assert not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE]
+
+
+def _ask_anew(r: Running, prompt: str) -> int:
+    """A request on a connection of its own, and how many workers have served by then."""
+    with httpx.Client(base_url=r.http.base_url, trust_env=False) as fresh:
+        assert fresh.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
+    return len({s.body["kv_transfer_params"]["metaserver"] for s in r.decode.generations()})
 
 
 def _served(r: Running) -> int:
@@ -267,6 +199,10 @@ def test_wrong_flags_stop_the_start_with_a_sentence(flags: list[str], says: str)
         ("--max-retries -1", "--max-retries", "-1"),
         ("--trace-dir /dev/null/traces", "--trace-dir", "'/dev/null/traces'"),
         ("--trace-dir /dev/null", "--trace-dir", "'/dev/null'"),
+        ("--advertise-host http://x:1", "--advertise-host", "'http://x:1'"),
+        ("--advertise-host x:1", "--advertise-host", "'x:1'"),
+        ("--advertise-host [10.0.0.1]", "--advertise-host", "'[10.0.0.1]'"),
+        ("--probe-every 1e-9", "--probe-every", "1e-09"),
     ],
 )
 def test_an_impossible_flag_is_named_with_its_value_and_what_to_do(
@@ -285,7 +221,12 @@ def _started(*_: object) -> int:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--max-waiting 0 --max-wait 0", "--retry-delay 0 --max-retries 0", "--port 65533 --workers 2"]
+    "flags",
+    [
+        *("--max-waiting 0 --max-wait 0", "--retry-delay 0 --max-retries 0", "--port 65533 --workers 2"),
+        *("--advertise-host pd-metaserver.ns_1.svc", "--advertise-host ::1", "--advertise-host [::1]"),
+        "--probe-every 0.01",
+    ],
 )
 def test_the_last_possible_values_are_taken(flags: str) -> None:
     settings_of(parser().parse_args(["metaserver", *flags.split()]))

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from metaserver_cluster import Cluster, cluster
 
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.metaserver.service.intake import Intake
 
 JSON = {"content-type": "application/json"}
 
@@ -58,15 +62,60 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ("TRACE", "/v1/models", b"", 405, "PD-META-017"),
         ("GET", "/v1/metaserver", b"", 405, "PD-META-017"),
         ("PATCH", "/v1/metaserver", b"{}", 405, "PD-META-017"),
+        ("TRACE", "/v1/metaserver", b"{}", 405, "PD-META-017"),
         ("POST", "/v1/metaserver", b"{", 400, "PD-META-003"),
     ],
 )
 def test_a_refusal_has_openais_shape_and_a_code(
     one: Cluster, method: str, path: str, content: bytes, status: int, code: str
 ) -> None:
-    answer = one.http.request(method, path, content=content, headers=JSON)
+    answer = one.http.request(method, path, content=content, headers={**JSON, "x-request-id": "mine"})
     refused(answer, status, code)
     assert (status == 405) == ("allow" in answer.headers)
+    if code != "PD-META-003":  # D's post is no client's request
+        assert answer.headers.get_list("x-request-id") == ["mine"]
+        made = one.http.request(method, path, content=content, headers=JSON)
+        assert made.status_code == status and len(made.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("path", "takes"),
+    [
+        ("/instances", {"GET", "HEAD", "POST"}),
+        ("/instances/h:1", {"DELETE"}),
+        ("/instances/h:1/drain", {"POST"}),
+        ("/reset_prefix_cache", {"POST"}),
+        ("/status", {"GET", "HEAD"}),
+        ("/metrics", {"GET", "HEAD"}),
+        ("/v1/metaserver", {"POST"}),
+        ("/v1/models", {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}),
+        ("/v1/completions", {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}),
+    ],
+)
+def test_allow_names_what_the_path_takes_and_nothing_else(one: Cluster, path: str, takes: set[str]) -> None:
+    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+    answers = {method: one.http.request(method, path, content=b"", headers=JSON) for method in methods}
+    assert {method for method, answer in answers.items() if answer.status_code != 405} == takes
+    for method in set(methods) - takes:
+        assert set(answers[method].headers["allow"].split(", ")) == takes
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("intake", "status", "code"),
+    [(Intake(body_s=0.2), 408, "PD-META-014"), (Intake(reading_bytes=1000), 429, "PD-META-015")],
+)
+def test_a_body_that_is_not_waited_for_is_answered_with_the_clients_id(
+    path: str, intake: Intake, status: int, code: str
+) -> None:
+    with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
+        c.worker._intake = intake
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\ncontent-length: 5000\r\n\r\n"
+        client.sendall(head.encode() + b"a" * 2000)
+        came = http.client.HTTPResponse(client)
+        came.begin()
+        assert came.status == status and came.headers.get_all("x-request-id") == ["mine"]
+        assert json.loads(came.read())["error"]["code"] == code
 
 
 def test_the_admin_api_refuses_with_codes(one: Cluster, locked: Cluster) -> None:
@@ -75,7 +124,8 @@ def test_the_admin_api_refuses_with_codes(one: Cluster, locked: Cluster) -> None
     refused(one.http.post("/instances", json={"role": "prefill", "url": d}), 409, "PD-META-019")
     refused(one.http.post("/instances", content=b"{}", headers={"content-type": "text/plain"}), 415, "PD-META-020")
     refused(one.http.get("/status", headers={"host": "evil.example"}), 403, "PD-SEC-006")
-    answer = locked.http.get("/status")
+    answer = locked.http.get("/status", headers={"x-request-id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
     refused(answer, 401, "PD-SEC-005")
     assert answer.headers["www-authenticate"] == "Bearer"
 

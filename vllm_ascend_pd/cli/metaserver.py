@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import ipaddress
 import logging
 import math
+import os
+import re
 import socket
 import ssl
 import sys
@@ -167,6 +171,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = ("max_waiting", "max_wait", "max_retries", "retry_delay")
 _LAST_PORT = 65535
+_LEAST_PROBE_S = 0.01
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -180,9 +185,25 @@ def _check(args: argparse.Namespace) -> None:
             _impossible(flag, value, "it is not positive", "Give more than 0.")
         if value < 0:
             _impossible(flag, value, "it is negative", "Give 0 or more.")
+    if args.probe_every < _LEAST_PROBE_S:
+        why = "the engines would be asked without a pause"
+        _impossible("--probe-every", args.probe_every, why, f"Give {_LEAST_PROBE_S} or more.")
+    if args.advertise_host and not _is_host(args.advertise_host):
+        why = "it is neither a host name nor an address"
+        _impossible("--advertise-host", args.advertise_host, why, "Give it without scheme and port.")
     _check_ports(args)
     if bool(args.tls_cert) != bool(args.tls_key):
         _impossible("--tls-cert", args.tls_cert, "certificate and key belong together", "Give both or none.")
+
+
+def _is_host(text: str) -> bool:
+    if re.fullmatch(r"[\w.-]+", text):
+        return True
+    try:
+        ipaddress.IPv6Address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_ports(args: argparse.Namespace) -> None:
@@ -264,8 +285,10 @@ def run(args: argparse.Namespace) -> int:
     if args.as_worker:
         from vllm_ascend_pd.metaserver.service.hub import Hub
 
-        worker, *fds = map(int, args.as_worker.split(":"))
+        worker, *fds, members = map(int, args.as_worker.split(":"))
         public, own, line = (socket.socket(fileno=fd) for fd in fds)
+        with os.fdopen(members, "rb") as told:
+            settings = dataclasses.replace(settings, members=told.read())
         return run_worker(settings, [public, own], Hub(worker, line))
     if settings.workers > 1:
         from vllm_ascend_pd.metaserver.service.supervisor import Supervisor, worker_command

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
+from vllm_ascend_pd.metaserver.service.instances_file import Members
 from vllm_ascend_pd.metaserver.service.page import HEADERS, PAGE, timeline
 
 Operation = dict[str, Any]
@@ -37,10 +39,12 @@ class Refusal(Exception):
         super().__init__(code)
 
 
-def apply(fleet: Fleet, operation: Operation) -> None:
+def apply(fleet: Members, operation: Operation) -> None:
     """Carry out one operation in this process; every worker applies the same ones in the same order."""
-    kind, name = operation["op"], operation["name"]
-    if kind == "add":
+    kind, name = operation["op"], operation.get("name", "")
+    if kind == "members":
+        fleet.become(operation)
+    elif kind == "add":
         fleet.add(parse_spec(Role(operation["role"]), operation["url"], operation["weight"]), "admin")
     elif kind == "remove":
         fleet.remove(name)
@@ -74,8 +78,7 @@ class Admin:
             Route("/", self._page if self._token else self._guarded(self._page)),
             Route("/status", self._guarded(self._status)),
             Route("/timeline", self._guarded(self._timeline)),
-            Route("/instances", self._guarded(self._list), methods=["GET"]),
-            Route("/instances", self._guarded(self._add), methods=["POST"]),
+            Route("/instances", self._guarded(self._instances), methods=["GET", "POST"]),
             Route("/instances/{name}", self._guarded(self._remove), methods=["DELETE"]),
             Route("/reset_prefix_cache", self._guarded(self._reset), methods=["POST"]),
             Route("/instances/{name}/{op}", self._guarded(self._drain), methods=["POST"]),
@@ -88,7 +91,9 @@ class Admin:
                 return await handler(request)
             except Refusal as refusal:
                 answer = refusal.answer
-                headers = {"www-authenticate": "Bearer"} if answer.status == 401 else None
+                headers = {"x-request-id": id_of(request)}
+                if answer.status == 401:
+                    headers["www-authenticate"] = "Bearer"
                 return Response(answer.body, answer.status, headers, media_type="application/json")
 
         return guarded
@@ -115,12 +120,17 @@ class Admin:
         transfer = request.query_params.get("transfer", "")
         return JSONResponse(await asyncio.to_thread(timeline, self._trace_dir, transfer))
 
-    async def _list(self, _: Request) -> Response:
+    async def _instances(self, request: Request) -> Response:
+        """One route: of several for one path the first would say alone what is allowed."""
+        if request.method == "POST":
+            return await self._add(request)
         return JSONResponse({"instances": self._state()["instances"]})
 
     async def _add(self, request: Request) -> Response:
         body = await _json(request)
         try:
+            if unknown := set(body) - {"role", "url", "weight"}:
+                raise ValueError(f"unknown key {min(unknown)!r}; role, url and weight are known")
             role = Role(body.get("role"))
             spec = parse_spec(role, body.get("url"), body.get("weight", 1.0))
         except ValueError as problem:
@@ -170,6 +180,12 @@ class Admin:
 
     def _facts(self, name: str) -> dict[str, Any]:
         return next((i for i in self._state()["instances"] if i["name"] == name), {"name": name})
+
+
+def id_of(request: Request) -> str:
+    """The client's own, or a new one."""
+    given = request.headers.getlist("x-request-id")
+    return given[-1] if given else uuid.uuid4().hex
 
 
 def _require_json(request: Request) -> None:

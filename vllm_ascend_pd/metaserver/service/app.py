@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
+import msgspec
 import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,14 +24,14 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
 from vllm_ascend_pd.metaserver.service import passing, spans, state
-from vllm_ascend_pd.metaserver.service.admin import Admin
+from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
-from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile
+from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
 from vllm_ascend_pd.metaserver.service.intake import Intake, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -67,13 +68,12 @@ class Worker:
 
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
-        self.fleet = Fleet(settings.circuit, self._lost)
-        for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
-            for text in texts:
-                self.fleet.add(parse_spec(role, text), "flag")
-        self.file = InstancesFile(settings.instances_file, self.fleet) if settings.instances_file else None
-        if self.file is not None:
-            self.file.load()
+        self.fleet = Members(settings.circuit, self._lost)
+        self._file: InstancesFile | None = None
+        if settings.members:
+            self.fleet.become(msgspec.json.decode(settings.members))
+        else:
+            self._file = configured(settings, self.fleet)
         self.upstream = Upstream(settings.connect_timeout_s, settings.idle_timeout_s, settings.engine_tls())
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
@@ -89,8 +89,11 @@ class Worker:
         )
 
     def report(self, details: bool) -> dict[str, Any]:
-        problem = self.file.problem if self.file is not None else ""
-        return state.own(self.hub.worker, self.front, self.canary, problem, details)
+        """To the other workers, and at the same time to `/metrics`: `/status` must not say another thing."""
+        report = state.own(self.hub.worker, self.front, self.canary, self.fleet.file_problem, details)
+        METRICS.running.set(report["running"])
+        METRICS.waiting.set(report["waiting"])
+        return report
 
     def _lost(self, instance: Instance, why: str) -> None:
         self.front.journal.trouble("PD-META-011", f"takes no requests: {why}", instance.name)
@@ -112,6 +115,7 @@ class Worker:
                 Route("/readiness", self._readiness),
                 Route("/metrics", self._metrics),
                 *self._admin.routes(),
+                Route(RESERVATIONS, Endpoint(_only_posts)),
                 Route("/v1/{rest:path}", Endpoint(self._pass_on), methods=_PASSED_METHODS),
             ],
             exception_handlers={HTTPException: _no_route},
@@ -123,8 +127,8 @@ class Worker:
         running = {"probes": self._prober.run(), "heart": self._heart.run(), "hub": self.hub.run()}
         if self.hub.worker == CANARY_WORKER:
             running["canary"] = self.canary.run()
-        if self.file is not None:
-            running["instances file"] = self.file.watch()
+        if self._file is not None:
+            running["instances file"] = self._file.watch()
         tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in running.items()]
         for task in tasks:
             task.add_done_callback(_end_if_failed)
@@ -151,8 +155,6 @@ class Worker:
         await self._attend(receive, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == RESERVATIONS:  # posts to it never come here
-            raise HTTPException(405, headers={"Allow": "POST"})
         headers, request_id = forwarded(scope, self.settings.engine_token)
         route = passing.call(scope).route
         try:
@@ -173,11 +175,9 @@ class Worker:
     async def _attend(self, receive: Receive, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         """A client's request from its body to its end, counted."""
         interrupt = exchange.interrupt
-        METRICS.running.inc()
         try:
             await while_connected(receive, interrupt, work)
         finally:
-            METRICS.running.dec()
             if interrupt.left:
                 METRICS.client_left.inc()
             METRICS.requests.labels(exchange.request.route, exchange.status if not interrupt.left else "left").inc()
@@ -204,7 +204,7 @@ class Worker:
         return JSONResponse(body, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        METRICS.waiting.set(self.front.turnstile.keeper.waiting)
+        self.report(details=False)
         return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
@@ -215,10 +215,18 @@ async def _unusable(send: Send, route: str, request_id: str, problem: bodies.Bod
     await tell(send, answer)
 
 
+async def _only_posts(scope: Scope, receive: Receive, send: Send) -> None:
+    """Posts to it never come here."""
+    raise HTTPException(405, headers={"Allow": "POST"})
+
+
 async def _no_route(request: Request, problem: Exception) -> Response:
     """Starlette's own word for it is plain text."""
     wrong_method = isinstance(problem, HTTPException) and problem.status_code == 405
-    path, headers = request.url.path[:128], problem.headers if isinstance(problem, HTTPException) else None
+    path = request.url.path[:128]
+    headers = {"x-request-id": id_of(request)}
+    if isinstance(problem, HTTPException):
+        headers.update(problem.headers or {})
     if wrong_method:
         answer = known(405, "PD-META-017", path=path, method=request.method)
     else:
@@ -255,6 +263,7 @@ class Endpoint:
         try:
             await self._handle(scope, receive, send)
         except Refused as refused:
+            refused.answer.headers.append((b"x-request-id", id_of(Request(scope)).encode("latin-1")))
             await tell(send, refused.answer)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.fleet import Fleet
+from vllm_ascend_pd.metaserver.service.instances_file import Members
 
 log = logging.getLogger(__name__)
 CANARY_WORKER = 0  # one worker proves pairs for all
@@ -41,7 +41,7 @@ class Hub:
         self._writer: asyncio.StreamWriter | None = None
         self._watched_until = 0.0
 
-    def attach(self, fleet: Fleet, canary: Canary, report: Callable[[bool], dict[str, Any]]) -> None:
+    def attach(self, fleet: Members, canary: Canary, report: Callable[[bool], dict[str, Any]]) -> None:
         """`report(details)` is what this worker tells about itself."""
         self._fleet, self._canary, self._report = fleet, canary, report
 

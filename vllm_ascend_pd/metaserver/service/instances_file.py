@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances file: YAML, read again when it changes. A file that cannot be used changes nothing.
+"""Which instances there are by flags and file, in a form in which a supervisor tells its workers.
+
+The file is YAML, read again when it changes; one that cannot be used changes nothing:
 
 prefill:
   - http://10.0.0.1:8100
@@ -12,25 +14,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
+from vllm_ascend_pd.metaserver.service.settings import Settings
 
 log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
+_NOT_A_VALUE = (LookupError, AttributeError)  # what PyYAML says to `!!bool maybe`, `!!int ""` and `!!timestamp soon`
 
 
 def read(path: str) -> list[Spec]:
     """Raises ConfigError with what is wrong."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
-        return _specs(content)
+        return _specs(_content(path))
     except (OSError, yaml.YAMLError, ValueError) as problem:
         raise ConfigError("PD-CONF-007", path=path, why=str(problem)) from problem
+
+
+def _content(path: str) -> object:
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
+    except _NOT_A_VALUE as problem:
+        raise ValueError(f"a value in it is not of the type it names ({problem})") from problem
 
 
 def _specs(content: object) -> list[Spec]:
@@ -58,39 +72,67 @@ def _specs(content: object) -> list[Spec]:
     return specs
 
 
+class Members(Fleet):
+    """A fleet, and how its file is: what all workers must know alike, whenever they came."""
+
+    file_problem = ""
+
+    def told(self) -> dict[str, Any]:
+        """As an operation that makes another's members these."""
+        instances = [
+            {
+                "role": i.role.value,
+                "url": f"{i.origin.scheme}://{i.origin.netloc}",
+                "weight": i.weight,
+                "source": i.source,
+                "draining": i.draining,
+            }
+            for i in self
+        ]
+        return {"op": "members", "file_problem": self.file_problem, "instances": instances}
+
+    def become(self, told: dict[str, Any]) -> None:
+        """Those that stay keep their state."""
+        self.file_problem = told["file_problem"]
+        specs = [parse_spec(Role(facts["role"]), facts["url"], facts["weight"]) for facts in told["instances"]]
+        roles = {spec.name: spec.role for spec in specs}
+        for instance in self:
+            if roles.get(instance.name) is not instance.role:
+                self.remove(instance.name)
+        for spec, facts in zip(specs, told["instances"], strict=True):
+            instance = self.add(spec, facts["source"])
+            instance.source, instance.draining = facts["source"], facts["draining"]
+
+
 class InstancesFile:
-    def __init__(self, path: str, fleet: Fleet) -> None:
+    def __init__(self, path: str, members: Members) -> None:
         self._path = path
-        self._fleet = fleet
+        self._members = members
         self._mark: tuple[int, int, int] | None = None
-        self.problem = ""
 
     def load(self) -> None:
-        """At the start: raises ConfigError."""
+        """Raises ConfigError, and has changed nothing then."""
         self._mark = self._look()
-        self._apply()
-
-    def _apply(self) -> None:
         specs = read(self._path)
         try:
-            self._fleet.replace(specs, "file")
+            self._members.replace(specs, "file")
         except ValueError as problem:
             raise ConfigError("PD-CONF-007", path=self._path, why=str(problem)) from problem
 
-    async def watch(self) -> None:
+    async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
+        """`changed` hears of each change, also of one that cannot be used."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            mark = self._look()
-            if mark == self._mark:
+            if self._look() == self._mark:
                 continue
-            self._mark = mark
             try:
-                self._apply()
-                self.problem = ""
+                self.load()
+                self._members.file_problem = ""
                 log.info("instances file %s read again", self._path)
             except ConfigError as problem:
-                self.problem = str(problem)
+                self._members.file_problem = str(problem)
                 log.error("%s", problem)
+            changed()
 
     def _look(self) -> tuple[int, int, int] | None:
         """Inode too: editors and config maps replace the file."""
@@ -99,3 +141,15 @@ class InstancesFile:
         except OSError:
             return None
         return (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+
+
+def configured(settings: Settings, members: Members) -> InstancesFile | None:
+    """Take in what flags and file name. Raises ConfigError."""
+    for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
+        for text in texts:
+            members.add(parse_spec(role, text), "flag")
+    if not settings.instances_file:
+        return None
+    file = InstancesFile(settings.instances_file, members)
+    file.load()
+    return file

@@ -23,6 +23,7 @@ class Settings:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     instances_file: str = ""
+    members: bytes = b""  # of a worker: all that its supervisor knows, in place of these three
 
     without_prefill: str = "local"  # no usable P: "local" (D prefills) or "refuse" (503)
     affinity: bool = False

@@ -17,13 +17,15 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from prometheus_client import multiprocess
 
+from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.hub import MAX_LINE_BYTES
+from vllm_ascend_pd.metaserver.service.instances_file import Members, configured
 from vllm_ascend_pd.metaserver.service.server import listen
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
@@ -42,27 +44,15 @@ class Seat:
     writer: asyncio.StreamWriter | None = None
 
 
-@dataclass(slots=True)
-class OperationLog:
-    """What a new worker must be told: the admin's operations that still matter, in order."""
-
-    operations: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, operation: dict[str, Any]) -> None:
-        drains = ("drain", "undrain")
-        wiped = drains if operation["op"] in drains else ("add", "remove", *drains)
-        self.operations = [o for o in self.operations if not (o["name"] == operation["name"] and o["op"] in wiped)]
-        self.operations.append(operation)
-
-
 class Supervisor:
     def __init__(self, settings: Settings, command: Sequence[str]) -> None:
         self._settings = settings
         self._command = list(command)
+        self._members = Members(settings.circuit)
+        self._file = configured(settings, self._members)
         self._public = listen(settings.host, settings.port)
         first = settings.worker_port or self._public.getsockname()[1] + 1
         self._seats = [Seat(i, listen(settings.host, first + i)) for i in range(settings.workers)]
-        self._log = OperationLog()
         self._ending = False
         self._metrics_dir = tempfile.mkdtemp(prefix="ascend-pd-metaserver-")
 
@@ -76,8 +66,14 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._end, sig)
-        codes = await asyncio.gather(*(self._keep(seat) for seat in self._seats))
-        return max(codes)
+        keeping = asyncio.gather(*(self._keep(seat) for seat in self._seats))
+        under_way: set[asyncio.Future[Any]] = {keeping}
+        if self._file is not None:
+            under_way.add(asyncio.create_task(self._file.watch(self._tell_members), name="instances file"))
+        ended, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+        for one in ended:
+            one.result()  # the watch over the file has no end but a failure
+        return max(keeping.result())
 
     async def _keep(self, seat: Seat) -> int:
         """Worker after worker on this seat, until the end. A worker that never came up ends everything."""
@@ -97,19 +93,19 @@ class Supervisor:
 
     async def _live(self, seat: Seat) -> int:
         mine, theirs = socket.socketpair()
-        fds = (self._public.fileno(), seat.own.fileno(), theirs.fileno())
-        seat.process = await asyncio.create_subprocess_exec(
-            *self._command,
-            "--as-worker",
-            ":".join(map(str, (seat.worker, *fds))),
-            pass_fds=fds,
-            start_new_session=True,  # ctrl-C is ours to pass on
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
-        )
-        theirs.close()
-        reader, seat.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
-        for operation in self._log.operations:
-            _write(seat, {"operation": operation})
+        with theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
+            reader, seat.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
+            members.write(msgspec.json.encode(self._members.told()))  # what comes after this waits in the line
+            members.seek(0)
+            fds = (self._public.fileno(), seat.own.fileno(), theirs.fileno(), members.fileno())
+            seat.process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--as-worker",
+                ":".join(map(str, (seat.worker, *fds))),
+                pass_fds=fds,
+                start_new_session=True,  # ctrl-C is ours to pass on
+                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
+            )
         listening = asyncio.create_task(self._listen(reader), name=f"news of worker {seat.worker}")
         code = await seat.process.wait()
         listening.cancel()
@@ -125,8 +121,12 @@ class Supervisor:
             while line := await reader.readline():
                 message = msgspec.json.decode(line)
                 if "operation" in message:
-                    self._log.add(message["operation"])
+                    with contextlib.suppress(ValueError):  # the workers refuse it too, and say so
+                        admin.apply(self._members, message["operation"])
                 self._tell_all(message)
+
+    def _tell_members(self) -> None:
+        self._tell_all({"operation": self._members.told()})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for seat in self._seats:

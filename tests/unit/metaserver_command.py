@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metaserver's command as a process for tests, before pretended engines that live in the test."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from fake_engine import FakeEngine
+from metaserver_cluster import until
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver"]
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    http: httpx.Client
+    prefill: FakeEngine
+    decode: FakeEngine
+
+    def complete(self, prompt: str, **more: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, **more})
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def urls(self) -> list[str]:
+        """Each worker's own, once all have told of themselves."""
+        count = len(self.workers()) or 1
+        until(lambda: len(self._told()) == count, 20)
+        return [worker["url"] for worker in sorted(self._told(), key=lambda worker: int(worker["worker"]))]
+
+    def _told(self) -> list[dict[str, Any]]:
+        return self.http.get("/status").json()["workers"]  # type: ignore[no-any-return]
+
+
+def ports(count: int) -> int:
+    """The first of `count` free ports in a row, outside the range from which others get theirs by chance."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return first
+
+
+@contextmanager
+def running(
+    *flags: str, workers: int = 1, canary: bool = False, scheme: str = "http", verify: ssl.SSLContext | bool = False
+) -> Iterator[Running]:
+    port = ports(workers + 1)
+    urls = tuple(f"{scheme}://127.0.0.1:{port + i}" for i in range(workers + 1))
+    with ExitStack() as stack:
+        prefill, decode = FakeEngine("p"), FakeEngine("d", metaservers=urls)
+        stack.callback(decode.stop)
+        stack.callback(prefill.stop)
+        more = ["--workers", str(workers), *([] if canary else ["--no-canary"]), *flags]
+        yield stack.enter_context(metaserver(urls[0], prefill, decode, *more, verify=verify))
+
+
+@contextmanager
+def metaserver(
+    url: str, prefill: FakeEngine, decode: FakeEngine, *flags: str, verify: ssl.SSLContext | bool = False
+) -> Iterator[Running]:
+    """One process or a family of them, from readiness to its end."""
+    engines = ["--prefill", prefill.served.url, "--decode", decode.served.url, "--probe-every", "0.2"]
+    listening = ["--port", str(httpx.URL(url).port)]
+    process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=subprocess.PIPE)
+    http = httpx.Client(base_url=url, timeout=20, trust_env=False, verify=verify)
+    family: list[psutil.Process] = []
+    try:
+        until(lambda: _ready(http), 30)
+        family = psutil.Process(process.pid).children()
+        yield Running(process, http, prefill, decode)
+    finally:
+        http.close()
+        for worker in family if process.poll() is not None else ():
+            with suppress(psutil.NoSuchProcess):  # its supervisor is dead: nothing may be left of a failed test
+                worker.kill()
+        process.terminate()
+        _, said = process.communicate(timeout=20)
+        assert b"Traceback" not in said, said.decode()
+
+
+def _ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/readiness").status_code == 200
+    except httpx.TransportError:
+        return False
