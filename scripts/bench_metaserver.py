@@ -223,7 +223,8 @@ def everything(args: argparse.Namespace, running: list[tuple[System, psutil.Proc
     for streams in args.streams:
         if "saturation" not in args.skip:
             rows = rounds(running, args.rounds, lambda s, p, n=streams: measured(s, p, streams=n, seconds=args.seconds))
-            show(f"Saturation: {streams} clients, one request after the other, 8 pieces at once", rows)
+            alone = rows.get(("relay", "engine alone")) if streams == 1 else None  # more wait for each other
+            show(f"Saturation: {streams} clients, one request after the other, 8 pieces at once", rows, alone)
         if "paced" not in args.skip:
             fast = [r for r in running if streams < 1000 or "httpx" not in r[0].name]
             flags = {"streams": streams, "pieces": 20, "gap_ms": 50, "ramp_s": 1.0, "seconds": args.seconds + 2}
