@@ -358,3 +358,16 @@ def test_an_operation_is_the_same_in_every_worker() -> None:
     admin.apply(fleet, {"op": "drain", "name": "unknown"})
     (left,) = fleet
     assert (left.name, left.weight, left.draining) == ("h:2", 2.0, True)
+
+
+def test_an_instance_that_speaks_tls_now_is_another_one() -> None:
+    fleet = Members(CircuitPolicy())
+    plain = fleet.add(parse_spec(Role.DECODE, "http://h:1"), "file")
+    assert fleet.add(parse_spec(Role.DECODE, "h:1"), "file") is plain
+    fleet.replace([parse_spec(Role.DECODE, "https://h:1")], "file")
+    (now,) = fleet
+    assert now is not plain and now.origin.scheme == "https" and now.source == "file" and plain.draining
+    admin.apply(fleet, {"op": "add", "name": "h:1", "role": "decode", "url": "http://h:1", "weight": 1.0})
+    assert [i.origin.scheme for i in fleet] == ["http"]
+    fleet.replace([parse_spec(Role.DECODE, "https://h:1")], "file")
+    assert [(i.origin.scheme, i.source) for i in fleet] == [("http", "admin")], "one source does not remove another's"

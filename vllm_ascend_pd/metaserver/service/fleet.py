@@ -146,11 +146,13 @@ class Fleet:
     def add(self, spec: Spec, source: str) -> Instance:
         """Known ones keep their state and take the new weight. Raises ValueError when the name has another role."""
         known = self._instances.get(spec.name)
-        if known is not None:
-            if known.role is not spec.role:
-                raise ValueError(f"{spec.name} is a {known.role.value} instance already")
+        if known is not None and known.role is not spec.role:
+            raise ValueError(f"{spec.name} is a {known.role.value} instance already")
+        if known is not None and known.origin == spec.origin:
             known.weight, known.draining = spec.weight, False
             return known
+        if known is not None:  # https now, or no longer: another server
+            self.remove(spec.name)
         made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, Circuit(self._policy))
         self._instances[spec.name] = made
         METRICS.instance(made.name, made.role.value)
@@ -181,7 +183,7 @@ class Fleet:
             known = self._instances.get(spec.name)
             if known is None:
                 self.add(spec, source)
-            elif known.role is not spec.role:
+            elif known.role is not spec.role or (known.source == source and known.origin != spec.origin):
                 self.remove(spec.name)
                 self.add(spec, source)
             else:
