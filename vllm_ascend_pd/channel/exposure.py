@@ -26,12 +26,12 @@ COME_OUT = "Set VLLM_HOST_IP (or side_channel_host) to this host's address."
 
 def secluded(host: str, metaservers: Iterable[str]) -> str:
     """The sentence for a D that listens for its own host only, although one of its metaservers may be elsewhere; or none."""
-    afar = [url for url in metaservers if not _names_loopback(urlsplit(url).hostname or "")]
+    afar = [url for url in metaservers if not names_loopback(urlsplit(url).hostname or "")]
     return SECLUDED.format(url=afar[0], host=host) if afar and is_loopback(host) else ""
 
 
-def _names_loopback(host: str) -> bool:
-    """Without asking a name server."""
+def names_loopback(host: str) -> bool:
+    """As `is_loopback`, without asking a name server: a name other than localhost is none."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

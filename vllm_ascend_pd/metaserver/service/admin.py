@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from vllm_ascend_pd.channel.exposure import names_loopback
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
@@ -106,7 +106,7 @@ class Admin:
                 raise Refusal(401, "PD-SEC-005")
             return
         caller = request.client.host if request.client else ""
-        if not (_loopback(caller) and _loopback(request.url.hostname or "")):
+        if not (names_loopback(caller) and names_loopback(request.url.hostname or "")):
             raise Refusal(403, "PD-SEC-006")
 
     async def _status(self, _: Request) -> Response:
@@ -205,12 +205,3 @@ async def _json(request: Request) -> dict[str, Any]:
         return msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE as problem:
         raise Refusal(400, "PD-META-012", why=f"it is not a JSON object: {problem}") from problem
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

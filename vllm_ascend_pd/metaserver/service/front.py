@@ -127,15 +127,22 @@ class Front:
             except AttemptFailed as failed:
                 if failed.failure is not Failure.PREFILL:  # that one was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
-                delay = self.settings.retry.again(failed.failure, exchange.number, True, self.budget, random.random())
-                if delay is None or exchange.pinned is not None:
+                delay = self.again(exchange, decode, failed.failure)
+                if delay is None:
                     await relay.refuse(exchange, failed.answer)
                     return
-                if failed.failure is not Failure.PREFILL:
-                    exchange.tried.add(decode.name)
-                exchange.stage("retry", failed.failure.value)
-                METRICS.retries.labels(failed.failure.value).inc()
             await asyncio.sleep(delay)
+
+    def again(self, exchange: Exchange, decode: Instance, failure: Failure, repeatable: bool = True) -> float | None:
+        """How long to wait before another attempt, on another D if D failed and there is one; None: this was the last."""
+        delay = self.settings.retry.again(failure, exchange.number, repeatable, self.budget, random.random())
+        if delay is None or exchange.pinned is not None:
+            return None
+        if failure is not Failure.PREFILL:
+            exchange.tried.add(decode.name)
+        exchange.stage("retry", failure.value)
+        METRICS.retries.labels(failure.value).inc()
+        return delay
 
     def _decode(self, exchange: Exchange) -> Instance | None:
         if exchange.pinned is not None:

@@ -8,7 +8,6 @@ anything about it: a wedged engine still lists its models.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,31 +103,20 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                 )
                 async with reply:
                     first = await _first(front, call, reply)
-                    delay = (
-                        _again(front, exchange, decode, call, Failure.REFUSED) if reply.status in _DECLINED else None
-                    )
+                    declined = reply.status in _DECLINED
+                    delay = front.again(exchange, decode, Failure.REFUSED, call.reads) if declined else None
                     if delay is None:
                         await _relay(front, exchange, decode, reply, first, call)
                         return
                     METRICS.legs.labels("decode", decode.name, "refused").inc()
             except UpstreamError as problem:
                 _broke(front, exchange, decode, problem)
-                delay = _again(front, exchange, decode, call, problem.failure)
+                delay = front.again(exchange, decode, problem.failure, call.reads)
                 if delay is None:
                     status = 504 if problem.failure is Failure.TIMEOUT else 502
                     await refuse(exchange, known(status, "PD-META-007", why=problem.why))
                     return
         await asyncio.sleep(delay)
-
-
-def _again(front: Front, exchange: Exchange, decode: Instance, call: Call, failure: Failure) -> float | None:
-    """How long to wait before another attempt, on another D if there is one; None: this was the last."""
-    delay = front.settings.retry.again(failure, exchange.number, call.reads, front.budget, random.random())
-    if delay is not None:
-        exchange.stage("retry", failure.value)
-        METRICS.retries.labels(failure.value).inc()
-        exchange.tried.add(decode.name)
-    return delay
 
 
 async def _first(front: Front, call: Call, reply: Reply) -> bytes:
