@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ascend_pd import admission, compat, patience
-from vllm_ascend_pd.decode.decisions import DecodeStep
+from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
@@ -54,15 +54,16 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """Workers → scheduler, after a step: exchanges to be made again, and what failed with which code."""
+    """Workers → scheduler, after a step. P's: exchanges to be made again, pushes that failed. D's: loads that ended."""
 
-    missed: frozenset[Exchanged]
-    failures: frozenset[tuple[str, str]]
+    missed: frozenset[Exchanged] = frozenset()
+    failures: frozenset[tuple[str, str]] = frozenset()
+    ends: frozenset[LoadEnd] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         if not isinstance(other, WorkerNews):
             return self
-        return WorkerNews(self.missed | other.missed, self.failures | other.failures)
+        return WorkerNews(self.missed | other.missed, self.failures | other.failures, self.ends | other.ends)
 
 
 @dataclass
@@ -210,10 +211,13 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         return set(), {report.request_id for report in reports}, {report.request_id for report in failed}
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        prefill, worker = self._roles.prefill_worker, self._roles.prefill_worker or self._roles.decode_worker
-        missed = prefill.missed_exchanges() if prefill is not None else []
-        failures = worker.failures() if worker is not None else []
-        return WorkerNews(frozenset(missed), frozenset(failures)) if missed or failures else None
+        news = WorkerNews()
+        if self._roles.prefill_worker is not None:
+            prefill = self._roles.prefill_worker
+            news = WorkerNews(frozenset(prefill.missed_exchanges()), frozenset(prefill.failures()))
+        elif self._roles.decode_worker is not None:
+            news = WorkerNews(ends=frozenset(self._roles.decode_worker.ends()))
+        return news if news != WorkerNews() else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         teller = self._roles.prefill_worker or self._roles.prefill_scheduler or self._roles.decode_scheduler
@@ -289,14 +293,14 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             compat.filter_ids(connector_output.finished_sending, self._roles.prefill_scheduler.released)
         if self._roles.decode_scheduler is not None:
             if isinstance(news, WorkerNews):
-                self._roles.decode_scheduler.failed(news.failures)
+                self._roles.decode_scheduler.ended(news.ends)
             compat.filter_ids(connector_output.finished_recving, self._roles.decode_scheduler.received)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._roles.prefill_scheduler is not None:
             return self._roles.prefill_scheduler.finished(request, bool(block_ids))
         if self._roles.decode_scheduler is not None:
-            self._roles.decode_scheduler.finished(request.request_id)
+            return False, self._roles.decode_scheduler.finished(request.request_id)
         return False, None
 
     def request_finished_all_groups(

@@ -602,7 +602,10 @@ def _http_server() -> Run:
 
 def _posts() -> list[bytes]:
     posted = {"ticket": "t", "transfer": "d/1/u", "reservation": "aGFsbG8=", "prompt_token_ids": [1, 2]}
-    answer = {"choices": [], "kv_transfer_params": {"pd_error": {"code": "PD-META-005", "detail": "why"}}}
+    answer = {
+        "choices": [],
+        "kv_transfer_params": {"pd_push": {"prefill": "p", "code": "PD-META-005", "detail": "why"}},
+    }
     return [json.dumps(each).encode() for each in (posted, answer)]
 
 

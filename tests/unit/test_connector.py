@@ -30,6 +30,7 @@ from watching import until
 
 from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
+from vllm_ascend_pd.metaserver.reports import ROUTE
 
 ROOT = Path(__file__).parents[2]
 BLOCK, BLOCKS, SIZE = 32, 8, 16
@@ -197,6 +198,7 @@ class Metaserver:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self.end: bytes = b""
         self.served = Served(self._app, "a metaserver")
         self.url = f"http://{self.served.address}"
@@ -210,8 +212,14 @@ class Metaserver:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        if scope["path"] == ROUTE:
+            self.reports.append(msgspec.json.decode(body))
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
         self.bodies.append(msgspec.json.decode(body))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        kind = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": kind})
         left = asyncio.ensure_future(receive())
         while not self.end and not left.done():
             await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
@@ -273,6 +281,10 @@ class Pair:
         self.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
         self.prefill_step(output(asked.request_id, len(TOKENS), [1, 6]), order)
 
+    def news(self) -> Any:
+        """What D's worker tells its scheduler after a step, through vLLM's pickle."""
+        return pickle.loads(pickle.dumps(self.decode_worker.build_connector_worker_meta()))
+
     def results(self) -> Any:
         self.decode_step()
         found = self.decode_worker.get_transfer_results(set())
@@ -323,12 +335,19 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: s
         mine, theirs = (cache[name] for cache in pair.caches)
         assert torch.equal(theirs[[3, 5]], mine[[1, 6]])
         assert not theirs[[0, 1, 2, 4, 6, 7]].any()
-    told = KVConnectorOutput(finished_recving={"r"})
+    told = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
     pair.decode.update_connector_output(told)
     assert told.finished_recving == {"r"}
     assert pair.decode.get_num_new_matched_tokens(request("r", None), 0) == (0, False)
     held, answer = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
-    assert held and answer is None
+    assert held and answer is not None
+    pushed, loaded = answer["pd_push"], pair.decode.request_finished_all_groups(request("r", None), ([3, 5],))
+    assert loaded[0] is False and loaded[1] is not None
+    report = loaded[1]["pd_load"]
+    assert (report["ticket"], report["received"], report["prefill"]) == ("r", len(TOKENS), pushed["prefill"])
+    assert report["decode"] == pair.metaserver.bodies[0]["decode"] != pushed["prefill"]
+    until(lambda: pair.metaserver.reports, "the report")
+    assert pair.metaserver.reports == [report]
     sent = []
     until(lambda: sent.extend(pair.prefill_step(output(), finished=frozenset({"r-p"})).finished_sending) or sent)
     assert sent == ["r-p"]
@@ -360,6 +379,11 @@ def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
     (results,) = pair.reported
     assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
     assert pair.decode_worker.get_block_ids_with_load_errors() == set()
+    pair.decode.update_connector_output(KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news()))
+    until(lambda: pair.metaserver.reports, "the report")
+    (report,) = pair.metaserver.reports
+    assert (report["recomputed"], report["code"]) == (len(TOKENS), "PD-META-006")
+    assert "prefill" not in report and "received" not in report
 
 
 def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +412,7 @@ def test_the_older_way_to_report_a_prefill_is_the_same(pair: Pair) -> None:
     asked = pair.load()
     pair.prefilled(asked)
     until(pair.results, "the load")
-    assert pair.prefill.request_finished(asked, [1, 6]) == (True, None)
+    assert pair.prefill.request_finished(asked, [1, 6])[0]
     reported: list[str] = []
 
     def stepped() -> list[str]:

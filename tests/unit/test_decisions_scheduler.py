@@ -19,12 +19,14 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.decisions import Bind, LoadEnd
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
+from vllm_ascend_pd.metaserver.reports import ROUTE, LoadReport, read_posted
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId, push_id, pusher
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 
 TOKENS = list(range(100, 110))
@@ -120,7 +122,9 @@ def test_chunks_of_a_request_become_slices() -> None:
         (7, 10, [], True),
     ]
     held, answer = scheduler.finished(asked, True)
-    assert held and answer is None
+    assert held and answer == {"pd_push": {"prefill": scheduler._engine.incarnation}}
+    (start,) = first.starts
+    assert pusher(start.push) == scheduler._engine.incarnation, "D can say whose push it was"
     assert scheduler.released("r") and not scheduler.released("r")
 
 
@@ -144,7 +148,7 @@ def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
         other.allocated(asked)
         assert other.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
         held, answer = other.finished(asked, True)
-        assert not held and answer is not None and answer["pd_error"]["code"] == "PD-SEC-003"
+        assert not held and answer is not None and answer["pd_push"]["code"] == "PD-SEC-003"
 
 
 GARBAGE: list[Any] = [
@@ -173,7 +177,7 @@ def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> 
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
     held, answer = scheduler.finished(asked, True)
     assert not held and answer is not None
-    assert answer["pd_error"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
+    assert answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
     assert scheduler.finished(asked, True) == (False, None)
 
 
@@ -215,8 +219,8 @@ def test_a_cache_that_does_not_fit_is_told_with_both_values_before_anything_is_p
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
     _, answer = scheduler.finished(asked, True)
-    assert answer is not None and answer["pd_error"]["code"] == "PD-GEO-001"
-    assert "2" in answer["pd_error"]["detail"] and "4" in answer["pd_error"]["detail"]
+    assert answer is not None and answer["pd_push"]["code"] == "PD-GEO-001"
+    assert "2" in answer["pd_push"]["detail"] and "4" in answer["pd_push"]["detail"]
 
 
 def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
@@ -242,6 +246,7 @@ class Metaserver:
 
     def __init__(self, *, answers: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.reports: list[LoadReport] = []
         self.answers = answers
         self.served = Served(self._app, "a metaserver")
         self.url = f"http://{self.served.address}"
@@ -253,6 +258,11 @@ class Metaserver:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        if scope["path"] == ROUTE:
+            self.reports.append(read_posted(body))
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
         self.bodies.append(msgspec.json.decode(body))
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
@@ -293,6 +303,7 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None
         assert (told.transfer, told.first, told.end) == (bind.transfer, 4, 10)
         assert told.endpoints == ENDPOINTS and told.prompt_hash == request_hash(asked)
         assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
+        assert body["decode"] == scheduler._engine.incarnation
 
         def settled() -> bool:
             return bind.transfer in scheduler.build_step().settles
@@ -302,6 +313,75 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None
         assert scheduler.received("r") and not scheduler.received("r") and scheduler.open_loads() == 0
     finally:
         scheduler.close()
+        scheduler.close()
+        server.served.stop()
+
+
+def loading(server: Metaserver) -> tuple[DecodeScheduler, Request, Bind]:
+    """A D scheduler that has asked for the tokens [4, 10) of request `r`."""
+    scheduler, asked = decode(server.url), request(params=ticket(server.url))
+    assert scheduler.wanted(asked, 4) == 6
+    scheduler.allocated(asked, [40, 41, 42, 43], 6)
+    (bind,) = scheduler.build_step().binds
+    return scheduler, asked, bind
+
+
+PUSH = push_id("p" * 16, "u" * 32)
+
+
+@pytest.mark.parametrize(
+    ("codes", "counts"),
+    [
+        (("", ""), {"received": 6, "prefill": "p" * 16}),
+        (("", "PD-XFER-004"), {"recomputed": 6, "code": "PD-XFER-004", "prefill": "p" * 16}),
+        (("PD-XFER-001", "PD-XFER-004"), {"recomputed": 6, "code": "PD-XFER-001", "prefill": "p" * 16}),
+    ],
+    ids=["received", "one rank failed", "both ranks failed, in two steps"],
+)
+def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
+    codes: tuple[str, str], counts: dict[str, Any]
+) -> None:
+    from runtime_pair import until
+
+    server = Metaserver(answers=False)  # P's HTTP answer is not waited for
+    scheduler, asked, bind = loading(server)
+    try:
+        for code in codes:  # a step of each rank
+            scheduler.ended(frozenset({LoadEnd("r", code, PUSH), LoadEnd("of nobody", "PD-XFER-001", "")}))
+        assert scheduler.received("r") and not scheduler.received("r")
+        report = {"transfer": str(bind.transfer), "ticket": "t", "decode": scheduler._engine.incarnation, **counts}
+        assert scheduler.finished(asked.request_id) == {"pd_load": report}
+        assert scheduler.finished(asked.request_id) is None
+        until(lambda: server.reports, "the report")
+        assert [msgspec.to_builtins(each) for each in server.reports] == [report]
+        assert not scheduler._asked
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
+    server = Metaserver()
+    scheduler, asked, _ = loading(server)
+    try:
+        scheduler.ended([LoadEnd("r", "PD-XFER-001", "")])
+        assert scheduler.received("r")
+        answer = scheduler.finished(asked.request_id)
+        assert answer is not None and "prefill" not in answer["pd_load"] and answer["pd_load"]["recomputed"] == 6
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing() -> None:
+    server = Metaserver()
+    scheduler, asked, _ = loading(server)
+    try:
+        assert scheduler.finished(asked.request_id) is None
+        scheduler.ended([LoadEnd("r", "PD-XFER-002", PUSH)])
+        assert scheduler.received("r")
+        assert not scheduler._asked and not server.reports
+    finally:
         scheduler.close()
         server.served.stop()
 

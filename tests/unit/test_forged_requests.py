@@ -139,7 +139,7 @@ def test_nonsense_is_a_plain_prefill_on_either_engine(pair: Pair, params: Any) -
 @pytest.mark.parametrize("reservation", RESERVATIONS.values(), ids=RESERVATIONS)
 def test_what_is_no_reservation_is_refused_in_words(pair: Pair, reservation: Any) -> None:
     answer = _at_prefill(pair, {"do_remote_decode": True, "reservation": reservation})
-    assert answer is not None and answer["pd_error"]["code"] in ("PD-META-005", "PD-CTRL-002")
+    assert answer is not None and answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002")
     msgspec.json.encode(answer)
     _still_serves(pair)
 
@@ -203,7 +203,7 @@ def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
     pair: Pair, honest: Reservation, changes: dict[str, Any]
 ) -> None:
     answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, **changes)))
-    assert answer is not None and answer["pd_error"]["code"].startswith("PD-"), answer
+    assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
 
 
 @pytest.mark.parametrize("changes", CACHES.values(), ids=CACHES)
@@ -212,7 +212,7 @@ def test_a_made_up_cache_is_refused_before_any_arithmetic(
 ) -> None:
     geometry = msgspec.structs.replace(honest.geometry, **changes)
     answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry)))
-    assert answer is not None and answer["pd_error"]["code"].startswith("PD-"), answer
+    assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
 
 
 @pytest.mark.parametrize("field", ["block_stride", "head_stride", "token_stride", "cell_bytes"])
@@ -221,7 +221,7 @@ def test_a_made_up_layout_is_refused_too(pair: Pair, honest: Reservation, field:
     regions = tuple(msgspec.structs.replace(region, **{field: value}) for region in honest.geometry.regions)
     geometry = msgspec.structs.replace(honest.geometry, regions=regions)
     answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry)))
-    assert answer is not None and answer["pd_error"]["code"].startswith("PD-"), answer
+    assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
 
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)
@@ -249,7 +249,7 @@ def test_a_reservation_is_good_for_one_push(pair: Pair) -> None:
     pair.prefilled(asked)
     until(pair.results, "the load")
     again = _at_prefill(pair, asked.kv_transfer_params)
-    assert again is not None and "pushed already" in again["pd_error"]["detail"]
+    assert again is not None and "pushed already" in again["pd_push"]["detail"]
 
 
 # -- with a secret
@@ -292,6 +292,7 @@ def test_only_a_reservation_under_our_secret_is_taken(honest: Reservation, guard
     }
     for name, sealed in forged.items():
         answer = _answer(guarded, sealed, name)
-        assert answer is not None and answer["pd_error"]["code"] == "PD-SEC-003", name
+        assert answer is not None and answer["pd_push"]["code"] == "PD-SEC-003", name
         assert "kkkk" not in str(answer)
-    assert _answer(guarded, mine, "honest") is None
+    answer = _answer(guarded, mine, "honest")
+    assert answer is not None and "code" not in answer["pd_push"]

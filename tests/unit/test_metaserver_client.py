@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import Served
 
 from vllm_ascend_pd.config import MetaserverConfig
+from vllm_ascend_pd.metaserver import client as client_module
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome, origin
+from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.runtime.loop import LoopThread
 
@@ -315,3 +318,48 @@ def test_a_key_that_is_open_cannot_be_reserved_again(loop: LoopThread, scripted:
     with pytest.raises(ValueError, match="already open"):
         mine.reserve("k", server.served.url, {}, 60)
     loop.call(mine.close(), 10)
+
+
+REPORT = LoadReport("d/1/u", "ticket", "d" * 16, received=7, prefill="p" * 16)
+
+
+def until_reported(mine: MetaserverClient, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while mine.stats.reports + mine.stats.reports_lost < count:
+        assert time.monotonic() < deadline, mine.stats
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("code", "lost"), [(204, 0), (404, 0), (500, 1)])
+def test_a_report_is_posted_once_whatever_is_answered(loop: LoopThread, scripted: Any, code: int, lost: int) -> None:
+    server = scripted(status(code))
+    mine = client(loop, Told(), server.served.url)
+    mine.report(server.served.url, REPORT)
+    until_reported(mine, 1)
+    assert server.posts == [json.loads(msgspec.json.encode(REPORT))]
+    assert (mine.stats.reports, mine.stats.reports_lost) == (1 - lost, lost)
+    loop.call(mine.close(), 10)
+
+
+def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_runs(
+    loop: LoopThread, scripted: Any
+) -> None:
+    server, other = scripted(status(204)), scripted(status(204))
+    mine = client(loop, Told(), server.served.url)
+    mine.report(other.served.url, REPORT)
+    mine.report(server.served.url, REPORT)
+    until_reported(mine, 1)
+    loop.call(mine.close(), 10)
+    mine.report(server.served.url, REPORT)
+    assert (len(other.posts), len(server.posts)) == (0, 1)
+
+
+def test_reports_that_nobody_takes_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(client_module, "_MOST_REPORTS", 20)
+    server = scripted(lines(30))
+    mine = client(loop, Told(), server.served.url)
+    for _ in range(50):
+        mine.report(server.served.url, REPORT)
+    assert mine.stats.reports_lost == 30
+    loop.call(mine.close(), 10)
+    assert mine.stats.reports_lost == 50 and not mine._reports, "closing ends those under way too"

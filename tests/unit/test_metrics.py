@@ -14,7 +14,8 @@ from test_decisions_scheduler import engine, prefill, request
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.decisions import LoadEnd, Ticket
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _Asked
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.tally import METRICS, MOST_TIMES, PREFIX, Tally
 from vllm_ascend_pd.patience import Patience
@@ -271,14 +272,15 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     asked = request()
     assert scheduler._book.wanted("r", asked.num_prompt_tokens, 0)
     bind = scheduler._book.reserve("r", asked.num_prompt_tokens, [1, 2, 3], 4, 30.0, "u")
+    scheduler._asked["r"] = _Asked(Ticket("http://metaserver", "ticket", False), asked.num_prompt_tokens)
     return scheduler, bind.transfer
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_a_failed_load_counts_once_over_two_workers(recomputes: bool) -> None:
     scheduler, _ = loading(recomputes)
-    scheduler.failed(frozenset({("r", "PD-XFER-001")}))
-    scheduler.failed(frozenset({("r", "PD-XFER-004")}))
+    scheduler.ended(frozenset({LoadEnd("r", "PD-XFER-001", "p.1")}))
+    scheduler.ended(frozenset({LoadEnd("r", "PD-XFER-004", "p.1")}))
     assert scheduler.received("r")
     assert not scheduler.received("r")
     data = scheduler.stats()

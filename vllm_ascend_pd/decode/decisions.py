@@ -41,6 +41,15 @@ class Bind:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """How one rank's part of a load ended; data of the worker's, for the scheduler."""
+
+    request_id: str
+    code: str  # empty: the KV is complete here
+    push: str  # empty: no P began to push here
+
+
+@dataclass(frozen=True, slots=True)
 class LoadCancel:
     transfer: TransferId
     code: str

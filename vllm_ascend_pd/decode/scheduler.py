@@ -8,19 +8,20 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
-from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, Ticket, read_ticket
+from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, LoadEnd, Ticket, read_ticket
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
+from vllm_ascend_pd.metaserver.reports import LoadReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId, pusher
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 from vllm_ascend_pd.runtime.loop import LoopThread
 from vllm_ascend_pd.runtime.wake import Doorbell
@@ -29,6 +30,22 @@ log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
 EXPIRED = "PD-XFER-001"  # the code of every missed deadline
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A load as its report will tell it."""
+
+    ticket: Ticket
+    tokens: int
+    ends: list[LoadEnd] = field(default_factory=list)  # of the ranks, as they come
+    report: LoadReport | None = None  # once the load is over
+    request_over: bool = False
+
+    @property
+    def code(self) -> str:
+        """Why the KV did not come; the first reason that was heard counts."""
+        return next((end.code for end in self.ends if end.code), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +67,7 @@ class DecodeScheduler:
         self._engine, self._patience = engine, patience
         self._book = LoadBook(engine.incarnation)
         self._recomputes = recomputes
-        self._failures: dict[str, str] = {}  # request id → code, told by the workers before the load ends
+        self._asked: dict[str, _Asked] = {}  # by request id, until request and load are over
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
@@ -104,10 +121,12 @@ class DecodeScheduler:
             prompt_length=request.num_prompt_tokens,
             prompt_hash=request_hash(request),
         )
+        self._asked[request.request_id] = _Asked(ticket, count)
         sealed = seal(reservation, self._engine.secrets)
         body: dict[str, Any] = {
             "ticket": ticket.ticket,
             "transfer": str(bind.transfer),
+            "decode": self._engine.incarnation,
             "reservation": base64.b64encode(sealed).decode(),
         }
         if ticket.send_tokens:
@@ -132,33 +151,55 @@ class DecodeScheduler:
                 self._book.failed(transfer, outcome.code, outcome.detail)
         return self._book.take_step(self._online.wake if self._online is not None else None)
 
-    def failed(self, failures: Iterable[tuple[str, str]]) -> None:
-        """Workers tell why loads fail; the first reason that is heard counts."""
-        for request_id, code in sorted(failures):
-            self._failures.setdefault(request_id, code)
+    def ended(self, ends: Iterable[LoadEnd]) -> None:
+        """Workers tell how their parts of loads ended, before the load as a whole is reported."""
+        for end in sorted(ends, key=lambda end: (end.request_id, end.code)):
+            asked = self._asked.get(end.request_id)
+            if asked is not None:
+                asked.ends.append(end)
 
     def received(self, request_id: str) -> bool:
         """All workers reported this load. False if vLLM must not hear of it."""
-        transfer = self._book.received(request_id)
-        code = self._failures.pop(request_id, None)
-        if transfer is None:
+        transfer, asked = self._book.received(request_id), self._asked.get(request_id)
+        if transfer is None or asked is None:
             return False
-        if code is not None:
+        code = asked.code
+        if code:
             self.tally.count("num_failed_recvs", code)
             if code == EXPIRED:
                 self.tally.count("num_kv_expired_reqs", code)
             if self._recomputes:
                 self.tally.count("num_recomputed_reqs", code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
-        if code is not None and self._online is not None:
+        if code and self._online is not None:
             self._online.client.forget(transfer)  # a call whose load is complete ends by itself: P is finishing
+        if asked.request_over:
+            del self._asked[request_id]
+            return True
+        asked.report = LoadReport(
+            transfer=str(transfer),
+            ticket=asked.ticket.ticket,
+            decode=self._engine.incarnation,
+            received=0 if code else asked.tokens,
+            recomputed=asked.tokens if code else 0,
+            code=code,
+            prefill=next((pusher(end.push) for end in asked.ends if end.push), ""),
+        )
+        if self._online is not None:
+            self._online.client.report(asked.ticket.metaserver, asked.report)
         return True
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """The request ended: what its answer says of the load."""
         self._told.discard(request_id)
         transfer = self._book.request_finished(request_id)
-        if transfer is not None and self._online is not None:
-            self._online.client.forget(transfer)
+        if transfer is not None:
+            if self._online is not None:
+                self._online.client.forget(transfer)
+            self._asked[request_id].request_over = True
+            return None
+        asked = self._asked.pop(request_id, None)
+        return params_of(asked.report) if asked is not None and asked.report is not None else None
 
     def stats(self) -> dict[str, Any] | None:
         self.tally.level("reservations_open", self._book.open_count())

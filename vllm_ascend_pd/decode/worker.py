@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm_ascend_pd.decode.decisions import DecodeStep
+from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
@@ -21,7 +21,7 @@ class DecodeWorker:
         self._engine, self._shape, self._device, self._rank = engine, shape, device, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
-        self._failures: list[tuple[str, str]] = []
+        self._ends: list[LoadEnd] = []
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         engine, channel = self._engine, self._engine.config.channel
@@ -47,13 +47,13 @@ class DecodeWorker:
 
     def reports(self) -> list[Loaded]:
         found = [] if self._runtime is None else self._runtime.take_reports()
-        self._failures += [(report.request_id, report.code) for report in found if not report.ok]
+        self._ends += [LoadEnd(report.request_id, report.code, report.push) for report in found]
         return found
 
-    def failures(self) -> list[tuple[str, str]]:
-        """Requests that failed here, with the code, since the last call."""
-        failures, self._failures = self._failures, []
-        return failures
+    def ends(self) -> list[LoadEnd]:
+        """How loads ended here since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
 
     def close(self) -> None:
         if self._runtime is not None:

@@ -21,13 +21,15 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.metaserver import answers
+from vllm_ascend_pd.metaserver import answers, reports
 from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
-from vllm_ascend_pd.metaserver.httpx_transport import Transport
+from vllm_ascend_pd.metaserver.httpx_transport import REPEATABLE, Transport
+from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.runtime.loop import LoopThread
 
@@ -39,6 +41,9 @@ HEARTBEAT_S = 2.0
 MAX_LINE_BYTES = 64 << 10
 _PATIENCE_S = 10.0  # a metaserver that is away for longer has lost the ticket with its memory
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
+_REPORT_S = 10.0
+_REPORTS_AT_ONCE = 16
+_MOST_REPORTS = 4096
 _MOST_CONNECTING = 64  # a burst of reservations takes its time to connect, and none of them times out for it
 
 
@@ -72,6 +77,8 @@ class ClientStats:
     repeated: int = 0
     prefilled: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    reports: int = 0
+    reports_lost: int = 0
 
 
 class MetaserverClient:
@@ -87,6 +94,9 @@ class MetaserverClient:
         self._closed = False
         self._http: httpx.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None
+        self._report_slots: asyncio.Semaphore | None = None
+        self._reports: set[asyncio.Task[None]] = set()
+        self._reporting = 0  # reports that wait for their turn or are under way
         self.stats = ClientStats()
 
     # -- any thread
@@ -124,6 +134,17 @@ class MetaserverClient:
         with self._lock:
             return len(self._calls)
 
+    def report(self, url: str, report: LoadReport) -> None:
+        """POST how a load ended. Never blocks. Evidence, not protocol: what cannot be told in time is counted and dropped."""
+        with self._lock:
+            if self._closed or origin(url) not in self._allowed:
+                return
+            lost = self._reporting >= _MOST_REPORTS
+            self._reporting += not lost
+            self.stats.reports_lost += lost
+        if not lost:
+            self._loop.post(self._start_report, url, report)
+
     # -- the loop thread
 
     async def close(self) -> None:
@@ -135,7 +156,9 @@ class MetaserverClient:
         for call in calls:
             self._end(call, _failed(PdError("PD-XFER-002", why="the engine is closing")))
             self._cancel(call)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for report in self._reports:
+            report.cancel()
+        await asyncio.gather(*tasks, *self._reports, return_exceptions=True)
         if self._http is not None:
             await self._http.aclose()
 
@@ -181,6 +204,36 @@ class MetaserverClient:
         finally:  # whatever happened, the key gets its one outcome (nothing is told once it is forgotten)
             seconds = self._loop.loop.time() - call.started
             self._end(call, replace(outcome, seconds=seconds))
+
+    def _start_report(self, url: str, report: LoadReport) -> None:
+        task = self._loop.loop.create_task(self._report(url, report), name=f"report {report.transfer}")
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _report(self, url: str, report: LoadReport) -> None:
+        slots = self._report_slots = self._report_slots or asyncio.Semaphore(_REPORTS_AT_ONCE)
+        told = False
+        try:
+            told = await asyncio.wait_for(self._post_report(slots, url, report), _REPORT_S)
+        except (asyncio.TimeoutError, httpx.HTTPError, OSError) as problem:
+            log.debug("the report of %s was not taken: %s", report.transfer, _why(problem))
+        finally:
+            with self._lock:
+                self._reporting -= 1
+                self.stats.reports += told
+                self.stats.reports_lost += not told
+
+    async def _post_report(self, slots: asyncio.Semaphore, url: str, report: LoadReport) -> bool:
+        """Whether the metaserver took it: it may know nothing of the request any more, which is no failure."""
+        async with slots:
+            kind = {"content-type": "application/json"}
+            answer = await self._client().post(
+                url.rstrip("/") + reports.ROUTE,
+                content=msgspec.json.encode(report),
+                headers=kind,
+                extensions={REPEATABLE: True},
+            )
+            return answer.status_code < 500
 
     async def _attempts(self, call: _Call) -> Outcome:
         while True:

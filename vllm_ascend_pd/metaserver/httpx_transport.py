@@ -14,6 +14,7 @@ import httpx
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Origin, Reply, Upstream, UpstreamError
 
+REPEATABLE = "vllm_ascend_pd.repeatable"
 _ERRORS: dict[Failure, type[httpx.TransportError]] = {
     Failure.CONNECT: httpx.ConnectError,
     Failure.TIMEOUT: httpx.ReadTimeout,
@@ -37,7 +38,8 @@ class _Body(httpx.AsyncByteStream):
 
 
 class Transport(httpx.AsyncBaseTransport):
-    """Connects, sends and reads within the given times; nothing is sent twice on its own account."""
+    """Connects, sends and reads within the given times. Sent again on a fresh connection, where the server had closed the
+    kept one, is only what says that it may be: a request with the extension REPEATABLE."""
 
     def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, most_connecting: int) -> None:
         self._read_s = read_s
@@ -50,7 +52,8 @@ class Transport(httpx.AsyncBaseTransport):
         headers = [(name, value) for name, value in headers if name not in (b"host", b"content-length")]
         try:
             reply = await self._http.send(
-                origin, request.method, url.raw_path, headers, request.content, self._read_s, repeatable=False
+                *(origin, request.method, url.raw_path, headers, request.content, self._read_s),
+                repeatable=REPEATABLE in request.extensions,
             )
         except UpstreamError as problem:
             raise _error(problem) from problem

@@ -12,10 +12,12 @@ from typing import Any
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
 from vllm_ascend_pd.protocol.auth import unseal
+from vllm_ascend_pd.protocol.identity import push_id
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -77,13 +79,13 @@ class PrefillScheduler:
         return self._book.take_step(self._geometry)
 
     def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended: whether its blocks are held, and what its HTTP answer says of a refused push."""
+        """The request ended: whether its blocks are held, and what its HTTP answer says of the push."""
         request_id = request.request_id
-        error = self._refused.pop(request_id, None)
+        error, pushed = self._refused.pop(request_id, None), self._book.tracks(request_id)
         held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill")
-        if error is None:
-            return held, None
-        return held, {"pd_error": {"code": error.code, "detail": error.sentence}}
+        if error is not None:
+            return held, params_of(PushReport(self._engine.incarnation, error.code, error.sentence))
+        return held, params_of(PushReport(self._engine.incarnation)) if pushed else None
 
     def released(self, request_id: str) -> bool:
         """All workers reported this push. False if vLLM must not hear of it; else its blocks are free now."""
@@ -128,7 +130,10 @@ class PrefillScheduler:
             return PdError("PD-META-005", why="it is not base64")
         except RemoteProtocolError as refused:
             return refused
-        push, prompt = uuid.uuid4().hex, (request.num_prompt_tokens, request_hash(request))
+        push, prompt = (
+            push_id(self._engine.incarnation, uuid.uuid4().hex),
+            (request.num_prompt_tokens, request_hash(request)),
+        )
         error = self._book.admit(request.request_id, reservation, *prompt, push, self._geometry)
         if error is None:
             trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)

@@ -27,6 +27,7 @@ class Report:
     ok: bool
     code: str = ""
     detail: str = ""
+    push: str = ""  # the one that was granted authority, if any was
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,17 @@ class TransferId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return f"{self.incarnation[:8]}/{self.n}/{self.uuid[:8]}"
 
 
+def push_id(incarnation: str, uuid: str) -> str:
+    """The name of a push: whose it is, and which."""
+    return f"{incarnation}.{uuid}"
+
+
+def pusher(push: str) -> str:
+    """The incarnation of the P engine whose push this is; empty for what is no such name."""
+    incarnation, dot, _ = push.partition(".")
+    return incarnation if dot else ""
+
+
 class Contributor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
     """A P worker that writes to a D rank: pipeline stage and tensor-parallel rank."""
 

@@ -342,7 +342,7 @@ class ReservationRules:
         ok = state is ReservationState.CLOSED_OK
         code, detail = ("", "") if ok or record.failure is None else record.failure
         self._note("reported", record, ok=ok, code=code)
-        self._actions.append(Report(record.transfer, ok, code, detail))
+        self._actions.append(Report(record.transfer, ok, code, detail, record.push))
 
     def _drop(self, now: float, record: Transfer, cue: Cue) -> None:
         del self._transfers[record.transfer]

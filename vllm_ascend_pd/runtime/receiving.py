@@ -48,6 +48,7 @@ class Loaded:
     code: str
     detail: str
     blocks: tuple[int, ...]  # what it loaded into, named only if it failed
+    push: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ class ReceiveRuntime:
             log.warning("transfer %s failed: %s %s", action.transfer, action.code, action.detail)
         if bind is not None:
             blocks = () if action.ok else tuple(bind.blocks.tolist())
-            self._reports.append(Loaded(bind.request_id, action.ok, action.code, action.detail, blocks))
+            self._reports.append(Loaded(bind.request_id, action.ok, action.code, action.detail, blocks, action.push))
             self._ringer.ring()
 
     def _verify(self, action: act.Verify) -> list[act.Action]:
