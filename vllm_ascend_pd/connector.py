@@ -168,6 +168,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(connector_metadata, StepMetadata):
             return
         if self._roles.prefill_worker is not None and connector_metadata.prefill is not None:
+            self._roles.prefill_worker.check()
             self._roles.prefill_worker.bind(connector_metadata.prefill)
         if self._roles.decode_worker is not None and connector_metadata.decode is not None:
             self._roles.decode_worker.bind(connector_metadata.decode)

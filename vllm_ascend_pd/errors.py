@@ -75,6 +75,10 @@ CATALOGUE: dict[str, Entry] = {
         "Checksums of layer {layer!r} differ for transfer {transfer}.",
         "The KV that arrived is not what was sent: check the fabric; the request was failed, not answered.",
     ),
+    "PD-WIRE-005": Entry(
+        "The peer's addresses do not fit its cache layout: {why}.",
+        "Run the same release of this package on both sides; if it is the same, report it with both engines' start-up logs.",
+    ),
     # -- control channel
     "PD-CTRL-001": Entry("The side channel cannot listen on {address}: {why}.", "Free the port or change side_channel_port."),
     "PD-CTRL-002": Entry("A peer sent a message that is not valid: {why}.", "Check that both engines run the same version."),
@@ -134,6 +138,10 @@ CATALOGUE: dict[str, Entry] = {
     "PD-XFER-006": Entry(
         "The exchange between the prefill ranks failed: {why}.",
         "See the prefill engine's log; a rank that died stops the whole engine.",
+    ),
+    "PD-XFER-007": Entry(
+        "This prefill worker cannot push any more: its writer thread died ({why}).",
+        "Restart the engine; the traceback of the writer is in its log: report it.",
     ),
 }  # fmt: skip
 

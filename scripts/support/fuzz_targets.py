@@ -248,7 +248,9 @@ def _receiver() -> Receiver:
 
 def _sender() -> Sender:
     made = Sender(incarnation="prefill-1", contributor=ME, model=MODEL, geometry=P, timers=Timers(), quiet_s=QUIET_S)
-    to = Destination(0, ENDPOINTS[0], contributor_pairs(P, D, 0), plan_digest(P, D, 0, 40, "direct"))
+    to = Destination(
+        0, ENDPOINTS[0], contributor_pairs(P, D, 0), plan_digest(P, D, 0, 40, "direct"), len(D.layers), len(D.regions)
+    )
     made.open(0.0, PushOrder("push-1", TRANSFER, 300.0, 40, 2, (to,)))
     return made
 

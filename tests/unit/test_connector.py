@@ -30,6 +30,7 @@ from watching import until
 
 from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver.reports import ROUTE
 
 ROOT = Path(__file__).parents[2]
@@ -351,6 +352,15 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: s
     sent = []
     until(lambda: sent.extend(pair.prefill_step(output(), finished=frozenset({"r-p"})).finished_sending) or sent)
     assert sent == ["r-p"]
+
+
+def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: Pair) -> None:
+    """vLLM has no other way to make /health say so: an error out of a worker's hook ends the engine."""
+    runtime = pair.prefill_worker._roles.prefill_worker
+    assert runtime is not None and runtime._runtime is not None
+    runtime._runtime._writing.died(OSError("the engine broke"))
+    with pytest.raises(PdError, match="PD-XFER-007"):
+        pair.prefill_step(output())
 
 
 def test_ids_that_vllm_does_not_know_are_taken_out_in_place(pair: Pair) -> None:

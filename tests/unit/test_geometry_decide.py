@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from geometry_reference import Cluster, geometry
@@ -12,9 +14,10 @@ from test_geometry_plan import clusters, jobs_of
 from test_geometry_regroup import exchange
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.decide import decide
-from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.decide import _direct_span, _regroup_span, decide
+from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner, Room
+from vllm_ascend_pd.geometry.shard import contributors
 from vllm_ascend_pd.geometry.substeps import room_for_a_block, sub_steps
 
 
@@ -51,6 +54,40 @@ def test_a_small_gain_is_worth_it_only_for_very_short_spans() -> None:
     halves = [decide(*caches("token", 2, 2, 1, cells=(cell,), block=1)) for cell in (2048, 4096)]
     assert [(each.direct_span, each.regroup_span) for each in halves] == [(2048, 4096), (4096, 8192)]
     assert [each.regroup for each in halves] == [True, False]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(["token", "head", "opaque"]),
+    heads=st.integers(1, 12),
+    p_tp=st.integers(1, 12),
+    d_tp=st.integers(1, 12),
+)
+def test_one_pair_of_ranks_of_each_kind_stands_for_all(kind: str, heads: int, p_tp: int, d_tp: int) -> None:
+    p, d = caches(kind, heads, p_tp, d_tp)
+    every = min(
+        (_direct_span(p, d, rank, d_rank), _regroup_span(d, d_rank))
+        for d_rank in range(d_tp)
+        for rank in contributors(p, d, d_rank)
+    )
+    decision = decide(p, d)
+    assert (decision.direct_span, decision.regroup_span) == every
+
+
+def test_a_thousand_ranks_are_planned_as_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    monkeypatch.setattr(StepPlanner, "__init__", _counting(StepPlanner.__init__, planned))
+    decide(*caches("token", 8, 1024, 1024))
+    decide(*caches("token", 8, 512, 1024))
+    assert 0 < len(planned) <= 8
+
+
+def _counting(function: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    def counted(*args: object, **kwargs: object) -> None:
+        calls.append(1)
+        function(*args, **kwargs)
+
+    return counted
 
 
 def test_the_contributor_with_the_shortest_spans_decides() -> None:

@@ -16,7 +16,8 @@ from runtime_wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from watching import traced, until
 
 from vllm_ascend_pd.device.cpu import CpuDevice
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
 from vllm_ascend_pd.runtime.loop import LoopThread
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -251,6 +252,39 @@ def test_a_dead_pusher_fails_every_push_and_releases_the_blocks_when_they_are_qu
         for each in (request, other, later):
             p.finish(each)
         p.released_blocks_of(request, other, later)
+        (worker,) = p.workers.values()
+        assert (worker.stats() or {})["levels"]["writers_dead"]
+        with pytest.raises(PdError, match="PD-XFER-007"):
+            worker.check()
+
+
+@pytest.mark.parametrize("wrong", ["a layer too few", "a region too few", "no layer"])
+def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: str) -> None:
+    push = config(quiet_s=0.3)
+    p = PrefillSite(TUPLES, 1, push=push)
+    d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push, seed=9)
+    runtime = d.workers[0]._runtime
+    assert runtime is not None
+    session, blocks, bases = msgspec.structs.astuple(runtime._addresses())
+    cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
+    runtime._addresses = lambda: LayerAddresses(session, blocks, cut[wrong])  # type: ignore[method-assign]
+    with sites(p, d, e):
+        request, other = d.reserve("r", 30), e.reserve("other", 30)
+        d.step()
+        e.step()
+        for each in (request, other):
+            assert p.admit(each) is None
+        p.compute((request, 30), (other, 30))
+        assert d.received(request)[0].code == "PD-WIRE-005"
+        assert e.received(other)[0].ok
+        e.check(other)
+        for each in (request, other):
+            p.finish(each)
+        p.released_blocks_of(request, other)
+        later = e.reserve("later", 9)
+        e.step()
+        p.prefill(later)
+        assert e.received(later)[0].ok, "the writer lives"
 
 
 def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> None:

@@ -254,3 +254,32 @@ def test_close_waits_for_calls_and_ends_the_threads(lanes, engine) -> None:
     assert not engine.inside and len(engine.calls) == 1
     assert (lanes.poll(handle), lanes.poll(waits)) == (WriteState.FAILED, WriteState.UNISSUED)
     assert not own_threads()
+
+
+def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_issued(engine) -> None:
+    asked: list[int] = []
+
+    def attach() -> None:
+        asked.append(1)
+        raise RuntimeError("the device is gone")
+
+    lanes = Lanes(10, 5.0, attach, time.monotonic)
+    handles = [submit(lanes, engine, f"peer-{n}") for n in range(20)]
+    assert {settle(lanes, handle) for handle in handles} == {WriteState.UNISSUED}
+    assert settle(lanes, submit(lanes, engine, "later")) is WriteState.UNISSUED
+    assert len(asked) <= 20 and not engine.calls
+    lanes.close()
+
+
+def test_a_device_that_takes_some_threads_works_with_those(engine) -> None:
+    slots = threading.Semaphore(1)
+
+    def attach() -> None:
+        if not slots.acquire(blocking=False):
+            raise RuntimeError("no more contexts")
+
+    lanes = Lanes(10, 5.0, attach, time.monotonic)
+    assert settle(lanes, submit(lanes, engine, "first")) is WriteState.LANDED
+    handles = [submit(lanes, engine, f"peer-{n}") for n in range(20)]
+    assert {settle(lanes, handle) for handle in handles} == {WriteState.LANDED}
+    lanes.close()

@@ -38,9 +38,7 @@ class Decision(msgspec.Struct, frozen=True):
 def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int = MIN_SPAN) -> Decision:
     """`mode` and `min_span` as configured (`regroup`, `regroup_min_span`)."""
     direct, regrouped = min(
-        (_direct_span(p, d, rank, d_rank), _regroup_span(d, d_rank))
-        for d_rank in range(d.tp_size)
-        for rank in contributors(p, d, d_rank)
+        (_direct_span(p, d, rank, d_rank), _regroup_span(d, d_rank)) for rank, d_rank in _distinct(p, d)
     )
     if mode != "auto":
         return Decision(mode == "always", direct, regrouped, f"configured: {mode}")
@@ -49,6 +47,21 @@ def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int
     wanted = 2 if direct < SHORT_SPAN else 4
     gain = f"regroup makes spans of {direct} bytes {regrouped / direct:.1f} times as long ({wanted} wanted)"
     return Decision(regrouped >= wanted * direct, direct, regrouped, gain)
+
+
+def _distinct(p: CacheGeometry, d: CacheGeometry) -> list[tuple[int, int]]:
+    """One pair (P rank, D rank) for each way in which a contributor's heads lie among its own and its D rank's.
+
+    Spans follow from nothing else: with a thousand ranks on either side a handful of pairs is left to plan.
+    """
+    found: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    for d_rank in range(d.tp_size):
+        wanted = d.head_range(d_rank)
+        for rank in contributors(p, d, d_rank):
+            held = p.head_range(rank)
+            first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
+            found.setdefault((stop - first, first - held.start, first - wanted.start, len(wanted)), (rank, d_rank))
+    return list(found.values())
 
 
 def _block(p: CacheGeometry, d: CacheGeometry) -> Job:

@@ -43,6 +43,9 @@ METRICS: dict[str, Metric] = {
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
     "staging_quarantined": Metric("level", "Staging slots of P whose failed writes may still read them."),
+    "writers_dead": Metric(
+        "level", "Workers of P whose writer thread has died: the engine ends once its pushes are over."
+    ),
 }
 
 

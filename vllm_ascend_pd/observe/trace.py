@@ -11,12 +11,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20  # of one process, both files together
 OLDER = ".before"  # behind the name of the file that is not written any more (and sorted before the other)
@@ -28,9 +31,24 @@ _lock = threading.Lock()
 
 
 def emit(stage: str, **facts: Any) -> None:
-    """Tell the subscribers that `stage` was reached. Facts are plain values; `transfer` names the transfer."""
+    """Tell the subscribers that `stage` was reached. Facts are plain values; `transfer` names the transfer.
+
+    Observation never touches what it observes: a subscriber that raises (its disk is full) is dropped, for good.
+    """
     for subscriber in _subscribers:
-        subscriber(stage, facts)
+        try:
+            subscriber(stage, facts)
+        except Exception:  # whatever it is, the transfer goes on
+            _drop(subscriber)
+            log.exception(
+                "the trace ends here: %s failed at stage %s; restart the process to trace again", subscriber, stage
+            )
+
+
+def _drop(subscriber: Subscriber) -> None:
+    global _subscribers
+    with _lock:
+        _subscribers = tuple(s for s in _subscribers if s is not subscriber)
 
 
 def enabled() -> bool:
@@ -44,12 +62,7 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
     with _lock:
         _subscribers = (*_subscribers, subscriber)
 
-    def unsubscribe() -> None:
-        global _subscribers
-        with _lock:
-            _subscribers = tuple(s for s in _subscribers if s is not subscriber)
-
-    return unsubscribe
+    return lambda: _drop(subscriber)
 
 
 class TraceFile:
@@ -88,5 +101,8 @@ class TraceFile:
 
     def close(self) -> None:
         self._unsubscribe()
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # what a full disk did not take before
             self._file.close()
+
+    def __repr__(self) -> str:
+        return f"TraceFile({str(self._path)!r})"

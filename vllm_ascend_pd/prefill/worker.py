@@ -52,6 +52,11 @@ class PrefillWorker:
         if self._runtime is not None and step.preempted:
             self._runtime.preempt(step.preempted)
 
+    def check(self) -> None:
+        """Raises PdError when this worker can never push again: the engine must end, so that /health says so."""
+        if self._runtime is not None:
+            self._runtime.check()
+
     def bind(self, step: PrefillStep) -> None:
         if self._runtime is not None:
             self._runtime.begin_step(step)

@@ -22,6 +22,12 @@ class Destination:
     peer: Hashable
     contributors: tuple[Contributor, ...]
     plan_digest: str
+    layers: int  # of D, and regions of each: what the addresses in READY must be of
+    regions: int
+
+    def fits(self, addresses: LayerAddresses) -> bool:
+        """Whether every address that a plan may ask for is there."""
+        return len(addresses.bases) == self.layers and all(len(base) == self.regions for base in addresses.bases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,15 @@ class PushRules:
             # D has revoked the memory that we wrote to: what we wrote may be lost.
             self._fail(now, pair.push, "PD-XFER-005", "the addresses changed during the transfer")
             return
-        pair.layout, pair.addresses = self._layouts[pair.destination.peer]
+        layout, addresses = self._layouts[pair.destination.peer]
+        if not pair.destination.fits(addresses):
+            del self._layouts[pair.destination.peer]
+            told = sorted({len(base) for base in addresses.bases})
+            wanted = f"{pair.destination.layers} layers of {pair.destination.regions} regions"
+            why = f"{pair.destination.peer} told addresses of {len(addresses.bases)} layers, regions {told}; {wanted} are planned"
+            self._fail(now, pair.push, "PD-WIRE-005", why)
+            return
+        pair.layout, pair.addresses = layout, addresses
         pair.authority = until
         pair.begin.rest(max(now + self._timers.resend_first_s, sent + ready.lease_s / 3))
         if pair.state is PairState.ASK:

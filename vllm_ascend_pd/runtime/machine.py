@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
@@ -81,6 +81,11 @@ class PushMachine:
     def attend(self, *, on_closed: Callable[[str], None], on_news: Callable[[], None]) -> None:
         """Before the first step. `on_closed` is told under the lock, `on_news` without it."""
         self._on_closed, self._on_news = on_closed, on_news
+
+    def check(self) -> None:
+        """Raise PD-XFER-007 once a dead pusher has left nothing open: blocks are free, and nothing can be pushed again."""
+        if self.dead is not None and not self.works:
+            raise PdError("PD-XFER-007", why=self.dead)
 
     @property
     def started(self) -> bool:

@@ -63,6 +63,8 @@ class OrderBook:
             peer=reservation.endpoints[rank],
             contributors=tuple(Contributor(stage, p) for stage in stages for p in contributors(self.engine, d, rank)),
             plan_digest=plan_digest(self.engine, d, reservation.first, reservation.end, mode),
+            layers=len(d.layers),
+            regions=len(d.regions),
         )
 
     def _mode(self, d: CacheGeometry) -> str:

@@ -100,10 +100,10 @@ class Pusher:
             self._device.attach_thread()
             while not self._stop:
                 self._take_news(POLL_S if self._flying or self._computed or self._exchanged else IDLE_S)
+                self._poll()  # first: a write that came home makes room, and nobody tells of it again
                 self._announce(self._computed)
                 self._announce(self._exchanged)
                 self._submit()
-                self._poll()
         except Exception as error:
             log.exception("the pusher thread died")
             self._dead = True

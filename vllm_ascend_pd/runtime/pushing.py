@@ -146,6 +146,10 @@ class PushRuntime:
             return {}
         return {**self._regrouper.stats(), **self._writing.levels()}
 
+    def check(self) -> None:
+        """Raises PdError when this worker can never push again and has nothing left to end."""
+        self._machine.check()
+
     def take_failures(self) -> list[tuple[str, str]]:
         """Transfers whose push failed here, with the code, since the last call."""
         return self._machine.take_failures()

@@ -207,6 +207,7 @@ class Writing:
     def died(self, error: Exception) -> None:
         """The pusher's thread ended by an error: fail every push, and every later one."""
         self._machine.dead = error
+        self._machine.tally.level("writers_dead", 1)
         self._machine.abort_all("PD-XFER-003", f"the pusher died: {error}")
 
     def _batch(self, deciding: Deciding, peer: Endpoint, claims: list[Claim]) -> Batch | None:

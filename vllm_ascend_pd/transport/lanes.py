@@ -65,6 +65,8 @@ class Lanes:
         self._lanes: dict[str, deque[_Job]] = {}  # by peer, whose turn is next comes first; no job here is out
         self._out: dict[str, _Job] = {}  # by peer
         self._stop = False
+        self._attached = 0
+        self._most = THREADS  # less once the device has refused one: another would be refused as well
         self._threads: list[threading.Thread] = []
 
     def submit(
@@ -84,6 +86,9 @@ class Lanes:
         job = _Job(engine, address, calls, issue_by, first_s)
         with self._changed:
             self._jobs[handle] = job
+            if not self._most:
+                calls.clear()
+                job.failed = True
             if calls:
                 self._lanes.setdefault(address, deque()).append(job)
             self._staff()
@@ -162,7 +167,7 @@ class Lanes:
             return
         self._changed.notify()
         threads = sum(thread.is_alive() for thread in self._threads)
-        if threads - len(self._out) < 1 and threads < THREADS:
+        if threads - len(self._out) < 1 and threads < self._most:
             name = f"pd-wire-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
@@ -171,13 +176,28 @@ class Lanes:
     # -- the threads
 
     def _work(self) -> None:
-        self._attach_thread()
+        try:
+            self._attach_thread()
+        except Exception:
+            log.exception("a transfer thread cannot attach to the device: no more are started")
+            self._stand_down()
+            return
+        with self._changed:
+            self._attached += 1
+            self._most = max(self._most, self._attached)
         while (job := self._take()) is not None:
             landed = False
             try:
                 landed = self._issue(job)
             finally:
                 self._give_back(job, landed)
+
+    def _stand_down(self) -> None:
+        """The device refused a thread: those that it took go on alone. Without any, what waits was never issued."""
+        with self._changed:
+            self._most = self._attached
+            for job in self._jobs.values() if not self._most else ():
+                self._fail(job)
 
     def _take(self) -> _Job | None:
         with self._changed:
