@@ -146,6 +146,16 @@ CATALOGUE: dict[str, Entry] = {
 }  # fmt: skip
 
 
+MOST_FOREIGN = 1000  # characters of a peer's or another library's text that are shown
+
+
+def one_line(text: object, most: int = MOST_FOREIGN) -> str:
+    """Text of somebody else as one bounded, printable line: a line break in it must not look like a line of our log."""
+    whole = str(text)
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in whole[:most])
+    return shown if len(whole) <= most else f"{shown} … ({len(whole)} characters)"
+
+
 class PdError(Exception):
     """An error from the catalogue, with its values filled in."""
 
@@ -153,8 +163,9 @@ class PdError(Exception):
         entry = CATALOGUE[code]
         self.code = code
         self.values = values
-        self.sentence = entry.sentence.format(**values)
-        self.remedy = entry.remedy.format(**values)
+        told = {name: one_line(value) if isinstance(value, str) else value for name, value in values.items()}
+        self.sentence = entry.sentence.format(**told)
+        self.remedy = entry.remedy.format(**told)
         super().__init__(f"{code}: {self.sentence} {self.remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import struct
 from dataclasses import replace
@@ -412,3 +413,33 @@ def test_a_message_beyond_the_bound_is_our_own_error() -> None:
     assert MAX_MESSAGE_BYTES < FRAME_BYTES
     with pytest.raises(LocalProtocolError, match="exceeds"):
         guarded_frame(Unguarded(), message(text="x" * MAX_MESSAGE_BYTES))
+
+
+FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        clear_frame(Hello(PROTOCOL_VERSION + 1, "p-x", b"n" * 32, False, FORGED)),
+        clear_frame(Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, True, FORGED)),
+        clear_frame(Goodbye("x", FORGED)),
+        struct.pack(">IB", 1 + len(FORGED), CLEAR) + FORGED.encode(),
+        struct.pack(">IB", 60, CLEAR) + msgspec.msgpack.encode({"type": FORGED, FORGED: FORGED})[:59].ljust(59, b"\n"),
+    ],
+    ids=["another version", "signed", "goodbye", "no msgpack", "unknown type"],
+)
+async def test_no_stranger_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with Ear(limits=FAST) as ear, Raw(ear) as raw:
+        raw.send(frame)
+        await until(lambda: any(r.name.startswith("vllm_ascend_pd.channel") for r in caplog.records))
+    for record in caplog.records:
+        assert record.getMessage().isprintable(), record.getMessage()
+
+
+def test_foreign_text_in_an_error_is_one_bounded_printable_line() -> None:
+    error = RemoteProtocolError("PD-CTRL-002", why=FORGED + "y" * 5000)
+    assert error.sentence.isprintable() and str(error).isprintable() and len(str(error)) < 1300
+    assert "\\nWARNING" in error.sentence and "characters)" in error.sentence
+    assert pickle.loads(pickle.dumps(error)).sentence == error.sentence

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vllm_ascend_pd.errors import one_line
+
 log = logging.getLogger(__name__)
 
 
@@ -43,4 +45,4 @@ class Complaints:
         now = self._clock()
         if now - self._last.get(kind, -self._every_s) >= self._every_s:
             self._last[kind] = now
-            log.warning(text, *args)
+            log.warning("%s", one_line(text % args))

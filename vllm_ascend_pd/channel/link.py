@@ -29,7 +29,7 @@ from vllm_ascend_pd.channel.frames import (
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
-from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
@@ -245,7 +245,7 @@ class Link:
     def _clear(self, connection: Connection, payload: memoryview) -> None:
         message = decode_clear(payload)
         if isinstance(message, Goodbye):
-            self._refusal = f"{message.code}: {message.detail}"
+            self._refusal = one_line(f"{message.code}: {message.detail}")
             self._context.counts["refused"] += 1
             if message.code == "PD-SEC-003":
                 self._secret += 1  # the listener may not have the new secret yet, or not the old one any more

@@ -33,7 +33,7 @@ from vllm_ascend_pd.channel.frames import (
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
-from vllm_ascend_pd.errors import PdError, RemoteProtocolError
+from vllm_ascend_pd.errors import PdError, RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
@@ -201,7 +201,7 @@ class Listener:
         connection.allow(FRAME_BYTES)
         self._unproven.pop(connection, None)
         self._counts["proven"] += 1
-        log.debug("side channel: %s is %s (%s)", connection.address, hello.name, hello.incarnation)
+        log.debug("side channel: %s is %s", connection.address, one_line(f"{hello.name} ({hello.incarnation})"))
         connections = self._by_incarnation.setdefault(hello.incarnation, [])
         connections.append(connection)
         if len(connections) > self._limits.max_per_incarnation:

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, LoadEnd, Ticket, read_ticket
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.metaserver.reports import LoadReport, params_of
@@ -231,6 +232,6 @@ class DecodeScheduler:
         if outcome.final:
             self.tally.time("metaserver_time_seconds", outcome.seconds)
             if outcome.kind == "failed":
-                log.warning("transfer %s: %s %s", key, outcome.code, outcome.detail)
+                log.warning("transfer %s: %s %s", key, outcome.code, one_line(outcome.detail))
             self._outcomes.append((key, outcome))
             self._patience.news()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
@@ -192,7 +192,7 @@ class PushMachine:
             self.tally.time("exposed_time_seconds", max(0.0, now - work.sealed) if work.sealed else 0.0)
         if not action.ok:
             self._failures.append((transfer, action.code))
-            log.warning("push of transfer %s failed: %s %s", transfer, action.code, action.detail)
+            log.warning("push of transfer %s failed: %s %s", transfer, action.code, one_line(action.detail))
 
     # -- the loop thread
 

@@ -19,7 +19,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
 from vllm_ascend_pd.device.base import Device, Event
 from vllm_ascend_pd.device.caches import Caches
-from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -231,7 +231,7 @@ class ReceiveRuntime:
         bind = self._binds.get(action.transfer)
         trace.emit("closed", transfer=str(action.transfer), ok=action.ok, code=action.code, detail=action.detail)
         if not action.ok:
-            log.warning("transfer %s failed: %s %s", action.transfer, action.code, action.detail)
+            log.warning("transfer %s failed: %s %s", action.transfer, action.code, one_line(action.detail))
         if bind is not None:
             blocks = () if action.ok else tuple(bind.blocks.tolist())
             self._reports.append(Loaded(bind.request_id, action.ok, action.code, action.detail, blocks, action.push))

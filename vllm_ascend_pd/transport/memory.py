@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.spans import Bounds, Bytes, as_spans, merge_regions, merge_runs
 
@@ -73,7 +73,7 @@ class MemoryTransport:
             self._bounds.check(at, length)
             self._writes[handle] = Write(session, *merge_runs(at, to, length))
         except PdError as error:
-            log.error("write to %s refused: %s", session, error)
+            log.error("write to %s refused: %s", one_line(session), error)
             self._writes[handle] = None
         return handle
 

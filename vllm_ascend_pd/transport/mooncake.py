@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import Engine, can_ask
 from vllm_ascend_pd.transport.flights import Flights
@@ -167,7 +167,7 @@ class MooncakeTransport:
         try:
             self._bounds.check(at, length)
         except PdError as error:
-            log.error("write to %s refused: %s", session, error)
+            log.error("write to %s refused: %s", one_line(session), error)
             self._waiting[handle] = None
             return handle
         spans = merge_runs(at, to, length)
@@ -207,7 +207,7 @@ class MooncakeTransport:
             self._inner[handle] = self._first_issue(address, tag, write, known=known), address
             return WriteState.PENDING
         if answer is not Answer.YES:
-            log.warning("the transfer engine at %s does not answer", address)
+            log.warning("the transfer engine at %s does not answer", one_line(address))
         if not any(other is not None and other.session == write.session for other in self._waiting.values()):
             self._introducer.forget(write.session)
         return WriteState.UNISSUED
