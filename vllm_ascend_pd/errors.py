@@ -118,6 +118,14 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-019": Entry("{name} is a {role} instance already.", "An instance has one role: take the name out where it was given first."),
     "PD-META-020": Entry("The body is not sent as application/json.", "Send the header Content-Type: application/json."),
     "PD-META-021": Entry("The metaserver's supervisor did not answer.", "Try again; the metaserver's log says whether the workers are well."),
+    "PD-META-022": Entry(
+        "The decode instance ended the request halfway, for lack of KV blocks.",
+        "Send it again. If it happens often, give decode more memory for its cache or fewer requests at a time.",
+    ),
+    "PD-META-023": Entry(
+        "The request comes from a metaserver: one of its instances is a metaserver and no engine.",
+        "Give --prefill and --decode the engines' own addresses.",
+    ),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

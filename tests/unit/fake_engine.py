@@ -22,6 +22,7 @@ import uvicorn
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
+from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.runtime.loop import LoopThread
 
 Scope = MutableMapping[str, Any]
@@ -143,9 +144,17 @@ class Manner:
         False  # with `ends`: a stream is only its end, as vLLM's that was cut off before its first token
     )
     refuses_push: str = ""  # as P: answers well, but says with this code that it did not push
+    after_push_s: float = 0.0  # as P: from the KV's arrival to its own answer, which nobody may count on
+    breaks_after_push: bool = False  # as P: the KV arrives, its answer never does
+    settle_s: float = 0.1  # as D: how long KV may be missing after P's good answer
+    reports: bool = True  # as D: posts how a load came; whole answers say it in any case
+    report_s: float = 0.0  # as D: from the end of a load to its report
+    drops_after: int | None = (
+        None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
+    )
 
 
-PUSHED: set[str] = set()  # transfers whose KV has arrived; the wire, so to speak
+PUSHED: dict[str, str] = {}  # by transfer whose KV has arrived, who pushed it; the wire, so to speak
 
 
 def words(prompt: object, count: int) -> list[str]:
@@ -161,6 +170,8 @@ class FakeEngine:
         self.running = 0
         self.outcomes: list[Outcome] = []
         self.local_prefills = 0
+        self.incarnation = uuid.uuid4().hex[:16]
+        self._loads: dict[str, LoadReport] = {}  # by ticket, the last one
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = Served(self._app, name, port)
         self.metaservers(*metaservers)
@@ -268,11 +279,17 @@ class FakeEngine:
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.manner.prefill_s)
-            if self.manner.push:
-                PUSHED.add(json.loads(base64.b64decode(params["reservation"]))["transfer"])
+            if self.manner.push and not self.manner.refuses_push:
+                PUSHED[json.loads(base64.b64decode(params["reservation"]))["transfer"]] = self.incarnation
+            await asyncio.sleep(self.manner.after_push_s)
+            if self.manner.breaks_after_push:
+                raise ConnectionAbortedError("as told")
         elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
             if seen.body.get("stream"):
                 await _head(send, 200, b"text/event-stream")
+                if "chat" in seen.route:
+                    role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                    await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
                 await _piece(
                     send, b"data: " + _error(500, "Internal server error") + b"\n\ndata: [DONE]\n\n", last=True
                 )
@@ -296,23 +313,49 @@ class FakeEngine:
         return self.manner.policy == "recompute"
 
     async def _reserve(self, prompt: object, params: dict[str, Any]) -> Outcome:
-        transfer = f"d/{uuid.uuid4().hex}"
+        transfer = f"{self.incarnation[:8]}/{uuid.uuid4().hex}"
         envelope = base64.b64encode(json.dumps({"transfer": transfer}).encode()).decode()
         body: dict[str, Any] = {"ticket": params["ticket"], "transfer": transfer, "reservation": envelope}
+        body["decode"] = self.incarnation
         if params.get("send_tokens"):
             body["prompt_token_ids"] = list(json.dumps(prompt).encode())
-        waiting = self._waiting[transfer] = asyncio.get_running_loop().create_future()
+        self._waiting[transfer] = asyncio.get_running_loop().create_future()
         await asyncio.sleep(self.manner.before_post_s)
         self._client.reserve(transfer, params["metaserver"], body, 60.0)
         try:
-            outcome = await waiting
+            outcome = await self._loaded(transfer)
         finally:
             if not self.manner.deaf:
                 self._client.forget(transfer)
             del self._waiting[transfer]
-        if outcome.kind == "prefilled" and transfer not in PUSHED:
-            return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
+        self._tell(transfer, params, outcome)
         return outcome
+
+    async def _loaded(self, transfer: str) -> Outcome:
+        """A load is over when the KV is there, whatever has been heard of P's answer; or when it failed; or when P has
+        answered well and the KV is still not there after a while."""
+        waiting, missing_since = self._waiting[transfer], None
+        while transfer not in PUSHED:
+            now = asyncio.get_running_loop().time()
+            if waiting.done() and waiting.result().kind == "failed":
+                return waiting.result()
+            if waiting.done():
+                missing_since = missing_since or now
+                if now - missing_since > self.manner.settle_s:
+                    return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
+            await asyncio.sleep(0.002)
+        return Outcome("prefilled")
+
+    def _tell(self, transfer: str, params: dict[str, Any], outcome: Outcome) -> None:
+        failed = outcome.kind == "failed"
+        report = LoadReport(
+            *(transfer, params["ticket"], self.incarnation, 0 if failed else 7, 7 if failed else 0),
+            *(outcome.code, PUSHED.get(transfer, "")),
+        )
+        self._loads[report.ticket] = report
+        if self.manner.reports:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.manner.report_s, self._client.report, params["metaserver"], report)
 
     async def _whole(self, seen: Seen, send: Send) -> None:
         chat = "chat" in seen.route
@@ -324,8 +367,16 @@ class FakeEngine:
         ]
         await asyncio.sleep(self.manner.gap_s * count)
         answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices}
-        if self.manner.refuses_push:
-            answer["kv_transfer_params"] = {"pd_error": {"code": self.manner.refuses_push, "detail": "not mine"}}
+        params = seen.body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            refused = self.manner.refuses_push
+            answer["kv_transfer_params"] = params_of(
+                PushReport(self.incarnation, refused, "not mine" if refused else "")
+            )
+        elif (report := self._loads.get(params.get("ticket", ""))) is not None:
+            answer["kv_transfer_params"] = params_of(report)
+        if self.manner.drops_after is not None:
+            choices[0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
         await _answer(send, 200, json.dumps(answer).encode())
 
     async def _stream(self, seen: Seen, send: Send) -> None:
@@ -335,6 +386,12 @@ class FakeEngine:
         for i, word in enumerate(words(_prompts(seen.body)[0], count)):
             if i == self.manner.break_after:
                 raise ConnectionAbortedError("as told")
+            if i == self.manner.drops_after:
+                last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
+                dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
+                await _piece(send, dropped[:40])  # TCP cuts where it likes
+                await _piece(send, dropped[40:], last=True)
+                return
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(self.manner.gap_s)

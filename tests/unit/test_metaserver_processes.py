@@ -122,6 +122,20 @@ def test_one_canary_proves_a_pair_for_all_workers_also_for_one_that_comes_later(
         assert len(r.prefill.generations()) >= 2
 
 
+def test_readiness_outlives_the_worker_that_sends_the_canaries() -> None:
+    with running(workers=2, canary=True) as r:
+        urls = [w["url"] for w in r.http.get("/status").json()["workers"]]
+        for url in urls:
+            until(lambda url=url: _is_ready(url))
+        first, second = r.workers()
+        first.kill()
+        seen = []
+        while len(r.workers()) < 2 or first.pid in [w.pid for w in r.workers()] or not _is_ready(urls[0]):
+            seen.append(_is_ready(urls[1]))
+        assert all(seen) and len(seen) > 1, "the other worker was ready all the time"
+        assert second.pid in [w.pid for w in r.workers()]
+
+
 def _is_ready(url: str) -> bool:
     try:
         return httpx.get(url + "/readiness", trust_env=False).status_code == 200

@@ -26,9 +26,11 @@ class Failure(Enum):
     SERVER = "server"  # 500, 502, 504: executed, and failed
     PREFILL = "prefill"  # the prefill leg failed after it may have started
     EMPTY = "empty"  # 200 without a byte of body
+    DROPPED = "dropped"  # D ended it halfway for lack of blocks, and wants it sent again
+    OURS = "ours"  # this process could not open a connection: nothing was sent, and no engine is to blame
 
 
-NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED})
+NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED, Failure.OURS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,50 @@ class RetryPolicy:
         if failure not in NOT_EXECUTED and not (repeatable and budget.take()):
             return None
         return self.backoff.delay(attempt, rand)
+
+
+# ---- whose failure it was -------------------------------------------------------------------------------------
+
+# Codes of D's reports that say something against the P that was to push. Each other code is about the pair (layouts that do not
+# fit, a write that failed between the two), about this metaserver, or about a request that was given up: it blames nobody.
+AGAINST_PREFILL = {
+    "PD-XFER-001": "nothing, or not everything, came in time, and D gave it all the time it was to have",
+    "PD-XFER-004": "P's process or its lease was gone in the middle of a push",
+    "PD-XFER-006": "P's own ranks could not exchange what they were to push",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What is known of the process behind an address. Data parallelism puts several behind one: then the last that spoke."""
+
+    incarnation: str = ""  # as it last told; empty: unknown, or it may be another one by now
+    ended: str = ""  # the one that refused connections since it last told anything
+
+    def heard(self, incarnation: str) -> Life:
+        """An engine told its incarnation in an answer, a reservation or a report."""
+        return Life(incarnation, "" if incarnation == self.ended else self.ended)
+
+    def refused(self) -> Life:
+        """Nobody listens there: the process has ended, or it is about to."""
+        return Life("", self.incarnation or self.ended)
+
+    def may_be(self, incarnation: str) -> bool:
+        """Whether nothing that is known speaks against this process being there still. A slow one is the same one."""
+        return incarnation != self.ended and self.incarnation in ("", incarnation)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Proof:
+    """KV has really come from this P to this D, in these lives of theirs."""
+
+    prefill: str
+    prefill_life: str
+    decode: str
+    decode_life: str
+
+    def holds(self, prefill: Life, decode: Life) -> bool:
+        return prefill.may_be(self.prefill_life) and decode.may_be(self.decode_life)
 
 
 # ---- circuits -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ costs no timer. Reading pauses while the client is slower than the engine.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import ssl
 from types import TracebackType
@@ -39,6 +40,10 @@ class Origin(NamedTuple):
     @property
     def netloc(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+# No file handle, memory or port is left to this process: it says nothing about the engine.
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
 class UpstreamError(Exception):
@@ -414,7 +419,8 @@ class Upstream:
         except asyncio.TimeoutError as problem:
             raise UpstreamError(Failure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
         except OSError as problem:
-            raise UpstreamError(Failure.CONNECT, str(problem) or type(problem).__name__) from problem
+            failure = Failure.OURS if problem.errno in _OURS else Failure.CONNECT
+            raise UpstreamError(failure, str(problem) or type(problem).__name__) from problem
         return connection
 
     def _open(self, origin: Origin) -> _Pool:

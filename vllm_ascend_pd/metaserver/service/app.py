@@ -23,6 +23,8 @@ from starlette.routing import Route
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
+from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES
+from vllm_ascend_pd.metaserver.reports import ROUTE as LOADS
 from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.canary import Canary
@@ -35,7 +37,7 @@ from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Memb
 from vllm_ascend_pd.metaserver.service.intake import Intake, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.probes import Prober
-from vllm_ascend_pd.metaserver.service.relay import tell
+from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
@@ -105,6 +107,7 @@ class Worker:
         """The busy routes are looked up before Starlette, whose middleware would cost as much as the relay itself."""
         generate = Endpoint(self._generate)
         busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, RESERVATIONS: Endpoint(self._reserve)}
+        busy[LOADS] = Endpoint(self._loaded)
         return Doors(busy, self._starlette())
 
     def _starlette(self) -> Starlette:
@@ -116,6 +119,7 @@ class Worker:
                 Route("/metrics", self._metrics),
                 *self._admin.routes(),
                 Route(RESERVATIONS, Endpoint(_only_posts)),
+                Route(LOADS, Endpoint(_only_posts)),
                 Route("/v1/{rest:path}", Endpoint(self._pass_on), methods=_PASSED_METHODS),
             ],
             exception_handlers={HTTPException: _no_route},
@@ -187,10 +191,13 @@ class Worker:
         interrupt = Interrupt()
         await while_connected(receive, interrupt, self._reservations.answer(body, interrupt, send))
 
+    async def _loaded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._reservations.report(await self._intake.body(receive, MAX_REPORT_BYTES), send)
+
     # -- what operators ask
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200)
+        return Response(status_code=200, headers={OWN_MARK.decode(): "1"})
 
     async def _healthcheck(self, _: Request) -> Response:
         """The predecessor's form."""
@@ -298,11 +305,14 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
             kind = value
         elif name == b"authorization":
             authorised = True
+        elif name == OWN_MARK:
+            raise Refused(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             drop = drop.union(part.strip().lower() for part in value.split(b","))
     headers = [(name, value) for name, value in scope["headers"] if name not in drop]
     if request_id is None:
         request_id = uuid.uuid4().hex.encode()
+    headers.append((OWN_MARK, b"1"))
     headers.append((b"x-request-id", request_id))  # one, whatever the client says belongs to its connection
     if kind is None:
         headers.append((b"content-type", b"application/json"))

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readiness: true once a pair has really moved a block since both of its engines came up.
+"""Readiness: true once KV has really come from a P to a D, in the lives that both are in now.
 
 A canary is a request for one token with a prompt that nobody has ever sent, through the same way as a client's, over a
-given P and D. It is sent only for an engine that is in no proven pair, so that readiness outlives one that goes away;
-an engine that went away and came back must be proven again.
+given P and D. Its proof is D's report of tokens received (`Front.loaded`), not an answer or the order of answers; a
+client's request proves as much. Canaries are sent only for an engine that is in no proven pair, several at a time, so that
+one that hangs keeps no other from being proven.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import random
 import time
 import uuid
@@ -20,39 +21,43 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Backoff, Condition, Role
+from vllm_ascend_pd.metaserver.decisions import Backoff, Condition, Life, Role
 from vllm_ascend_pd.metaserver.http1 import Headers, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.within import within
+
+log = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 192  # more than one block of 128
 _TOKEN_IDS = range(3, 256)  # in every vocabulary
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.25
+_AT_ONCE = 8
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
-Proof = tuple[str, int, str, int]  # names, and which coming up of theirs
+Lives = tuple[str, Life, str, Life]  # of a P and a D
 
 
 class Canary:
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._proofs: set[Proof] = set()
-        self._told: list[Pair] | None = None  # by the worker that flies the canaries, if that is not this one
-        self._failed: dict[Proof, tuple[int, float]] = {}  # how often, and until when it is left alone
-        self.last_error = ""
+        self._flying: dict[asyncio.Task[None], Pair] = {}
+        self._failed: dict[
+            Pair, tuple[Lives, int, float]
+        ] = {}  # in which lives, how often, until when it is left alone
+        self.last_error = "no canary has been answered yet"
 
     # -- what is known
 
     def proven(self) -> list[Pair]:
-        """Pairs that are up, and have moved a block since."""
-        if self._told is not None:
-            return self._told
-        return [(p.name, d.name) for p, d in self._pairs() if _proof(p, d) in self._proofs]
+        """Pairs that are up, and over which KV has come."""
+        up = {(p.name, d.name) for p, d in self._pairs()}
+        return sorted({(proof.prefill, proof.decode) for proof in self._front.fleet.proven()} & up)
 
     def ready(self) -> bool:
         if self._front.closing:
@@ -60,10 +65,6 @@ class Canary:
         if self._front.settings.canary:
             return bool(self.proven())
         return bool(self._pairs())
-
-    def learn(self, pairs: list[Pair]) -> None:
-        """What the worker that flies the canaries has proven."""
-        self._told = pairs
 
     def _pairs(self) -> list[tuple[Instance, Instance]]:
         """All pairs that could serve, in a mixed order."""
@@ -76,48 +77,56 @@ class Canary:
     # -- the canary's flight
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            METRICS.ready.set(self.ready())
-            if not self._front.settings.canary or self._front.closing:
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_EVERY_S)
+                METRICS.ready.set(self.ready())
+                if self._front.settings.canary and not self._front.closing:
+                    self._send_out()
+        finally:
+            for task in self._flying:
+                task.cancel()
+            await asyncio.gather(*self._flying, return_exceptions=True)
+
+    def _send_out(self) -> None:
+        """One canary for each engine that is in no proven pair, and has none on its way to prove it."""
+        busy = {name for pair in (*self.proven(), *self._flying.values()) for name in pair}
+        now = time.monotonic()
+        names = {instance.name for instance in self._front.fleet}
+        self._failed = {pair: failed for pair, failed in self._failed.items() if names.issuperset(pair)}
+        for prefill, decode in self._pairs():
+            pair = (prefill.name, decode.name)
+            lives, _, until = self._failed.get(pair, (None, 0, 0.0))
+            left_alone = now < until and lives == _lives(prefill, decode)
+            if len(self._flying) >= _AT_ONCE or left_alone or set(pair) <= busy:
                 continue
-            pair = self._wanted()
-            if pair is not None:
-                await self._fly(*pair)
-
-    def _wanted(self) -> tuple[Instance, Instance] | None:
-        """A pair with an engine that is in no proven one, and that is not left alone after a failure."""
-        pairs, now = self._pairs(), time.monotonic()
-        self._forget_the_gone()
-        known = {name for pair in self.proven() for name in pair}
-        for prefill, decode in pairs:
-            _, until = self._failed.get(_proof(prefill, decode), (0, 0.0))
-            if not {prefill.name, decode.name} <= known and now >= until:
-                return prefill, decode
-        return None
-
-    def _forget_the_gone(self) -> None:
-        """Lives of engines that have ended; one that is down for a while has not."""
-        lives = {(i.name, i.comings) for i in self._front.fleet}
-        gone = [proof for proof in (*self._proofs, *self._failed) if not {proof[:2], proof[2:]} <= lives]
-        for proof in gone:
-            self._proofs.discard(proof)
-            self._failed.pop(proof, None)
+            busy.update(pair)
+            task = asyncio.create_task(self._fly(prefill, decode), name=f"canary {prefill.name} to {decode.name}")
+            self._flying[task] = pair
+            task.add_done_callback(self._flying.pop)
 
     async def _fly(self, prefill: Instance, decode: Instance) -> None:
-        proof = _proof(prefill, decode)
+        pair, lives = (prefill.name, decode.name), _lives(prefill, decode)
         try:
-            self.last_error = await within(_PATIENCE_S, self._try(prefill, decode))
+            problem = await within(_PATIENCE_S, self._try(prefill, decode))
         except asyncio.TimeoutError:
-            self.last_error = f"no answer within {_PATIENCE_S:g} s"
-        except UpstreamError as problem:
-            self.last_error = problem.why
-        if not self.last_error:
-            self._proofs.add(proof)
+            problem = f"no answer within {_PATIENCE_S:g} s"
+        except UpstreamError as failed:
+            problem = failed.why
+        if not problem:
+            self._failed.pop(pair, None)
+            log.info("proven: KV comes from %s to %s", *pair)
             return
-        self.last_error = f"{prefill.name} to {decode.name}: {self.last_error}"
-        failures = self._failed.get(proof, (0, 0.0))[0] + 1
-        self._failed[proof] = failures, time.monotonic() + _BACKOFF.delay(failures, 0.5 + random.random() / 2)
+        _, failures, _ = self._failed.get(pair, (lives, 0, 0.0))
+        self._failed[pair] = (
+            lives,
+            failures + 1,
+            time.monotonic() + _BACKOFF.delay(failures + 1, 0.5 + random.random() / 2),
+        )
+        told = f"{prefill.name} to {decode.name}: {problem}"
+        if told != self.last_error:
+            log.warning("not proven: %s", told)
+        self.last_error = told
 
     async def _try(self, prefill: Instance, decode: Instance) -> str:
         """What went wrong, or nothing."""
@@ -139,11 +148,14 @@ class Canary:
             pinned=(prefill, decode),
         )
         await self._front.serve(exchange)
-        moved = [name for name, _, _ in exchange.stages].count("prefilled")
-        return answer.problem() or ("" if moved else "D answered without a prefill elsewhere")
+        if (problem := answer.problem()) or (prefill.name, decode.name) in self.proven():
+            return problem
+        told = [detail for name, _, detail in exchange.stages if name == "not loaded"]
+        return f"D computed the prompt by itself: {told[-1] if told else 'it asked for no KV; its log says why'}"
 
     def _headers(self) -> Headers:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"canary-" + uuid.uuid4().hex.encode())]
+        headers.append((OWN_MARK, b"1"))
         if self._front.settings.engine_token:
             headers.append((b"authorization", b"Bearer " + self._front.settings.engine_token.encode()))
         return headers
@@ -163,15 +175,11 @@ class _Answer:
     def problem(self) -> str:
         if self._status != 200:
             return f"status {self._status}: {self._body[:300].decode(errors='replace')}"
-        # A D of this package says how many tokens it received; one that recomputed the prompt would say none.
-        with contextlib.suppress(*bodies.UNREADABLE, KeyError, TypeError):
-            received = msgspec.json.decode(self._body)["kv_transfer_params"]["received_tokens"]
-            return "" if received else "D computed the prompt by itself"
         return ""
 
 
-def _proof(prefill: Instance, decode: Instance) -> Proof:
-    return (prefill.name, prefill.comings, decode.name, decode.comings)
+def _lives(prefill: Instance, decode: Instance) -> Lives:
+    return prefill.name, prefill.life, decode.name, decode.life
 
 
 def _model(body: bytes) -> str:

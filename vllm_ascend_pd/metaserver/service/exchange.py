@@ -9,9 +9,10 @@ D's fence's business and never mixes with the new one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +20,14 @@ from typing import Any
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Headers
+from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100
 _LAST_TROUBLES = 50
+_PAST_ATTEMPTS = 1024
 
 
 class AttemptFailed(Exception):
@@ -152,9 +155,35 @@ class Attempt:
     ticket: str = field(default_factory=lambda: uuid.uuid4().hex)
     legs: dict[str, Interrupt] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    prefilled: int = 0
+    sources: dict[str, Instance] = field(default_factory=dict)  # by transfer, the P that was asked last
+    reports: dict[str, LoadReport] = field(default_factory=dict)  # by transfer, how D says that its KV came
+    blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: once
     prefill_failed: bool = False
     restart: bool = True  # whether another attempt may follow
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
+    watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
+
+    def received(self, transfer: str) -> bool:
+        """D has the KV, whatever else happens to P's leg."""
+        report = self.reports.get(transfer)
+        return report is not None and report.received > 0
+
+    @property
+    def load_failed(self) -> bool:
+        """KV did not come: D may have failed for that, and only for that."""
+        return self.prefill_failed or any(not report.received for report in self.reports.values())
+
+    async def told(self, enough: Callable[[], bool], most_s: float) -> None:
+        """Wait until what has been told is enough, at most so long: reports, legs and answers come in any order."""
+        end = time.monotonic() + most_s
+        while not enough() and (left := end - time.monotonic()) > 0:
+            self.news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.news.wait(), left)
+
+    async def explained(self, most_s: float) -> None:
+        """Wait until every load has been reported, or a leg has failed."""
+        await self.told(lambda: self.prefill_failed or self.seen <= self.reports.keys(), most_s)
 
     def cancel_legs(self) -> None:
         for leg in tuple(self.legs.values()):
@@ -166,6 +195,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.tickets: dict[str, Attempt] = {}
+        self._past: OrderedDict[str, Attempt] = OrderedDict()  # their reports may still be on their way
         self.exchanges: set[Exchange] = set()
         self.last: deque[Story] = deque(maxlen=_LAST_REQUESTS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
@@ -175,10 +205,22 @@ class Journal:
         facts = {"at": time.time(), "code": code, "what": what, "remedy": remedy(code)}
         self.troubles.append({**facts, "instance": instance, "request": request[:128]})
 
+    def close(self, attempt: Attempt) -> None:
+        """The ticket is void. What D reports of it is still taken."""
+        self.tickets.pop(attempt.ticket, None)
+        if not attempt.seen <= attempt.reports.keys():
+            self._past[attempt.ticket] = attempt
+            if len(self._past) > _PAST_ATTEMPTS:
+                self._past.popitem(last=False)
+
+    def attempt(self, ticket: str) -> Attempt | None:
+        return self.tickets.get(ticket) or self._past.get(ticket)
+
     def begin(self, exchange: Exchange) -> None:
         self.exchanges.add(exchange)
 
     def end(self, exchange: Exchange) -> None:
         self.exchanges.discard(exchange)
+        exchange.forget_prompt()
         if exchange.remembered:
             self.last.append(exchange.story())

@@ -23,6 +23,9 @@ from vllm_ascend_pd.metaserver.decisions import (
     CircuitState,
     Condition,
     Evidence,
+    Failure,
+    Life,
+    Proof,
     Role,
     choose,
     condition,
@@ -81,7 +84,7 @@ class Instance:
     circuit: Circuit
     answered: bool = False
     healthy: bool = False  # its last probe was good
-    comings: int = 0  # how often it came up: a proof of an earlier life counts no more
+    life: Life = field(default_factory=Life)
     draining: bool = False
     load: float = 0.0  # tokens in flight from this process
     load_elsewhere: float = 0.0  # and from the other workers, as they last said
@@ -131,6 +134,7 @@ class Fleet:
         self._policy = policy
         self._lost = lost
         self._instances: dict[str, Instance] = {}
+        self.proofs: set[Proof] = set()
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
@@ -209,6 +213,33 @@ class Fleet:
         name = choose(candidates, cost, random.random(), affinity)
         return self._instances[name] if name is not None else None
 
+    # -- what is proven
+
+    def proven(self) -> set[Proof]:
+        """What still holds; what does not is forgotten."""
+        self.proofs = {proof for proof in self.proofs if self._holds(proof)}
+        return self.proofs
+
+    def _holds(self, proof: Proof) -> bool:
+        prefill, decode = self._instances.get(proof.prefill), self._instances.get(proof.decode)
+        if prefill is None or decode is None or (prefill.role, decode.role) != (Role.PREFILL, Role.DECODE):
+            return False
+        return proof.holds(prefill.life, decode.life)
+
+    def prove(self, prefill: Instance, decode: Instance) -> None:
+        """KV has come from one to the other, and both have just told who they are."""
+        self.proofs.add(Proof(prefill.name, prefill.life.incarnation, decode.name, decode.life.incarnation))
+
+    def learn(self, proofs: Iterable[Proof]) -> None:
+        """What another worker has proven, as far as nothing that is known here speaks against it."""
+        for proof in proofs:
+            if proof in self.proofs or not self._holds(proof):
+                continue
+            self.proofs.add(proof)
+            for name, life in ((proof.prefill, proof.prefill_life), (proof.decode, proof.decode_life)):
+                instance = self._instances[name]
+                instance.life = instance.life.heard(life)
+
     # -- load and evidence
 
     @contextmanager
@@ -224,13 +255,16 @@ class Fleet:
             instance.requests -= 1
             instance.load = instance.load - cost if instance.requests else 0.0  # no drift from rounding
 
+    def failed(self, instance: Instance, failure: Failure, why: str) -> None:
+        """A request to it did not work out; what went wrong on our side says nothing about it."""
+        if failure is not Failure.OURS:
+            self.seen(instance, Evidence.UNREACHED if failure is Failure.CONNECT else Evidence.BROKE, why)
+
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Something was learned about it: the circuit moves."""
         was_open = instance.circuit.open
         instance.circuit.seen(time.monotonic(), evidence, random.random())
         if evidence in _GOOD:
-            if not instance.answered or (evidence is Evidence.PROBE_OK and not instance.healthy):
-                instance.comings += 1
             instance.answered = True
         else:
             instance.last_error, instance.last_error_at = why, time.time()

@@ -10,8 +10,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
+from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.metaserver.decisions import (
+    AGAINST_PREFILL,
+    Admission,
+    Evidence,
+    Failure,
+    Gatekeeper,
+    RetryBudget,
+    Role,
+)
 from vllm_ascend_pd.metaserver.http1 import Upstream
+from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.metaserver.service import relay
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Journal, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
@@ -23,6 +33,7 @@ from vllm_ascend_pd.observe.trace import emit
 
 _LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself
 _COME_BACK_S = 2.0
+_MOST_CANARIES = 64
 _CLOSING = known(503, "PD-META-010", _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
 
@@ -82,11 +93,52 @@ class Front:
         self.budget = RetryBudget()
         self.turnstile = Turnstile(Gatekeeper(settings.max_running, settings.max_waiting))
         self.polls = Turnstile(Gatekeeper(settings.max_running, 0))  # what costs nothing: bounded, and never waits
+        self.canaries = Turnstile(Gatekeeper(_MOST_CANARIES, 0))  # clients that fill the house say nothing of its pairs
         self.closing = False
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer a client's generation."""
-        await self.admit(exchange, self._generate, self.turnstile)
+        """Answer a client's generation, or a canary's."""
+        gate = self.turnstile if exchange.pinned is None else self.canaries
+        await self.admit(exchange, self._generate, gate)
+
+    def loaded(self, report: LoadReport) -> bool:
+        """D says how the KV of a transfer came: what is proven, and whose failure it was, follows from this and from nothing
+        else. False if nothing is known of the request. The same report may come twice: in an answer and by itself."""
+        attempt = self.journal.attempt(report.ticket)
+        if attempt is None or report.transfer not in attempt.seen:
+            return False
+        if report.transfer in attempt.reports:
+            return True
+        attempt.reports[report.transfer] = report
+        decode, prefill = attempt.decode, attempt.sources.get(report.transfer)
+        decode.life = decode.life.heard(report.decode)
+        if prefill is not None and report.prefill:
+            prefill.life = prefill.life.heard(report.prefill)
+        self._judge(attempt, report, prefill)
+        attempt.news.set()
+        return True
+
+    def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
+        exchange, name = attempt.exchange, prefill.name if prefill is not None else ""
+        code = report.code if report.code in CATALOGUE else "unknown"
+        METRICS.loads.labels(name, attempt.decode.name, "received" if report.received else code).inc()
+        METRICS.tokens_received.inc(report.received)
+        METRICS.tokens_recomputed.inc(report.recomputed)
+        if report.received:
+            exchange.stage("loaded", f"{report.received} tokens")
+            if prefill is not None and report.prefill:
+                self.fleet.prove(prefill, attempt.decode)
+                self.fleet.seen(prefill, Evidence.SERVED)
+            return
+        exchange.stage("not loaded", code)
+        if prefill is None:
+            return
+        exchange.bad_prefills.add(name)
+        against = AGAINST_PREFILL.get(report.code)
+        if against is not None and report.transfer not in attempt.blamed:
+            attempt.blamed.add(report.transfer)
+            self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")
+            self.journal.trouble(report.code, f"the KV of a request did not come: {against}", name, exchange.request_id)
 
     async def admit(self, exchange: Exchange, work: Callable[[Exchange], Awaitable[None]], gate: Turnstile) -> None:
         """Do `work` when its turn comes. Cancelled through the exchange's interrupt when the client leaves."""
@@ -189,7 +241,9 @@ class Front:
 
     def _close(self, attempt: Attempt, well: bool) -> None:
         """The attempt is over. A prefill still under way is cut, or after a good end given a moment to finish."""
-        self.journal.tickets.pop(attempt.ticket, None)
+        self.journal.close(attempt)
+        if attempt.watch is not None:
+            attempt.watch.cancel()
         if not attempt.legs:
             return
         if well:

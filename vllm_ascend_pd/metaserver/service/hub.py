@@ -20,12 +20,13 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.metaserver.decisions import Proof
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.instances_file import Members
 
 log = logging.getLogger(__name__)
-CANARY_WORKER = 0  # one worker proves pairs for all
+CANARY_WORKER = 0  # one worker sends the canaries; what any worker has proven all know
 REPORT_EVERY_S = 0.25
 MAX_LINE_BYTES = 16 << 20
 _ECHO_S = 5.0
@@ -118,5 +119,4 @@ class Hub:
                 load[facts["name"]] = load.get(facts["name"], 0.0) + facts["tokens_in_flight"]
         for instance in self._fleet:
             instance.load_elsewhere = load.get(instance.name, 0.0)
-        if CANARY_WORKER in self._others:
-            self._canary.learn([tuple(pair) for pair in self._others[CANARY_WORKER]["proven"]])
+        self._fleet.learn(Proof(*proof) for report in self._others.values() for proof in report["proofs"])

@@ -37,6 +37,11 @@ class Metrics:
         self.legs = self._counter("legs", "Requests sent to engines, by how they ended", "role", "engine", "end")
         self.retries = self._counter("retries", "Attempts repeated, by what failed", "failure")
         self.reservations = self._counter("reservations", "Reservations posted by D, by how they ended", "end")
+        self.loads = self._counter(
+            "loads", "Loads as D reported them: received, or the code", "prefill", "decode", "end"
+        )
+        self.tokens_received = self._counter("tokens_received", "Prompt tokens whose KV came from P, as D reports")
+        self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
         self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
         self.client_left = self._counter("client_left", "Clients that left before the end")
         self.ttft = self._histogram("ttft_seconds", "From a client's request to its first byte", "route")

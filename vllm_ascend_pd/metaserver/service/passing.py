@@ -128,7 +128,7 @@ async def _first(front: Front, call: Call, reply: Reply) -> bytes:
 
 
 def _broke(front: Front, exchange: Exchange, decode: Instance, problem: UpstreamError) -> None:
-    front.fleet.seen(decode, Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE, problem.why)
+    front.fleet.failed(decode, problem.failure, problem.why)
     METRICS.legs.labels("decode", decode.name, "broke").inc()
     front.journal.trouble("PD-META-007", problem.why, decode.name, exchange.request_id)
 

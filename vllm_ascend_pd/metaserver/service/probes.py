@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 
-from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
+from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.service.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class Prober:
@@ -52,8 +56,12 @@ class Prober:
             async with reply:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
         except UpstreamError as problem:
+            if problem.failure is Failure.OURS:
+                log.warning("%s is not probed: %s", instance.name, problem.why)
+                return
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
             if isinstance(problem.__cause__, ConnectionRefusedError):
+                instance.life = instance.life.refused()
                 # An engine that shuts down may keep the connection of a request that it will never answer.
                 self._upstream.hurry(instance.origin, self._settings.forsaken_s)
             elif instance.circuit.state is CircuitState.UNREACHABLE:
@@ -61,7 +69,9 @@ class Prober:
                 self._upstream.hurry(instance.origin, self._settings.vanished_s)
             return
         self._upstream.calm(instance.origin)
-        if reply.status == 200:
+        if any(name == OWN_MARK for name, _ in reply.headers):
+            self._fleet.seen(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
+        elif reply.status == 200:
             self._fleet.seen(instance, Evidence.PROBE_OK)
         else:
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health answered {reply.status}")

@@ -14,11 +14,15 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
+from vllm_ascend_pd.metaserver.reports import read_answer
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
-from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault
+from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.observe.trace import emit
@@ -37,6 +41,12 @@ _OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
 # vLLM answers 200 to a request that it ends itself, as it does with new ones once it shuts down. Unescaped quotes: no
 # model can write this into its text.
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+# vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete, and says so here alone.
+_DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
+_PARAMS = b'"kv_transfer_params"'
+_REPORT_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
+_HELD_BYTES = 1 << 20  # of an event of a stream whose end has not come
+OWN_MARK = b"x-ascend-pd-metaserver"  # on every request and health answer of a metaserver: one is no engine of another
 # Its stream of a request that it ends before the first token: nothing but its end, and the usage if that was asked for.
 _NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
 
@@ -90,7 +100,7 @@ async def _open(front: Front, attempt: Attempt, params: dict[str, Any] | None, h
 
 async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float) -> bytes:
     if reply.status >= 500 or reply.status == 429:
-        raise _refused(front, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
+        raise await _refused(front, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     if reply.status != 200 or not attempt.exchange.request.stream:
         first = await reply.rest(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
@@ -99,14 +109,37 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
             first += more
     if reply.status == 200 and not first.strip():
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
-    if first.startswith(_ERROR_EVENT):
-        # vLLM says 200 to a stream before the request has run; this is the failure that came after.
-        body = first.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
-        raise _refused(front, attempt, 500, body, [])
+    failed = _first_said(first) if attempt.exchange.request.stream and reply.status == 200 else b""
+    if failed.startswith(_ERROR_EVENT):
+        # vLLM says 200 to a stream, and who speaks, before the request has run; this is the failure that came after.
+        body = failed.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
+        raise await _refused(front, attempt, 500, body, [])
+    if reply.status == 200 and dropped(first):
+        METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
+        raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
     if reply.status == 200 and (aborted(first) or (attempt.exchange.request.stream and _says_nothing(first))):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
-        raise _refused(front, attempt, 503, answer.body, [])
+        raise await _refused(front, attempt, 503, answer.body, [])
+    if reply.status == 200 and not attempt.exchange.request.stream:
+        return _strip(front, first)
     return first
+
+
+def _strip(front: Front, answer: bytes) -> bytes:
+    """A whole answer without what the engines say to each other; D's report in it is taken."""
+    if _PARAMS not in answer:
+        return answer
+    try:
+        fields = bodies.parse_fields(answer)
+        load, _ = read_answer(answer)
+    except (bodies.BodyError, *bodies.UNREADABLE):
+        return answer  # no object, so no such field of it
+    if load is not None:
+        front.loaded(load)
+    if bytes(fields.get(bodies.FORBIDDEN, b"null")) == b"null":
+        return answer  # as vLLM says it without a connector
+    fields[bodies.FORBIDDEN] = msgspec.Raw(b"null")
+    return msgspec.json.encode(fields)
 
 
 def _only_opens(stream: bytes) -> bool:
@@ -115,10 +148,14 @@ def _only_opens(stream: bytes) -> bool:
     return bool(events) and all(_OPENING.search(event) for event in events)
 
 
+def _first_said(stream: bytes) -> bytes:
+    """The first event after who speaks; nothing if there is none yet."""
+    return next((event for event in _events(stream) if not _OPENING.search(event)), b"")
+
+
 def _says_nothing(stream: bytes) -> bool:
     """What comes first, after who speaks, is already the end."""
-    said = [event for event in _events(stream) if not _OPENING.search(event)]
-    return bool(said) and _NOTHING.match(said[0]) is not None
+    return _NOTHING.match(_first_said(stream)) is not None
 
 
 def _events(stream: bytes) -> list[bytes]:
@@ -130,7 +167,12 @@ def aborted(answer: bytes) -> bool:
     return _ABORTED.search(answer) is not None
 
 
-def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
+def dropped(answer: bytes) -> bool:
+    """Whether D says that it has ended the request halfway, for lack of blocks, and wants it sent again."""
+    return _DROPPED.search(answer) is not None
+
+
+async def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
     """D said no, in words that the client gets if no other attempt is made."""
     instance = attempt.decode
     kept = [(name, value) for name, value in headers if name == b"retry-after"]
@@ -143,7 +185,8 @@ def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: 
     if status in (429, 503):
         METRICS.legs.labels("decode", instance.name, "refused").inc()
         return AttemptFailed(Failure.REFUSED, passed, said)
-    if attempt.prefill_failed:  # with policy "fail" D cannot but say so: no evidence against D
+    await attempt.explained(_REPORT_S)
+    if attempt.load_failed:  # with policy "fail" D cannot but say so: no evidence against D
         METRICS.legs.labels("decode", instance.name, "no prefill").inc()
         return AttemptFailed(Failure.PREFILL, passed, said)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
@@ -154,10 +197,9 @@ def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: 
 
 
 def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
-    evidence = Evidence.UNREACHED if failure is Failure.CONNECT else Evidence.BROKE
-    front.fleet.seen(instance, evidence, why)
+    front.fleet.failed(instance, failure, why)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
-    status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503}.get(failure, 502)
+    status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503, Failure.OURS: 503}.get(failure, 502)
     message = f"The decode instance could not answer: {why}."
     return AttemptFailed(failure, fault(status, message, "PD-META-007", 2 if status == 503 else None), why)
 
@@ -165,13 +207,18 @@ def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> Att
 async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
     send, interrupt = attempt.exchange.send, attempt.exchange.interrupt
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    piece = last = first
+    piece, held, code = first, b"", "PD-META-007"
     problem = ""
     try:
-        while piece:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            last = piece
-            piece = await reply.read()
+        while piece and not problem:
+            piece, held = _whole_events(held + piece if held else piece)
+            if dropped(piece):
+                code, problem = "PD-META-022", PdError("PD-META-022").sentence
+                piece, held = piece[: piece.rfind(b"data: ", 0, _place(piece))], b""
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if not problem:
+                piece = await reply.read()
     except UpstreamError as broken:
         front.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
         problem = f"The decode instance broke off: {broken.why}."
@@ -180,13 +227,28 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
             raise
         uncancel(interrupt.task)
         problem = "The metaserver is shutting down."
+    if held:  # what broke off in the middle of an event, or ended without the empty line
+        await send({"type": "http.response.body", "body": held, "more_body": True})
     if problem:
         METRICS.broken_streams.inc()
         attempt.exchange.stage("broken", problem)
-        front.journal.trouble("PD-META-007", problem, attempt.decode.name, attempt.exchange.request_id)
-        gap = b"" if last.endswith(b"\n\n") else b"\n\n"
-        await send({"type": "http.response.body", "body": gap + error_frame(problem, "PD-META-007"), "more_body": True})
+        front.journal.trouble(code, problem, attempt.decode.name, attempt.exchange.request_id)
+        gap = b"\n\n" if held else b""
+        await send({"type": "http.response.body", "body": gap + error_frame(problem, code), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
+    """What is complete, and the beginning of an event whose end is still to come: it may be one that must not go out."""
+    if stream.endswith(b"\n\n") or len(stream) > _HELD_BYTES:
+        return stream, b""
+    end = stream.rfind(b"\n\n") + 2
+    return (stream[:end], stream[end:]) if end > 1 else (b"", stream)
+
+
+def _place(stream: bytes) -> int:
+    found = _DROPPED.search(stream)
+    return found.start() if found is not None else len(stream)
 
 
 def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:

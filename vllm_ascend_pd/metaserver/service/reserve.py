@@ -17,6 +17,7 @@ import msgspec
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import UpstreamError
+from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES, read_answer, read_posted
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance
@@ -29,6 +30,7 @@ _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', 
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
 _AFFINITY_SLACK_TOKENS = 16384.0
+_REPORT_S = 1.0  # D's report of KV that is there already, when P's leg has failed
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -37,6 +39,7 @@ class Reservation(msgspec.Struct, frozen=True):
     ticket: str
     transfer: str
     reservation: str
+    decode: str = ""  # D's incarnation
     prompt_token_ids: list[int] | None = None
 
 
@@ -46,24 +49,8 @@ class _Posted(Reservation, frozen=True):
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
 
 
-class _PushError(msgspec.Struct, frozen=True):
-    code: str = "PD-META-006"
-    detail: str = ""
-
-
-class _PushAnswer(msgspec.Struct, frozen=True):
-    pd_error: _PushError | None = None
-
-
-class _PrefillAnswer(msgspec.Struct, frozen=True):
-    """P's answer to its one token: what it says about the push."""
-
-    kv_transfer_params: _PushAnswer | None = None
-
-
 _DECODER = msgspec.json.Decoder(_Posted)
 _TOKENS: msgspec.json.Decoder[list[int] | None] = msgspec.json.Decoder(list[int] | None)
-_PREFILL_DECODER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 class PrefillFailed(Exception):
@@ -120,12 +107,14 @@ class Reservations:
         except bodies.UNREADABLE as problem:
             await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
-        posted = Reservation(came.ticket, came.transfer, came.reservation, tokens)
+        posted = Reservation(came.ticket, came.transfer, came.reservation, came.decode, tokens)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
             await tell(send, refusal or fault(404, "Unknown ticket.", "PD-XFER-002"))
             return
         attempt.seen.add(posted.transfer)
+        if posted.decode:
+            attempt.decode.life = attempt.decode.life.heard(posted.decode)
         attempt.legs[posted.transfer] = interrupt
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
@@ -138,6 +127,21 @@ class Reservations:
             attempt.legs.pop(posted.transfer, None)
         await _line(send, last, more=False)
 
+    async def report(self, body: bytes, send: Send) -> None:
+        """D's report of a load that is over."""
+        try:
+            if len(body) > MAX_REPORT_BYTES:
+                raise msgspec.DecodeError(f"longer than {MAX_REPORT_BYTES} bytes")
+            report = read_posted(body)
+        except bodies.UNREADABLE as problem:
+            await tell(send, fault(400, f"Not a report: {problem}", "PD-META-003"))
+            return
+        if self._front.loaded(report):
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await tell(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
+
     async def _prefilled(
         self, attempt: Attempt, posted: Reservation, interrupt: Interrupt, send: Send
     ) -> dict[str, str]:
@@ -146,10 +150,12 @@ class Reservations:
         try:
             await self._prefill(attempt, posted, send)
         except PrefillFailed as failed:
-            code, why, told = failed.code, str(failed), failed.brief
-            attempt.prefill_failed = True
-            self._front.journal.trouble(code, told, request=attempt.exchange.request_id)
-            self._restart(attempt, why)
+            self._front.journal.trouble(failed.code, failed.brief, request=attempt.exchange.request_id)
+            if not attempt.received(posted.transfer):  # else D has the KV: what became of P's answer changes nothing
+                code, why, told = failed.code, str(failed), failed.brief
+                attempt.prefill_failed = True
+                attempt.news.set()
+                self._restart(attempt, posted.transfer, why)
         except asyncio.CancelledError:
             if not interrupt.left:
                 raise
@@ -162,25 +168,27 @@ class Reservations:
             METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
             return {"event": "failed", "code": code, "detail": why}
         emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
-        attempt.prefilled += 1
         attempt.exchange.stage("prefilled", posted.transfer)
         METRICS.reservations.labels("prefilled").inc()
         return {"event": "prefilled"}
 
-    def _restart(self, attempt: Attempt, why: str) -> None:
-        """Where another P is there, a new attempt beats what D does about the failure; else D's own policy decides."""
+    def _restart(self, attempt: Attempt, transfer: str, why: str) -> None:
+        """Where another P is there, a new attempt beats what D does about the failure; else D's own policy decides. But D may
+        have the KV although P's answer broke: its report, which comes at once then, is waited for a moment."""
         exchange = attempt.exchange
         another = self._front.fleet.usable(Role.PREFILL, frozenset(exchange.bad_prefills))
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
-        # Later, so that D hears of the failure before its own leg is cut.
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._give_up, attempt, AttemptFailed(Failure.PREFILL, refusal))
+        failed = AttemptFailed(Failure.PREFILL, refusal)
+        if attempt.watch is None:
+            watch = self._give_up(attempt, transfer, failed)
+            attempt.watch = asyncio.create_task(watch, name=f"restart of {attempt.ticket}")
 
-    def _give_up(self, attempt: Attempt, failed: AttemptFailed) -> None:
+    async def _give_up(self, attempt: Attempt, transfer: str, failed: AttemptFailed) -> None:
+        await attempt.told(lambda: transfer in attempt.reports, _REPORT_S)
         current = self._front.journal.tickets.get(attempt.ticket) is attempt
-        if current and not attempt.exchange.committed:
+        if current and not attempt.exchange.committed and not attempt.received(transfer):
             attempt.exchange.interrupt.give_up(failed)
 
     async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> None:
@@ -191,6 +199,7 @@ class Reservations:
         while True:
             number += 1
             prefill = self._choose(attempt, cost)
+            attempt.sources[posted.transfer] = prefill
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
                 with front.fleet.leg(prefill, cost):
@@ -229,15 +238,14 @@ class Reservations:
                 async with reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
-            evidence = Evidence.UNREACHED if problem.failure is Failure.CONNECT else Evidence.BROKE
-            front.fleet.seen(prefill, evidence, problem.why)
+            front.fleet.failed(prefill, problem.failure, problem.why)
+            attempt.blamed.add(posted.transfer)
             METRICS.legs.labels("prefill", prefill.name, "broke").inc()
             raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
-            front.fleet.seen(prefill, Evidence.SERVED)
             METRICS.legs.labels("prefill", prefill.name, "served").inc()
-            _check_push(prefill.name, text)
+            _check_push(prefill, text)  # whether it served D as well, D will say
             return
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused = reply.status in (429, 503)
@@ -245,21 +253,25 @@ class Reservations:
         said = brief(reply.status, text)
         if reply.status >= 500 and not refused:
             front.fleet.seen(prefill, Evidence.BROKE, said)
+            attempt.blamed.add(posted.transfer)
         failure = Failure.REFUSED if refused else Failure.PREFILL
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
-def _check_push(name: str, text: bytes) -> None:
+def _check_push(prefill: Instance, text: bytes) -> None:
     """P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
     shuts down); it says so in its answer."""
     if aborted(text):
-        raise PrefillFailed(Failure.PREFILL, f"{name} ended the request: it is shutting down")
+        raise PrefillFailed(Failure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
     try:
-        push = _PREFILL_DECODER.decode(text).kv_transfer_params
+        _, push = read_answer(text)
     except bodies.UNREADABLE as problem:
-        raise PrefillFailed(Failure.PREFILL, f"{name}: its answer is not understood ({problem})") from problem
-    if push is not None and push.pd_error is not None:
-        raise PrefillFailed(Failure.PREFILL, f"{name}: {push.pd_error.detail}", push.pd_error.code)
+        raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
+    if push is None:
+        return
+    prefill.life = prefill.life.heard(push.prefill)
+    if push.code:
+        raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
 
 
 def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:

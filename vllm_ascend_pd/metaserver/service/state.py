@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import astuple
 from typing import Any
 
 from vllm_ascend_pd.metaserver.decisions import Condition
@@ -24,6 +25,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
         "url": front.own_url,
         "ready": canary.ready(),
         "proven": canary.proven(),
+        "proofs": [astuple(proof) for proof in sorted(front.fleet.proven())],
         "canary_error": canary.last_error,
         "file_error": file_problem,
         "closing": front.closing,
