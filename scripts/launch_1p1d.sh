@@ -158,11 +158,17 @@ give_up() {
 
 # ---- readiness
 
-answers() { # port: does GET /health say 200?
-  local status='' socket
+answers() { # port path: does GET say 200? ANSWER is its last line: the body, where that is one line of JSON.
+  local status='' line='' socket
+  ANSWER=
   exec {socket}<>"/dev/tcp/${OPT[host]}/$1" || return 1
-  printf 'GET /health HTTP/1.0\r\nHost: %s\r\n\r\n' "${OPT[host]}" >&"$socket" &&
-    IFS= read -r -t 2 -u "$socket" status || true
+  if printf 'GET %s HTTP/1.0\r\nHost: %s\r\n\r\n' "$2" "${OPT[host]}" >&"$socket" &&
+    IFS= read -r -t 2 -u "$socket" status; then
+    while IFS= read -r -t 2 -u "$socket" line || [ -n "$line" ]; do
+      ANSWER=$line
+      line=
+    done
+  fi
   exec {socket}>&-
   [[ $status == 'HTTP/1.'[01]' 200'* ]]
 } 2>/dev/null
@@ -185,24 +191,39 @@ check_children() {
   done
 }
 
-wait_ready() {
+wait_answers() { # role… : until the /health of each says 200
   local waiting=("$@") still role told=$SECONDS
-  local end=$((SECONDS + OPT[timeout]))
   while [ ${#waiting[@]} -gt 0 ]; do
     check_children
     still=()
     for role in "${waiting[@]}"; do
-      if answers "$(port_of "$role")"; then say "$role is ready"; else still+=("$role"); fi
+      if answers "$(port_of "$role")" /health; then say "$role answers"; else still+=("$role"); fi
     done
     waiting=("${still[@]}")
     if [ ${#waiting[@]} = 0 ]; then return 0; fi
-    if [ "$SECONDS" -ge "$end" ]; then
+    if [ "$SECONDS" -ge "$END" ]; then
       for role in "${waiting[@]}"; do tail -n 20 "${LOGS[$role]}" | sed "s/^/  $role | /"; done
       give_up "not ready after ${OPT[timeout]} s: ${waiting[*]}"
     fi
     if [ $((SECONDS - told)) -ge 5 ]; then
       told=$SECONDS
       say "waiting for ${waiting[*]}"
+    fi
+    sleep 0.5
+  done
+}
+
+# An engine that answers may still not reach the other one: ready is what has moved a block.
+wait_ready() {
+  local told=$SECONDS why
+  until answers "$METASERVER_PORT" /readiness; do
+    check_children
+    why=${ANSWER#*'"last_error":"'}
+    why=${why%%'"'*}
+    if [ "$SECONDS" -ge "$END" ]; then give_up "no KV has come from prefill to decode after ${OPT[timeout]} s: $why"; fi
+    if [ $((SECONDS - told)) -ge 5 ]; then
+      told=$SECONDS
+      say "waiting for the first block to move: $why"
     fi
     sleep 0.5
   done
@@ -238,10 +259,12 @@ main() {
   trap 'give_up interrupted' INT TERM
   trap 'stop_all || true' EXIT
   for role in metaserver prefill decode; do
-    if answers "$(port_of "$role")"; then give_up "port $(port_of "$role") is already served by something else"; fi
+    if answers "$(port_of "$role")" /health; then give_up "port $(port_of "$role") is already served by something else"; fi
   done
   for role in metaserver prefill decode; do start "$role"; done
-  wait_ready metaserver prefill decode
+  END=$((SECONDS + OPT[timeout]))
+  wait_answers metaserver prefill decode
+  wait_ready
   say "all ready: http://${OPT[host]}:$METASERVER_PORT — for example:"
   printf "  curl -s http://%s:%s/v1/completions -H 'Content-Type: application/json' -d '%s'\n" "${OPT[host]}" \
     "$METASERVER_PORT" "{\"model\": \"${PD_SERVED_NAME:-${OPT[model]}}\", \"prompt\": \"Hello\", \"max_tokens\": 16}"

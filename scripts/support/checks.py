@@ -44,10 +44,11 @@ def loaded_tokens(engine: Served) -> int:
 
 
 def prefilled(url: str) -> float:
-    """Prefills that D had done elsewhere, by the metaserver's own count."""
+    """Loads whose KV came from P, as D reported them: a whole answer's report comes with it, a stream's before or after."""
     page = httpx.get(url + "/metrics", trust_env=False).text
-    name = 'ascend_pd_metaserver_reservations_total{end="prefilled"}'
-    return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
+    name = "ascend_pd_metaserver_loads_total{"
+    lines = [line for line in page.splitlines() if line.startswith(name) and 'end="received"' in line]
+    return sum(float(line.split()[-1]) for line in lines)
 
 
 def settled_free_blocks(engine: Served) -> int:

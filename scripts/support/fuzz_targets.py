@@ -41,9 +41,9 @@ from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
 from vllm_ascend_pd.metaserver import answers, bodies, http1
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import reserve
-from vllm_ascend_pd.metaserver.service.fleet import Fleet
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
@@ -615,6 +615,7 @@ def _posted() -> Run:
     """What D posts, and what P answers, in the metaserver. Nobody has a ticket here."""
     front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
     handler = reserve.Reservations(front, reserve.Heart(2.0))
+    prefill = front.fleet.add(parse_spec(Role.PREFILL, "p:1"), "flag")
     statuses: list[int] = []
     interrupt: Any = None  # of a leg; there is none
 
@@ -633,7 +634,7 @@ def _posted() -> Run:
         if statuses[0] not in (400, 404):
             raise AssertionError(f"status {statuses[0]}")
         try:
-            reserve._check_push("P", data)
+            reserve._check_push(prefill, data)
         except reserve.PrefillFailed as failed:
             msgspec.msgpack.encode((failed.code, str(failed)))
             return REFUSED

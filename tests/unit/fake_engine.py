@@ -279,6 +279,7 @@ class FakeEngine:
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.manner.prefill_s)
+            await self._held()
             if self.manner.push and not self.manner.refuses_push:
                 PUSHED[json.loads(base64.b64decode(params["reservation"]))["transfer"]] = self.incarnation
             await asyncio.sleep(self.manner.after_push_s)
@@ -313,7 +314,7 @@ class FakeEngine:
         return self.manner.policy == "recompute"
 
     async def _reserve(self, prompt: object, params: dict[str, Any]) -> Outcome:
-        transfer = f"{self.incarnation[:8]}/{uuid.uuid4().hex}"
+        transfer = f"d/{uuid.uuid4().hex}"
         envelope = base64.b64encode(json.dumps({"transfer": transfer}).encode()).decode()
         body: dict[str, Any] = {"ticket": params["ticket"], "transfer": transfer, "reservation": envelope}
         body["decode"] = self.incarnation

@@ -63,6 +63,8 @@ def test_a_stream_that_goes_on_meanwhile_is_whole() -> None:
 def test_what_a_frozen_engine_has_is_done_by_another(role: str) -> None:
     with cluster(prefill=2, decode=2, **FROZEN) as c, ThreadPoolExecutor(1) as client:
         pair = c.prefill if role == "prefill" else c.decode
+        for engine in c.decode:
+            engine.manner.recompute_s = 60.0  # nobody waits for a prompt that D computes while another P is there
         for engine in pair:
             engine.manner.hold = True
         asking = client.submit(c.complete, PROMPT)

@@ -135,7 +135,7 @@ def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab:
         asking.join()
         tab.until("document.querySelector('#last tr.row') !== null")
         tab.ask("document.querySelector('#last tr.row').click()")
-        tab.until("document.querySelector('#last').innerText.includes('prefilled')")
+        tab.until("document.querySelector('#last').innerText.includes('loaded')")
         tab.until("document.querySelector('#last').innerText.includes('--trace-dir')")  # it says that it has none
         assert "secret" not in tab.text() and not tab.complaints
 

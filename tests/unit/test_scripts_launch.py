@@ -32,8 +32,11 @@ else:
     signal.signal(signal.SIGTERM, lambda *_: (worker.terminate(), worker.wait(), os._exit(0)))
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(503 if mode == "never" else 200)
+        unready = self.path == "/readiness" and os.path.exists(os.environ["STAND_IN"] + "/no-block-moves")
+        self.send_response(503 if mode == "never" or unready else 200)
         self.end_headers()
+        if unready:
+            self.wfile.write(b'{"ready":false,"proven_pairs":[],"last_error":"p to d: no KV came"}')
     def log_message(self, *_): pass
 port = int(sys.argv[sys.argv.index("--port") + 1])
 server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Health)
@@ -169,10 +172,29 @@ def test_the_address_is_printed_only_when_all_three_answer(launch):
     run = launch("--timeout", "3", decode="never")
     assert run.end() == 1
     text = run.text()
-    assert "prefill is ready" in text
+    assert "prefill answers" in text
     assert "not ready after 3 s: decode" in text
     assert "all ready" not in text
     assert run.left() == []
+
+
+def test_three_servers_that_answer_are_not_ready_before_a_block_has_moved(launch, tmp_path):
+    still = tmp_path / "no-block-moves"
+    still.touch()
+    run = launch("--timeout", "60")
+    run.until("waiting for the first block to move: p to d: no KV came")
+    assert "all ready" not in run.text()
+    still.unlink()
+    run.until("all ready")
+    run.interrupt()
+
+
+def test_a_pair_over_which_nothing_moves_ends_the_launch_with_the_reason(launch, tmp_path):
+    (tmp_path / "no-block-moves").touch()
+    run = launch("--timeout", "4")
+    assert run.end() == 1
+    assert "no KV has come from prefill to decode after 4 s: p to d: no KV came" in run.text()
+    assert "all ready" not in run.text() and run.left() == []
 
 
 def test_the_secret_is_made_readable_by_its_owner_alone(launch):

@@ -38,17 +38,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, UnicodeDecodeError) as problem:
-        if not args.directory:
-            raise
-        # The files come from anywhere: a line that no process of ours wrote is the user's to find, so it is named.
-        why = f"{_culprit(Path(args.directory))} ({type(problem).__name__}: {problem})"
-        refuse("DIR", args.directory, why, "Remove or mend that file; the others can be read without it.", problem)
-
-
-def _run(args: argparse.Namespace) -> int:
     if args.cost:
         print("\n".join(_cost(Trace(Path(args.directory)) if args.directory else None)))
         return 0
@@ -100,23 +89,3 @@ def _per_event(count: int) -> float:
             emit("layer_pushed", bytes=1 << 20, descriptors=8, ok=True, took=0.001, **facts)
         best = min(best, (time.perf_counter() - began) / (count // 5))
     return best
-
-
-def _culprit(directory: Path) -> str:
-    """The first line that is no event; where all of them are, the facts of one are not what its stage has."""
-    for path in sorted(directory.rglob("*.jsonl")):
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as problem:
-            return f"{path} cannot be read ({problem})"
-        for number, line in enumerate(lines, 1):
-            try:
-                event = json.loads(line)
-            except ValueError:  # left out by the reader too: a process that was killed
-                continue
-            if not isinstance(event, dict):
-                return f"{path}:{number} is not an object"
-            t, stage = event.get("t"), event.get("stage")
-            if not isinstance(t, int | float) or isinstance(t, bool) or not isinstance(stage, str):
-                return f"{path}:{number} has t = {t!r} and stage = {stage!r}"
-    return "an event lacks what its stage should have"

@@ -7,18 +7,67 @@ lie in folders of their own below the directory. `vllm-ascend-pd trace` prints w
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.observe.clocks import Clock, related
 from vllm_ascend_pd.observe.ending import Ending
 from vllm_ascend_pd.observe.trace import OLDER
 
 RESERVED, REPORTED = "D scheduler reserved", "D scheduler reported"
+
+
+class _Line(msgspec.Struct):
+    t: float
+    stage: str
+
+
+class _Named(msgspec.Struct):
+    transfer: str
+
+
+class _Step(_Named):
+    step: int
+
+
+class _Computed(msgspec.Struct):
+    step: int
+    layer: int
+
+
+class _Batch(msgspec.Struct):
+    peer: str
+    layers: list[int]
+    steps: Annotated[list[int], msgspec.Meta(min_length=1)]
+    transfers: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _Pushed(_Batch):
+    ok: bool
+    took: float
+    bytes: float
+    descriptors: float
+
+
+class _Clock(msgspec.Struct):
+    wall: float
+
+
+_LINE = msgspec.json.Decoder(_Line)
+# What the readers below take for granted of an event: a line without it is not one of ours.
+_FACTS: dict[str, Any] = {
+    "clock": _Clock,
+    "reserved": _Named,
+    "step": _Step,
+    "layer_computed": _Computed,
+    "layer_submitted": _Batch,
+    "layer_pushed": _Pushed,
+}
 _ENDINGS = ("done", "closed", "push_closed", "reported")  # every rank has one; the last counts
 
 
@@ -92,19 +141,34 @@ class Way:
 
 
 class Trace:
-    """All events of a directory, in order of time."""
+    """All events of a directory, in order of time. `skipped`: where lines lie that are no event of ours, or torn."""
 
     def __init__(self, directory: Path) -> None:
+        self.skipped: list[str] = []
         pieces: dict[str, list[Event]] = {}
         for path in sorted(directory.rglob("*.jsonl")):  # the older file of a ring comes before the newer one
             source = path.relative_to(directory).with_suffix("").as_posix().removesuffix(OLDER)
-            pieces.setdefault(source, []).extend(Event(e.pop("t"), e.pop("stage"), source, e) for e in _lines(path))
+            try:
+                pieces.setdefault(source, []).extend(self._events(source, path))
+            except OSError as problem:
+                self.skipped.append(f"{path} ({problem.strerror})")
         self.clocks: list[Clock] = related(pieces)
         shifts = {source: clock.shift for clock in self.clocks for source in clock.sources}
         self.events: list[Event] = []
         for source, events in pieces.items():
             self.events += [Event(e.t + shifts[source], e.stage, source, e.facts) for e in events]
         self.events.sort(key=lambda event: event.t)
+
+    def _events(self, source: str, path: Path) -> Iterator[Event]:
+        for number, line in enumerate(_lines(path), 1):
+            try:
+                event = _LINE.decode(line)
+                facts = {key: value for key, value in msgspec.json.decode(line).items() if key not in ("t", "stage")}
+                msgspec.convert(facts, _FACTS.get(event.stage, dict))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+                self.skipped.append(f"{path}:{number} ({problem})")
+                continue
+            yield Event(event.t, event.stage, source, facts)
 
     def transfers(self, since: float = 0.0, until: float = float("inf")) -> list[str]:
         """Transfers reserved within a span of time, in order."""
@@ -177,12 +241,20 @@ def _batch(event: Event) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
     return event.source, facts["peer"], tuple(facts["layers"]), tuple(facts["steps"])
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as lines:
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as lines:
         for line in lines:
-            if line.endswith("\n"):  # the last one may be half written
-                with contextlib.suppress(json.JSONDecodeError):  # a process that was killed, and another behind it
-                    yield json.loads(line)
+            if line.endswith(b"\n"):  # the last one may be half written
+                yield line
+
+
+def skipped(trace: Trace) -> list[str]:
+    """How many lines could not be read, and where the first one is; nothing if all could."""
+    if not trace.skipped:
+        return []
+    return [
+        f"{len(trace.skipped)} lines are no events of this package, or torn, and were skipped: {one_line(trace.skipped[0])}"
+    ]
 
 
 def picture(way: Way, width: int = 64) -> list[str]:
@@ -241,4 +313,5 @@ def table(trace: Trace) -> list[str]:
         exposed = f"{way.exposed_s() * 1e3:10.1f}"
         row = f"{transfer:32} {way.nbytes:12,} {way.descriptors:11,} {way.hidden():7.1%} {exposed}"
         rows.append(f"{row}  {way.failure}".rstrip())
+    rows += skipped(trace)
     return rows + [clock.words() for clock in trace.clocks[1:]]

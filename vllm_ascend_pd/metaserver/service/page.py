@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.observe.timeline import Trace, picture
+from vllm_ascend_pd.observe.timeline import Trace, picture, skipped
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 _MOST_TRACE_BYTES = 256 << 20
@@ -48,4 +48,4 @@ def timeline(directory: str, transfer: str) -> dict[str, Any]:
         return {
             "why": f"No decode engine wrote of this transfer into {directory} (trace_dir of the engines, same host)."
         }
-    return {"picture": "\n".join(picture(trace.way(transfer)))}
+    return {"picture": "\n".join([*picture(trace.way(transfer)), *skipped(trace)])}
