@@ -21,20 +21,25 @@ def load_secrets(config: ChannelConfig) -> Secrets | None:
     return Secrets(read_secret(config.secret_file), previous)
 
 
-def read_secret(path: str) -> bytes:
-    """The secret without surrounding white space; only its owner may read the file."""
+def read_private(path: str, code: str) -> bytes:
+    """What a file says that its owner alone may read, without surrounding white space. Raises ConfigError with `code`."""
     file = Path(path)
     try:
-        mode = file.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError("PD-SEC-001", path=path, why="it is not a regular file")
-        if mode & 0o077:
-            raise ConfigError("PD-SEC-001", path=path, why=f"others may read it (mode {stat.S_IMODE(mode):04o})")
-        if file.stat().st_size > MAX_SECRET_BYTES:
-            raise ConfigError("PD-SEC-001", path=path, why=f"it is larger than {MAX_SECRET_BYTES} bytes")
-        secret = file.read_bytes().strip()
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise ConfigError(code, path=path, why="it is not a regular file")
+        if found.st_mode & 0o077:
+            raise ConfigError(code, path=path, why=f"others may read it (mode {stat.S_IMODE(found.st_mode):04o})")
+        if found.st_size > MAX_SECRET_BYTES:
+            raise ConfigError(code, path=path, why=f"it is larger than {MAX_SECRET_BYTES} bytes")
+        return file.read_bytes().strip()
     except OSError as error:
-        raise ConfigError("PD-SEC-001", path=path, why=error.strerror or str(error)) from error
+        raise ConfigError(code, path=path, why=error.strerror or str(error)) from error
+
+
+def read_secret(path: str) -> bytes:
+    """The secret without surrounding white space; only its owner may read the file."""
+    secret = read_private(path, "PD-SEC-001")
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError("PD-SEC-001", path=path, why=f"it holds {len(secret)} bytes, {MIN_SECRET_BYTES} are wanted")
     return secret

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, Shape
+from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, Shape, Use
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -82,7 +83,7 @@ def test_p_is_asked_for_one_token_and_nothing_else() -> None:
     route, body = bodies.for_prefill(request, {"k": 1}, None)
     expected = {
         "prompt": "p",
-        "temperature": 0.5,
+        "temperature": 0.0,
         "max_tokens": 1,
         "n": 1,
         "stream": False,
@@ -107,7 +108,7 @@ def test_token_ids_go_to_p_as_a_completion_with_what_changes_their_kv() -> None:
         "cache_salt": "s",
         "prompt": [1, 2],
     }
-    assert not {"messages", "tools", "tool_choice", "temperature"} & set(json.loads(body))
+    assert not {"messages", "tools", "tool_choice"} & set(json.loads(body))
 
 
 @pytest.mark.parametrize(
@@ -168,3 +169,59 @@ def test_heads_are_alike_when_model_salt_and_beginning_are() -> None:
         parse(prompt="x" + head, model="m"),
     )
     assert one.affinity not in {o.affinity for o in others}
+
+
+def test_every_field_that_the_installed_vllm_knows_has_its_use() -> None:
+    completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol").CompletionRequest
+    chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol").ChatCompletionRequest
+    known = set(completion.model_fields) | set(chat.model_fields)
+    assert known <= set(bodies.FIELDS), f"say what they are for: {sorted(known - set(bodies.FIELDS))}"
+
+
+def test_p_gets_what_makes_the_prompt_and_nothing_that_chooses_tokens() -> None:
+    asked = {name: {} for name in bodies.FIELDS} | {"messages": [{"role": "user", "content": "x"}], "of_tomorrow": 1}
+    _, body = bodies.for_prefill(parse(CHAT, **asked), {"k": 1}, None)
+    sent = json.loads(body)
+    assert set(sent) - set(bodies.FIELDS) == {"of_tomorrow"}
+    uses = {name: bodies.FIELDS[name] for name in sent if name in bodies.FIELDS}
+    assert [name for name, use in uses.items() if use is Use.ANSWER] == ["temperature"] and sent["temperature"] == 0
+    assert {"chat_template_kwargs", "tools", "documents", "mm_processor_kwargs"} <= set(sent)
+    assert not {"seed", "structured_outputs", "logit_bias", "min_tokens"} & set(sent)
+
+
+def test_a_format_of_the_answer_is_rendered_by_d_alone_unless_there_are_pictures() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    text = [{"role": "user", "content": 'a picture of "image_url"'}]
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    assert parse(CHAT, messages=text, response_format=schema).send_tokens
+    assert not parse(CHAT, messages=seen, response_format=schema).send_tokens
+    assert not parse(CHAT, messages=text).send_tokens
+
+
+LAX = st.one_of(
+    st.sampled_from(
+        [True, False, 0, 1, 2, 2.0, 2.5, 0.0, 1.0, -1, "2", "2.0", " 2 ", "2.", "+2", "1_0", "1__0", "2e0", "two", ""]
+    ),
+    st.sampled_from(["yes", "YES", "on", "off", "t", "F", "n", "True", " true", None, [], {}, [1]]),
+    st.integers(-5, 10**9 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+)
+
+
+@given(LAX)
+def test_counts_and_flags_are_read_as_the_engine_reads_them(value: object) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    count, flag = pydantic.TypeAdapter(int), pydantic.TypeAdapter(bool)
+    raw = json.dumps(value).encode()
+
+    def read(adapter: object, default: object) -> object:
+        try:
+            return adapter.validate_json(raw)  # type: ignore[attr-defined]
+        except pydantic.ValidationError:
+            return default
+
+    number = read(count, 7)
+    fields = {"n": msgspec.Raw(raw)}
+    assert bodies._number(fields, "n", 7) == (number if 0 <= number < 10**9 else 7)  # type: ignore[operator]
+    assert bodies._flag(fields, "n") is read(flag, False)

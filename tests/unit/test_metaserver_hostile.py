@@ -4,53 +4,79 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver import answers, bodies, http1
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Failure
-from vllm_ascend_pd.metaserver.service import intake, server
+from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passing, server
 from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.relay import tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
-from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 
 LOOPBACK = "127.0.0.1"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
 @asynccontextmanager
-async def door(reader: intake.Intake | None = None, most: int = 1 << 20) -> AsyncIterator[int]:
-    """The metaserver's own HTTP protocol before a handler that reads a body and says how long it was."""
+async def door(
+    reader: intake.Intake | None = None,
+    most: int = 1 << 20,
+    *,
+    cut: list[str] | None = None,
+    hold: list[int] | None = None,
+    connections: int = 100,
+) -> AsyncIterator[int]:
+    """The metaserver's own HTTP protocol before a handler that reads a body and says how long it was. `cut`: requests whose
+    body was cut off. `hold`: as long as there is something in it, nothing is answered."""
     taken = reader or intake.Intake()
+    cut = [] if cut is None else cut
+    hold = hold or []
+    trailers: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        try:
-            body = await taken.body(receive, most)
-        except intake.Refused as refused:
-            await tell(send, refused.answer)
-            return
-        head = [(b"content-length", b"%d" % len(str(len(body))))]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        await send({"type": "http.response.body", "body": str(len(body)).encode()})
+        with taken.body() as counted:
+            try:
+                body = await counted.read(receive, most)
+            except intake.CutOff:
+                cut.append(scope["path"])
+                return
+            except intake.Refused as refused:
+                await tell(send, refused.answer)
+                return
+            trailers.extend(name for name, _ in scope["headers"] if name == b"x-trailer")
+            while hold:
+                await asyncio.sleep(0.01)
+            head = [(b"content-length", b"%d" % len(str(len(body))))]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            await send({"type": "http.response.body", "body": str(len(body)).encode()})
 
     config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none")
     config.load()
     made: list[Any] = []
 
+    state = ServerState()
+
     def protocol() -> Any:
-        made.append(intake.Protocol(config, ServerState(), {}))  # type: ignore[no-untyped-call]
+        made.append(intake.Protocol(config, state, {}))  # type: ignore[no-untyped-call]
+        made[-1].most_connections = connections
         return made[-1]
 
     server = await asyncio.get_running_loop().create_server(protocol, LOOPBACK, 0)
@@ -60,6 +86,7 @@ async def door(reader: intake.Intake | None = None, most: int = 1 << 20) -> Asyn
         server.close()
         for each in made:
             each.transport.abort()
+        assert not trailers, "a trailer is no header"
 
 
 async def talk(port: int, data: bytes, *, patience: float = 5.0) -> bytes:
@@ -137,7 +164,7 @@ async def test_a_body_too_large_is_refused_while_it_comes() -> None:
 
 
 async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() -> None:
-    taken = intake.Intake(reading_bytes=100_000)
+    taken = intake.Intake(most=100_000)
     async with door(taken) as port:
         waiting = [await asyncio.open_connection(LOOPBACK, port) for _ in range(3)]
         for _, writer in waiting:
@@ -148,7 +175,7 @@ async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() 
         for reader, writer in waiting[:2]:
             writer.write(b"a" * 10_000)
             assert b"50000" in await asyncio.wait_for(reader.read(65536), 5)
-        assert taken.reading == 0
+        assert taken.held == 0
         for _, writer in waiting:
             writer.close()
 
@@ -305,3 +332,97 @@ async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
     posted = {"ticket": "nobody's", "transfer": "t", "reservation": "", "prompt_token_ids": ["no", "ids"]}
     await handler.answer(json.dumps(posted).encode(), Interrupt(), send)
     assert statuses == [404]
+
+
+async def test_a_body_counts_until_its_exchange_ends() -> None:
+    taken, hold = intake.Intake(most=100_000), [1]
+    async with door(taken, hold=hold) as port:
+        served = [asyncio.ensure_future(talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000))]
+        while taken.held < 60_000:
+            await asyncio.sleep(0.005)
+        assert b" 429 " in await talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000)
+        hold.clear()
+        assert b"60000" in await served[0]
+        assert b"60000" in await talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000)
+        assert taken.held == 0
+
+
+CUT = {
+    "length, nothing": b"content-length: 100\r\n\r\n",
+    "length, a part": b'content-length: 100\r\n\r\n{"model": 1}',
+    "length, all but one": b"content-length: 100\r\n\r\n" + b"a" * 99,
+    "chunks, nothing": b"transfer-encoding: chunked\r\n\r\n",
+    "chunks, one": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
+    "chunks, a part of one": b"transfer-encoding: chunked\r\n\r\n50\r\nhello",
+    "chunks, no end": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n",
+    "a bad chunk": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n",
+}
+
+
+@pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
+@pytest.mark.parametrize("sent", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("method", [b"POST", b"DELETE"])
+async def test_a_body_that_was_cut_off_is_nobodys_request(method: bytes, sent: bytes, how: str) -> None:
+    taken, cut = intake.Intake(), list[str]()
+    async with door(taken, cut=cut) as port:
+        _reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(HEAD.replace(b"POST", method) + sent)
+        await writer.drain()
+        if how == "half-closed":
+            writer.write_eof()
+        elif how == "reset":
+            await asyncio.sleep(0.05)  # else the head may be lost with the rest
+            writer.transport.abort()
+        else:
+            writer.close()
+        end = asyncio.get_running_loop().time() + 10
+        while not cut and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.005)
+        assert cut == ["/v1/completions"] and taken.held == 0
+        writer.close()
+
+
+async def test_trailers_are_no_headers() -> None:
+    async with door() as port:
+        body = b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nx-trailer: evil\r\n\r\n"
+        assert (await talk(port, HEAD + body)).endswith(b"5")
+
+
+async def test_idle_connections_are_bounded_and_the_oldest_goes() -> None:
+    async with door(connections=3) as port:
+        idle = [await asyncio.open_connection(LOOPBACK, port) for _ in range(3)]
+        for _, writer in idle:
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        for reader, _ in idle:
+            assert b" 200 " in await asyncio.wait_for(reader.read(65536), 5)
+        assert b" 200 " in await talk(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(idle[0][0].read(65536), 5) == b""
+        idle[2][1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(idle[2][0].read(65536), 5), "one that came later is still served"
+        for _, writer in idle:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/../x", "/v1/%2e%2e/x", "/v1/./x", "/v1//x", "/v1/..%2fx", "/v1/a\\b", "/v1/x/.."]
+)
+def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
+    assert not passing.plain(unquote(path))
+    assert passing.plain("/v1/models/") and passing.plain("/v1/models/a.b..c")
+
+
+@pytest.mark.parametrize("given", [b"x" * 200_000, b"a\nb", b"\xff\xfe", b" \t ", b""])
+def test_a_clients_request_id_is_one_short_word(given: bytes) -> None:
+    scope = {"headers": [(b"x-request-id", given)], "client": None}
+    headers, request_id = app.forwarded(scope, "")
+    assert 0 < len(request_id) <= 128 and request_id.isprintable() and " " not in request_id
+    assert dict(headers)[b"x-request-id"] == request_id.encode()
+
+
+@pytest.mark.parametrize("read", [read_token, instances_file.read], ids=["token", "instances"])
+def test_a_pipe_in_a_files_place_is_refused_and_not_waited_for(read: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(ConfigError, match="regular file"):
+        read(str(pipe))

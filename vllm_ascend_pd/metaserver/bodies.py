@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -32,13 +33,55 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
 _HEAD_BYTES = 2048  # how much of a prompt makes its affinity
-# What would make P do more than the prefill, or refuse a request for one token.
-_NOT_FOR_PREFILL = (
-    *("stream", "stream_options", "min_tokens", "n", "best_of", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
-    *("max_tokens", "max_completion_tokens", "use_beam_search", "stop", "stop_token_ids", "request_id"),
-)
-# What of a request changes the KV of given token ids.
-_BESIDE_TOKENS = ("model", "cache_salt", "priority", "vllm_xargs")
+
+
+class Use(Enum):
+    """What a field of a request is for, as far as P is concerned, whose token is thrown away."""
+
+    PROMPT = "makes the prompt, or what of it is the same KV: P gets it"
+    TOKENS = "the same for a prompt of token ids: P gets it also beside those"
+    ANSWER = "chooses, ends or shapes what comes after the prompt: P would only pay for it, or die of it"
+    OURS = "set anew for P"
+
+
+# Every field of vLLM's completions and chat requests. One that is not here is of a later release: it goes to P as it came, since
+# leaving out what makes the prompt costs the whole prefill, and passing on what does not costs nothing as a rule.
+FIELDS: dict[str, Use] = {
+    **dict.fromkeys(("model", "cache_salt", "priority", "vllm_xargs", "session_id", "user"), Use.TOKENS),
+    **dict.fromkeys(("prompt", "messages", "prompt_embeds", "suffix"), Use.PROMPT),
+    # What the chat template is given. Some render the tool choice and the format of the answer into the prompt.
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"), Use.PROMPT
+    ),
+    **dict.fromkeys(("documents", "tools", "tool_choice", "reasoning_effort", "response_format"), Use.PROMPT),
+    # How text, images and sound become tokens.
+    **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "truncation_side"), Use.PROMPT),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "ec_transfer_params"), Use.PROMPT),
+    # Which token comes next. A grammar is compiled before the prefill; a seed has killed a sampler.
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"), Use.ANSWER),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_detection"), Use.ANSWER
+    ),
+    **dict.fromkeys(("bad_words", "structured_outputs", "watermarking", "thinking_token_budget"), Use.ANSWER),
+    # When it ends.
+    **dict.fromkeys(("stop", "stop_token_ids", "ignore_eos", "min_tokens", "length_penalty"), Use.ANSWER),
+    **dict.fromkeys(("use_beam_search", "best_of", "include_stop_str_in_output"), Use.ANSWER),
+    # What is told of it, and how.
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), Use.ANSWER),
+    **dict.fromkeys(("return_prompt_text", "return_mm_kwargs", "routed_experts_prompt_start"), Use.ANSWER),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), Use.ANSWER),
+    **dict.fromkeys(
+        ("include_reasoning", "parallel_tool_calls", "stream_options", "stream_interval", "echo"), Use.ANSWER
+    ),
+    **dict.fromkeys(("stream", "n", "max_tokens", "max_completion_tokens", "request_id", FORBIDDEN), Use.OURS),
+}
+_MEDIA = re.compile(rb'"(?:image_url|image_embeds|image_pil|input_audio|audio_url|audio_embeds|video_url)"')
+_ONE_TOKEN = {
+    "temperature": 0.0,
+    "n": 1,
+    "stream": False,
+}  # greedy: of all ways to choose it the one that needs nothing
 
 
 class BodyError(ValueError):
@@ -78,6 +121,9 @@ def parse(route: str, body: bytes) -> Request:
     choices = _number(fields, "n", 1)
     limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
     forced_tool = bytes(fields.get("tool_choice", b"null")) not in (b"null", b'"none"', b'"auto"')
+    # A format of the answer is compiled into a grammar wherever it is sent, and some templates render it: token ids spare P
+    # the one and keep the other. Pictures are not in the ids: then P compiles it as well.
+    formatted = _present(fields, "response_format") and not _MEDIA.search(prompt)
     return Request(
         route=route,
         fields=fields,
@@ -88,7 +134,7 @@ def parse(route: str, body: bytes) -> Request:
         decode_tokens=tokens + min(limit, 1 << 20) * min(choices, 1024),
         remote=bool(prompt) and not _needs_own_prompt(fields),
         # A forced tool call is parsed from the answer, and one token of it is no tool call: P gets the ids.
-        send_tokens=shape is Shape.BATCH or (route == CHAT and forced_tool),
+        send_tokens=shape is Shape.BATCH or (route == CHAT and (forced_tool or formatted)),
         affinity=_affinity(fields, prompt),
     )
 
@@ -110,12 +156,14 @@ def for_decode(request: Request, params: Mapping[str, Any] | None) -> bytes:
 def for_prefill(request: Request, params: Mapping[str, Any], token_ids: Sequence[int] | None) -> tuple[str, bytes]:
     """P's route and body: the same prompt, one token, no stream."""
     if token_ids is not None:
-        fields = {key: request.fields[key] for key in _BESIDE_TOKENS if key in request.fields}
-        body = {**fields, "prompt": list(token_ids), "max_tokens": 1, "stream": False, FORBIDDEN: params}
-        return COMPLETIONS, msgspec.json.encode(body)
+        beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
+        return COMPLETIONS, msgspec.json.encode(
+            {**beside, "prompt": list(token_ids), "max_tokens": 1, **_ONE_TOKEN, FORBIDDEN: params}
+        )
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
-    kept = {key: value for key, value in request.fields.items() if key not in _NOT_FOR_PREFILL}
-    return request.route, msgspec.json.encode({**kept, limit: 1, "n": 1, "stream": False, FORBIDDEN: params})
+    unwanted = (Use.ANSWER, Use.OURS)
+    kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
+    return request.route, msgspec.json.encode({**kept, limit: 1, **_ONE_TOKEN, FORBIDDEN: params})
 
 
 def strip(body: bytes) -> bytes:
@@ -179,14 +227,36 @@ def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
     return bytes(fields.get(key, b"null")) not in (b"null", b"false")
 
 
+# Engines read bodies with pydantic, which takes more than JSON's own numbers and truths. Reading them otherwise would make
+# another request of it here than there.
+_TRUE = frozenset({True, "1", "on", "t", "true", "y", "yes"})
+_WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
+_SHORT = 64  # characters of a value that can be a count
+
+
+def _small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
+    raw = bytes(fields.get(key, b"null"))
+    try:
+        return json.loads(raw) if len(raw) <= _SHORT else None
+    except ValueError:
+        return None
+
+
 def _flag(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
-    return bytes(fields.get(key, b"false")) in (b"true", b"1", b'"true"')
+    value = _small(fields, key)
+    value = value.lower() if isinstance(value, str) else value
+    return isinstance(value, str | int | float) and value in _TRUE
 
 
 def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
     """A count for routing; what is wrong about it the engine will tell the client."""
-    raw = bytes(fields.get(key, b""))
-    return int(raw) if raw.isdigit() and len(raw) < 10 else default
+    value = _small(fields, key)
+    if isinstance(value, str):
+        text = value.strip()
+        value = int(text.partition(".")[0].replace("_", "")) if _WHOLE.fullmatch(text) else None
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, int) and 0 <= value < 10**9 else default
 
 
 def _affinity(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> bytes:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
@@ -34,7 +36,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
-from vllm_ascend_pd.metaserver.service.intake import Intake, Refused
+from vllm_ascend_pd.metaserver.service.intake import Body, CutOff, Intake, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, tell
@@ -53,6 +55,8 @@ _NOT_FORWARDED = frozenset(
     b"x-request-id x-forwarded-for".split()  # made anew
 )
 _MAX_RESERVATION_BYTES = 64 << 20
+_MOST_ID = 128  # characters of a client's X-Request-Id that are kept: it goes to engines and into logs
+_WORD = re.compile(rb"[^!-~]+")
 RESERVATIONS = "/v1/metaserver"
 _PASSED_METHODS = [
     "GET",
@@ -149,29 +153,37 @@ class Worker:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
-        try:  # the body is given no name here: this frame lives as long as the stream
-            request = bodies.parse(scope["path"], await self._body(receive, scope["path"]))
-        except bodies.BodyError as problem:
-            await _unusable(send, scope["path"], request_id, problem)
-            return
-        exchange = Exchange(request, headers, request_id, Interrupt(), send)
-        del request
-        await self._attend(receive, exchange, self.front.serve(exchange))
+        with self._intake.body() as body:
+            try:  # the body is given no name here: this frame lives as long as the stream
+                request = bodies.parse(scope["path"], await self._read(body, receive, scope["path"]))
+            except bodies.BodyError as problem:
+                await _unusable(send, scope["path"], request_id, problem)
+                return
+            exchange = Exchange(request, headers, request_id, Interrupt(), send)
+            del request
+            await self._attend(receive, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
+        if not passing.plain(scope["path"]):
+            raise Refused(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
         route = passing.call(scope).route
-        try:
-            call = passing.call(scope, await self._body(receive, route))
-        except bodies.BodyError as problem:
-            await _unusable(send, route, request_id, problem)
-            return
-        exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
-        await self._attend(receive, exchange, passing.pass_on(self.front, exchange, call))
+        with self._intake.body() as body:
+            try:
+                call = passing.call(scope, await self._read(body, receive, route))
+            except bodies.BodyError as problem:
+                await _unusable(send, route, request_id, problem)
+                return
+            exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
+            await self._attend(receive, exchange, passing.pass_on(self.front, exchange, call))
 
-    async def _body(self, receive: Receive, route: str) -> bytes:
+    async def _read(self, body: Body, receive: Receive, route: str) -> bytes:
         try:
-            return await self._intake.body(receive, self.settings.max_body_bytes)
+            return await body.read(receive, self.settings.max_body_bytes)
+        except CutOff:
+            METRICS.client_left.inc()
+            METRICS.requests.labels(route, "left").inc()
+            raise
         except Refused as refused:
             METRICS.requests.labels(route, refused.answer.status).inc()
             raise
@@ -187,12 +199,14 @@ class Worker:
             METRICS.requests.labels(exchange.request.route, exchange.status if not interrupt.left else "left").inc()
 
     async def _reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._intake.body(receive, _MAX_RESERVATION_BYTES)
-        interrupt = Interrupt()
-        await while_connected(receive, interrupt, self._reservations.answer(body, interrupt, send))
+        with self._intake.body() as body:
+            posted = await body.read(receive, _MAX_RESERVATION_BYTES)
+            interrupt = Interrupt()
+            await while_connected(receive, interrupt, self._reservations.answer(posted, interrupt, send))
 
     async def _loaded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._reservations.report(await self._intake.body(receive, MAX_REPORT_BYTES), send)
+        with self._intake.body() as body:
+            await self._reservations.report(await body.read(receive, MAX_REPORT_BYTES), send)
 
     # -- what operators ask
 
@@ -269,6 +283,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._handle(scope, receive, send)
+        except CutOff:
+            return  # nobody is there to be answered
         except Refused as refused:
             refused.answer.headers.append((b"x-request-id", id_of(Request(scope)).encode("latin-1")))
             await tell(send, refused.answer)
@@ -300,7 +316,7 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
     authorised = False
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            request_id = value
+            request_id = _WORD.sub(b"", value)[:_MOST_ID] or None
         elif name == b"content-type":
             kind = value
         elif name == b"authorization":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def read(path: str) -> list[Spec]:
 
 
 def _content(path: str) -> object:
+    file = Path(path)
+    if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+        raise ValueError("it is not a regular file")
     try:
-        return yaml.safe_load(Path(path).read_text())
+        return yaml.safe_load(file.read_text())
     except RecursionError as problem:
         raise ValueError("it is nested too deeply") from problem
     except _NOT_A_VALUE as problem:

@@ -8,6 +8,7 @@ never comes would keep its connection for ever.
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -21,7 +22,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 HEAD_S = 20.0  # from the first byte of a request, or from the connection, to the end of the head
 HEAD_BYTES = 256 << 10  # of a head, counted by what was read and led to nothing
 BODY_S = 120.0  # from the first piece of a body to its last
-READING_BYTES = 1 << 30  # of all bodies together that are not complete yet
+BODIES_BYTES = 512 << 20  # of all bodies together, until their exchanges end: each is copied for D and for P
+CONNECTIONS = 8192  # of callers, busy and idle, at most; fewer where the process may open few files
 
 
 class Refused(Exception):
@@ -32,45 +34,69 @@ class Refused(Exception):
         self.answer = answer
 
 
-class Intake:
-    """Reads the bodies of one worker."""
+class CutOff(Exception):
+    """The caller went before its body was complete: what came is not its request."""
 
-    def __init__(self, body_s: float = BODY_S, reading_bytes: int = READING_BYTES) -> None:
-        self._body_s, self._most = body_s, reading_bytes
-        self.reading = 0  # bytes of bodies that are not complete yet
 
-    async def body(self, receive: Receive, most: int) -> bytes:
-        """A request's body. Raises Refused."""
-        message = await receive()
-        first: bytes = message.get("body", b"")
-        if len(first) > most:
-            raise _refused(413, "PD-META-013", most=most)
-        if not message.get("more_body", False):
+class Body:
+    """One request's body, counted until `close`."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._size = 0
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._intake.held -= self._size
+
+    async def read(self, receive: Receive, most: int) -> bytes:
+        """The whole of it. Raises Refused and CutOff."""
+        first, more = self._take(await receive(), most)
+        if not more:
             return first
         try:
-            return await within(self._body_s, self._rest(receive, first, most))
+            return await within(self._intake.body_s, self._rest(first, receive, most))
         except asyncio.TimeoutError as problem:
-            raise _refused(408, "PD-META-014", seconds=f"{self._body_s:g}") from problem
+            raise _refused(408, "PD-META-014", seconds=f"{self._intake.body_s:g}") from problem
 
-    async def _rest(self, receive: Receive, first: bytes, most: int) -> bytes:
-        pieces, size, more = [first], len(first), True
-        self.reading += size
-        try:
-            while more:
-                if size > most:
-                    raise _refused(413, "PD-META-013", most=most)
-                if self.reading > self._most:
-                    raise _refused(429, "PD-META-015", retry_after_s=2)
-                message = await receive()
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-                self.reading += len(pieces[-1])
-                more = message.get("more_body", False)
-            if size > most:
-                raise _refused(413, "PD-META-013", most=most)
-            return b"".join(pieces)
-        finally:
-            self.reading -= size
+    async def _rest(self, first: bytes, receive: Receive, most: int) -> bytes:
+        pieces, more = [first], True
+        while more:
+            piece, more = self._take(await receive(), most)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _take(self, message: MutableMapping[str, Any], most: int) -> tuple[bytes, bool]:
+        """A piece, and whether there are more."""
+        if message["type"] == "http.disconnect":
+            raise CutOff
+        piece: bytes = message.get("body", b"")
+        self._size += len(piece)
+        self._intake.held += len(piece)
+        if self._size > most:
+            raise _refused(413, "PD-META-013", most=most)
+        if self._intake.held > self._intake.most:
+            raise _refused(429, "PD-META-015", retry_after_s=2)
+        return piece, message.get("more_body", False)
+
+
+class Intake:
+    """The bodies of one worker."""
+
+    def __init__(self, body_s: float = BODY_S, most: int = BODIES_BYTES) -> None:
+        self.body_s, self.most = body_s, most
+        self.held = 0  # bytes of all bodies that are read or in use
+
+    def body(self) -> Body:
+        return Body(self)
+
+
+def most_connections() -> int:
+    """A part of what this process may open: engines, logs and the workers' lines need files as well."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, min(CONNECTIONS, soft // 2))
 
 
 def _refused(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Refused:
@@ -83,8 +109,13 @@ def _refused(status: int, code: str, retry_after_s: float | None = None, **value
 class Protocol(HttpToolsProtocol):
     """uvicorn's, with limits for the head of a request."""
 
+    most_connections = CONNECTIONS
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.most_connections:
+            self._make_room()
         self._unread = 0
+        self._idle_since = self.loop.time()
         self._in_head = True
         self._patience: asyncio.TimerHandle | None = None
         super().connection_made(transport)
@@ -102,9 +133,27 @@ class Protocol(HttpToolsProtocol):
         elif self._in_head and self._patience is None:
             self._wait_for_head()
 
+    def _make_room(self) -> None:
+        """Among so many the one that has asked nothing for longest goes; it could not be told from an attack's."""
+        idle = [c for c in self.connections if isinstance(c, Protocol) and c.idle]
+        if idle:
+            min(idle, key=lambda c: c._idle_since).transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers come here as well, and are no headers of the request that is being answered
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unread = False, 0

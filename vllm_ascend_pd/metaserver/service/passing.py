@@ -71,6 +71,11 @@ class Call:
         return bodies.Request(self.route, {}, False, bodies.Shape.ONE, 1, 0, 1, False, False, b"")
 
 
+def plain(path: str) -> bool:
+    """Whether nothing on the way to the engine's routes can take it for another path."""
+    return "\\" not in path and not {"", ".", ".."} & set(path.removesuffix("/").split("/")[1:])
+
+
 def call(scope: Mapping[str, Any], body: bytes = b"") -> Call:
     """Raises BodyError."""
     query = scope.get("query_string", b"")

@@ -19,7 +19,7 @@ import uvicorn
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.hub import Hub
-from vllm_ascend_pd.metaserver.service.intake import Protocol
+from vllm_ascend_pd.metaserver.service.intake import Protocol, most_connections
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.observe.trace import TraceFile
 
@@ -63,6 +63,7 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
     _raise_file_limit()
     host = callable_host(settings.advertise_host or settings.host)
     worker = Worker(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
+    Protocol.most_connections = most_connections()
     config = uvicorn.Config(
         worker.app(),
         interface="asgi3",

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, RetryPolicy
+from vllm_ascend_pd.secret_files import read_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,7 @@ def read_token(path: str) -> str:
     """The secret of a token file. It must not be readable by others."""
     if not path:
         return ""
-    file = Path(path)
-    try:
-        mode = file.stat().st_mode
-        token = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError("PD-SEC-004", path=path, why=str(problem)) from problem
-    if mode & 0o077:
-        raise ConfigError("PD-SEC-004", path=path, why=f"its mode is {mode & 0o777:o}")
-    if len(token) < 16 or not token.isascii() or any(c.isspace() for c in token):
+    token = read_private(path, "PD-SEC-004")
+    if len(token) < 16 or not token.isascii() or any(chr(c).isspace() for c in token):
         raise ConfigError("PD-SEC-004", path=path, why="it must hold one word of at least 16 ASCII characters")
-    return token
+    return token.decode("ascii")
