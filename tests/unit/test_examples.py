@@ -124,9 +124,9 @@ def test_unequal_sizes_are_unequal_and_not_configured_twice() -> None:
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_the_readmes_own_commands_are_accepted_and_find_each_other(readme: str) -> None:
     text = (ROOT / readme).read_text()
-    (block,) = (part for part in text.split("```") if "vllm serve MODEL" in part)
+    (block,) = (part for part in text.split("```") if "--model MODEL --port" in part)
     words = shlex.split(block, comments=True)
-    starts = [i for i, word in enumerate(words) if word in ("vllm", "vllm-ascend-pd")] + [len(words)]
+    starts = [i for i, word in enumerate(words) if word in ("python", "vllm-ascend-pd")] + [len(words)]
     prefill, decode, front = (words[a:b] for a, b in itertools.pairwise(starts))
     for command, where in ((prefill, "P"), (decode, "D"), (front, "META")):
         check(command, f"{readme}: {where}")
