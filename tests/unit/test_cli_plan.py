@@ -167,3 +167,12 @@ def test_a_models_configuration_that_cannot_be_used_is_named(
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"PD-CONF-003: --model = '{tmp_path}'") and named in said and said.count("\n") == 1
+
+
+def test_a_vision_models_text_part_is_read_and_a_nested_file_is_refused(tmp_path, capsys):
+    text = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 36}
+    words = ["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": text}))
+    assert main(words) == 0 and "8 KV heads × 128, 36 layers" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert main(words) == 2 and capsys.readouterr().err.startswith("PD-CONF-003")

@@ -135,10 +135,12 @@ def _read_model(model: str) -> tuple[int, int, int, bool]:
     text = read_text("--model", model, Path(model) / "config.json", remedy)
     try:
         config = json.loads(text)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         refuse("--model", model, f"its config.json is not JSON ({problem})", remedy, problem)
     if not isinstance(config, dict):
         refuse("--model", model, "its config.json is not an object", remedy)
+    if isinstance(config.get("text_config"), dict):  # a vision model: the cache is the language model's
+        config = config["text_config"]
 
     def size(name: str) -> int:
         value = config.get(name)
