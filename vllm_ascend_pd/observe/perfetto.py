@@ -67,7 +67,12 @@ def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[t
     if event.stage == "layer_pushed":
         layers = facts["layers"]
         name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}–{layers[-1]}"
-        yield f"{name}{'' if facts['ok'] else ' FAILED'}", f"to {facts['peer']}", event.t - facts["took"], event.t
+        yield (
+            f"{name}{'' if facts['ok'] else ' FAILED'}",
+            f"to {facts['peer']}",
+            event.t - facts.get("took", 0.0),
+            event.t,
+        )
     elif event.stage == "ready" and "waited" in facts:
         yield f"wait for D{facts.get('d_rank')}", "waits", event.t - facts["waited"], event.t
     elif event.stage == "exchanged" and "waited" in facts:

@@ -49,9 +49,9 @@ class _Batch(msgspec.Struct):
 
 class _Pushed(_Batch):
     ok: bool
-    took: float
     bytes: float
     descriptors: float
+    took: float = 0.0
 
 
 class _Clock(msgspec.Struct):
