@@ -149,6 +149,9 @@ class Manner:
     settle_s: float = 0.1  # as D: how long KV may be missing after P's good answer
     reports: bool = True  # as D: posts how a load came; whole answers say it in any case
     report_s: float = 0.0  # as D: from the end of a load to its report
+    odd_report: bool = False  # as D: reports in words of another version
+    fails_after_load: bool = False  # as D: 500 of its own, the KV being there
+    cut_s: float = 0.0  # as D: between the two pieces of an event
     drops_after: int | None = (
         None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
     )
@@ -299,6 +302,9 @@ class FakeEngine:
             return
         await asyncio.sleep(self.manner.before_first_s)
         await self._held()
+        if params.get("do_remote_prefill") and self.manner.fails_after_load:
+            await _answer(send, 500, _error(500, "out of memory"))
+            return
         await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
 
     async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:
@@ -375,7 +381,7 @@ class FakeEngine:
                 PushReport(self.incarnation, refused, "not mine" if refused else "")
             )
         elif (report := self._loads.get(params.get("ticket", ""))) is not None:
-            answer["kv_transfer_params"] = params_of(report)
+            answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.manner.odd_report else params_of(report)
         if self.manner.drops_after is not None:
             choices[0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
         await _answer(send, 200, json.dumps(answer).encode())
@@ -391,6 +397,7 @@ class FakeEngine:
                 last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
                 dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
                 await _piece(send, dropped[:40])  # TCP cuts where it likes
+                await asyncio.sleep(self.manner.cut_s)
                 await _piece(send, dropped[40:], last=True)
                 return
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}

@@ -5,17 +5,32 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from typing import Any
 
 import httpx
 import pytest
+from fake_engine import words
 from metaserver_cluster import Cluster, cluster, events, texts, until
 
+from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver import http1
-from vllm_ascend_pd.metaserver.decisions import Condition, Failure, Life, Proof
+from vllm_ascend_pd.metaserver.decisions import (
+    VERDICTS,
+    CircuitPolicy,
+    CircuitState,
+    Condition,
+    Failure,
+    Life,
+    Proof,
+    Role,
+    against_prefill,
+)
 from vllm_ascend_pd.metaserver.http1 import Origin, Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service import relay
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 
 LONG_S = 3600.0  # an answer that comes long after everything else, if at all
 
@@ -53,9 +68,6 @@ def test_a_pair_is_proven_although_d_answers_long_before_p() -> None:
 
 
 def _spec(address: str) -> Any:
-    from vllm_ascend_pd.metaserver.decisions import Role
-    from vllm_ascend_pd.metaserver.service.fleet import parse_spec
-
     return parse_spec(Role.PREFILL, address)
 
 
@@ -182,6 +194,28 @@ def test_what_d_has_finished_is_kept_when_ps_answer_breaks_after_the_kv_came() -
         assert len(c.decode[0].generations()) == 1 and len(c.legs()) == 1, "computed once"
 
 
+def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> None:
+    with cluster(decode=2) as c:
+        c.prefill[0].manner.breaks_after_push = True
+        for d in c.decode:
+            d.manner.report_s = 0.2  # P's leg breaks first, then comes the report, then D's failure
+            d.manner.before_first_s = 0.4
+            d.manner.fails_after_load = True
+        assert c.complete().status_code == 500
+        assert all(blame(c)[d.address] == len(d.generations()) for d in c.decode), "each of its failures is a D's own"
+
+
+def test_a_p_that_is_tried_again_is_tried_until_d_has_told_and_not_until_its_own_answer() -> None:
+    with cluster(prefill=2, circuit=CircuitPolicy(wedged_s=0.1, wedged_longest_s=LONG_S)) as c:
+        bad = instance(c, c.prefill[0].address)
+        c.prefill[0].manner.push = False
+        until(lambda: c.complete("again").status_code == 200 and bad.circuit.trials > 1, 60)
+        until(lambda: bad.circuit.state is CircuitState.WEDGED)
+        assert bad.circuit.trips == 1 + bad.circuit.trials, "each trial in vain makes the next pause longer"
+        tried = len(c.prefill[0].generations())
+        assert tried <= 3 + bad.circuit.trials
+
+
 # -- what D ends halfway
 
 
@@ -204,7 +238,7 @@ def test_a_stream_that_d_dropped_ends_in_an_error_and_never_looks_complete() -> 
 
 def test_a_stream_that_d_dropped_before_its_first_token_is_tried_again() -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.drops_after = 0
+        c.decode[0].manner.drops_after, c.decode[0].manner.cut_s = 0, 0.05
         for n in range(4):
             *said, done = events(c.complete(f"p{n}", stream=True))
             assert done == "[DONE]" and len(said) == 3 and "error" not in "".join(said)
@@ -218,6 +252,13 @@ def test_clients_see_nothing_of_what_engines_report() -> None:
         answer = c.complete()
         assert answer.json()["kv_transfer_params"] is None and "pd_load" not in answer.text
         assert instance(c, c.prefill[0].address).served == 1
+
+
+def test_clients_see_nothing_of_it_in_the_words_of_another_version_either() -> None:
+    with cluster() as c:
+        c.decode[0].manner.odd_report = True
+        answer = c.complete()
+        assert answer.json()["kv_transfer_params"] is None and texts(answer) == ["".join(words("a prompt", 3))]
 
 
 def test_a_report_is_taken_once_and_of_known_requests_only() -> None:
@@ -237,9 +278,6 @@ def test_a_report_is_taken_once_and_of_known_requests_only() -> None:
 
 def test_a_metaserver_that_is_named_as_an_engine_is_found_out_and_never_calls_itself_for_ever() -> None:
     with cluster(decode=0) as c:
-        from vllm_ascend_pd.metaserver.decisions import Role
-        from vllm_ascend_pd.metaserver.service.fleet import parse_spec
-
         c.worker.fleet.add(parse_spec(Role.DECODE, f"127.0.0.1:{c.served.port}"), "a test")
         first = c.complete()
         assert first.status_code in (502, 503, 508)
@@ -267,18 +305,65 @@ async def test_our_own_lack_of_file_handles_says_nothing_about_an_engine(monkeyp
 # -- lives and proofs
 
 
-def test_lives() -> None:
-    fresh = Life()
-    known = fresh.heard("one")
-    assert fresh.may_be("one") and known.may_be("one") and not known.may_be("two")
-    gone = known.refused()
-    assert not gone.may_be("one") and gone.may_be("two"), "it may be another process by now, and not the same unproven"
-    assert gone.heard("one").may_be("one"), "it has spoken again: only its port was shut"
-    assert not gone.heard("two").may_be("one")
-    assert gone.refused() == gone and Life().refused() == Life()
+@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
+def test_what_is_known_of_a_life_does_not_depend_on_the_order_in_which_it_is_heard(order: tuple[int, ...]) -> None:
+    said: list[Callable[[Life], Life]] = [
+        lambda life: life.heard("one", 1.0),
+        lambda life: life.refuses(2.0),
+        lambda life: life.heard("two", 3.0),
+        lambda life: life.merged(Life("one", 1.5, 1.7)),
+    ]
+    life = Life()
+    for word in order:
+        life = said[word](life)
+    assert life == Life("two", 3.0, 2.0)
+    assert not life.may_be("one", 2.5) and not life.may_be("two", 1.9), "of before it was gone"
+    assert life.may_be("two", 2.1) and life.may_be("three", 3.5), "the first that is heard of a new one"
 
 
 def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
-    proof, p, d = Proof("p", "p1", "d", "d1"), Life().heard("p1"), Life().heard("d1")
+    proof, p, d = Proof("p", "p1", "d", "d1", 5.0), Life("p1", 4.0), Life("d1", 6.0)
     assert proof.holds(p, d) and proof.holds(Life(), Life())
-    assert not proof.holds(p.heard("p2"), d) and not proof.holds(p, d.heard("d2")) and not proof.holds(p, d.refused())
+    assert not proof.holds(p.heard("p2", 7.0), d) and not proof.holds(p, d.heard("d2", 7.0))
+    assert not proof.holds(p, d.refuses(5.5)) and proof.holds(p, d.refuses(4.5))
+
+
+def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
+    """One worker's probe met the moment in which nobody listened, the other's did not."""
+    fleets = [Fleet(CircuitPolicy()) for _ in range(2)]
+    for fleet in fleets:
+        for role, name in ((Role.PREFILL, "p:1"), (Role.DECODE, "d:1")):
+            fleet.add(parse_spec(role, name), "a test")
+        fleet.prove(Proof("p:1", "p1", "d:1", "d1", 5.0))
+    refused = fleets[1].get("p:1")
+    assert refused is not None
+    refused.life = refused.life.refuses(6.0)
+
+    def tell(one: Fleet, other: Fleet) -> None:
+        other.learn({i.name: i.life for i in one}, one.proven())
+
+    tell(fleets[1], fleets[0])
+    assert not fleets[0].proven(), "so that the worker that sends canaries sends one"
+    fleets[0].prove(Proof("p:1", "p2", "d:1", "d1", 7.0))
+    for _ in range(2):
+        tell(fleets[0], fleets[1])
+        tell(fleets[1], fleets[0])
+    assert [[p.prefill_life for p in fleet.proven()] for fleet in fleets] == [["p2"], ["p2"]]
+
+
+# -- what the codes say
+
+
+def test_each_code_that_a_report_can_carry_has_a_verdict_with_a_reason() -> None:
+    assert all(code in CATALOGUE and why for code, (_, why) in VERDICTS.items())
+    for code in (
+        c for c in CATALOGUE if c.startswith("PD-XFER") and c != "PD-XFER-007"
+    ):  # P's own health, never D's word
+        assert code in VERDICTS, code
+    assert against_prefill("PD-XFER-001") and not against_prefill("PD-XFER-003") and not against_prefill("PD-NONE-001")
+
+
+def test_what_comes_before_a_drop_is_whole_events() -> None:
+    end = b'data: {"text": "data: x", "stop_reason": "recomputed"}\n\n'
+    assert relay._before_drop(b"data: 1\n\n" + end) == b"data: 1\n\n"
+    assert relay._before_drop(end) == b""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 # ---- trying again ---------------------------------------------------------------------------------------------
@@ -96,46 +96,86 @@ class RetryPolicy:
 
 # ---- whose failure it was -------------------------------------------------------------------------------------
 
-# Codes of D's reports that say something against the P that was to push. Each other code is about the pair (layouts that do not
-# fit, a write that failed between the two), about this metaserver, or about a request that was given up: it blames nobody.
-AGAINST_PREFILL = {
-    "PD-XFER-001": "nothing, or not everything, came in time, and D gave it all the time it was to have",
-    "PD-XFER-004": "P's process or its lease was gone in the middle of a push",
-    "PD-XFER-006": "P's own ranks could not exchange what they were to push",
+
+class Culprit(Enum):
+    PREFILL = "prefill"
+    NOBODY = "nobody"
+
+
+# Why KV did not come, as D reports it, and against whom that speaks. Against D never: a load that fails is D's only way to
+# hear of others' failures; what D fails at by itself are its answers. A code that is not here blames nobody.
+VERDICTS: dict[str, tuple[Culprit, str]] = {
+    "PD-XFER-001": (
+        Culprit.PREFILL,
+        "nothing, or not everything, came in time, and D gave it all the time it was to have",
+    ),
+    "PD-XFER-002": (Culprit.NOBODY, "it was given up: the client has left, or another attempt took over"),
+    "PD-XFER-003": (Culprit.NOBODY, "a write between the two failed: the network's or either's"),
+    "PD-XFER-004": (Culprit.PREFILL, "P's process or its lease was gone in the middle of a push"),
+    "PD-XFER-005": (Culprit.NOBODY, "one refused what the other said: the two do not fit, and others may fit either"),
+    "PD-XFER-006": (Culprit.PREFILL, "P's own ranks could not exchange what they were to push"),
+    "PD-WIRE-004": (Culprit.NOBODY, "what came is not what was sent: the network's or either's memory"),
+    "PD-GEO-001": (Culprit.NOBODY, "the two were started with different caches"),
+    "PD-CTRL-002": (Culprit.NOBODY, "the two do not understand each other"),
+    "PD-CTRL-003": (Culprit.NOBODY, "the two are of different versions"),
+    "PD-SEC-003": (Culprit.NOBODY, "the two have different secrets"),
+    "PD-META-001": (Culprit.NOBODY, "D is not configured for this metaserver"),
+    "PD-META-002": (Culprit.NOBODY, "D did not reach the metaserver, which P has nothing to do with"),
+    "PD-META-003": (Culprit.NOBODY, "the metaserver refused the reservation"),
+    "PD-META-004": (Culprit.NOBODY, "D has too many reservations open"),
+    "PD-META-005": (Culprit.NOBODY, "the prompt that P saw is not the one that D reserved for"),
+    "PD-META-006": (Culprit.NOBODY, "P's leg failed, which was counted where it happened"),
 }
+
+
+def against_prefill(code: str) -> str:
+    """What a reported code says against the P that was to push; empty if nothing."""
+    culprit, why = VERDICTS.get(code, (Culprit.NOBODY, ""))
+    return why if culprit is Culprit.PREFILL else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What is known of the process behind an address. Data parallelism puts several behind one: then the last that spoke."""
+    """What is known of the process behind an address. Everything that is told has the time of the question, not of the
+    answer: words then count the same in whatever order they arrive, also those that other workers pass on.
 
-    incarnation: str = ""  # as it last told; empty: unknown, or it may be another one by now
-    ended: str = ""  # the one that refused connections since it last told anything
+    Data parallelism puts several processes behind one address: then the one that was asked last.
+    """
 
-    def heard(self, incarnation: str) -> Life:
-        """An engine told its incarnation in an answer, a reservation or a report."""
-        return Life(incarnation, "" if incarnation == self.ended else self.ended)
+    incarnation: str = ""  # as it told; empty: unknown
+    at: float = 0.0  # when it was asked what it told this to
+    refused: float = 0.0  # when nobody listened there last
 
-    def refused(self) -> Life:
+    def heard(self, incarnation: str, at: float) -> Life:
+        """An engine that was asked at `at` told its incarnation in an answer, a reservation or a report."""
+        return replace(self, incarnation=incarnation, at=at) if incarnation and at >= self.at else self
+
+    def refuses(self, at: float) -> Life:
         """Nobody listens there: the process has ended, or it is about to."""
-        return Life("", self.incarnation or self.ended)
+        return replace(self, refused=max(self.refused, at))
 
-    def may_be(self, incarnation: str) -> bool:
-        """Whether nothing that is known speaks against this process being there still. A slow one is the same one."""
-        return incarnation != self.ended and self.incarnation in ("", incarnation)
+    def merged(self, other: Life) -> Life:
+        """With what another worker knows."""
+        return self.heard(other.incarnation, other.at).refuses(other.refused)
+
+    def may_be(self, incarnation: str, at: float) -> bool:
+        """Whether nothing that is known speaks against the process that was asked at `at` being there still. A slow one is
+        the same one."""
+        return at > self.refused and (incarnation == self.incarnation or at > self.at)
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Proof:
-    """KV has really come from this P to this D, in these lives of theirs."""
+    """KV has really come from this P to this D, in these lives of theirs, for a request of the time `at`."""
 
     prefill: str
     prefill_life: str
     decode: str
     decode_life: str
+    at: float
 
     def holds(self, prefill: Life, decode: Life) -> bool:
-        return prefill.may_be(self.prefill_life) and decode.may_be(self.decode_life)
+        return prefill.may_be(self.prefill_life, self.at) and decode.may_be(self.decode_life, self.at)
 
 
 # ---- circuits -------------------------------------------------------------------------------------------------

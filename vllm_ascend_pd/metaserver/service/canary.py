@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Backoff, Condition, Life, Role
+from vllm_ascend_pd.metaserver.decisions import Backoff, Condition, Role
 from vllm_ascend_pd.metaserver.http1 import Headers, UpstreamError
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Instance
@@ -40,7 +40,7 @@ _AT_ONCE = 8
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
-Lives = tuple[str, Life, str, Life]  # of a P and a D
+Lives = tuple[tuple[str, float], ...]  # of a P and a D
 
 
 class Canary:
@@ -96,7 +96,7 @@ class Canary:
         self._failed = {pair: failed for pair, failed in self._failed.items() if names.issuperset(pair)}
         for prefill, decode in self._pairs():
             pair = (prefill.name, decode.name)
-            lives, _, until = self._failed.get(pair, (None, 0, 0.0))
+            lives, _, until = self._failed.get(pair, ((), 0, 0.0))
             left_alone = now < until and lives == _lives(prefill, decode)
             if len(self._flying) >= _AT_ONCE or left_alone or set(pair) <= busy:
                 continue
@@ -117,7 +117,8 @@ class Canary:
             self._failed.pop(pair, None)
             log.info("proven: KV comes from %s to %s", *pair)
             return
-        _, failures, _ = self._failed.get(pair, (lives, 0, 0.0))
+        of, failures, _ = self._failed.get(pair, (lives, 0, 0.0))
+        failures = failures if of == lives else 0
         self._failed[pair] = (
             lives,
             failures + 1,
@@ -179,7 +180,8 @@ class _Answer:
 
 
 def _lives(prefill: Instance, decode: Instance) -> Lives:
-    return prefill.name, prefill.life, decode.name, decode.life
+    """Which lives a failure says something about; it is none of theirs when they were last asked."""
+    return tuple((engine.life.incarnation, engine.life.refused) for engine in (prefill, decode))
 
 
 def _model(body: bytes) -> str:

@@ -22,7 +22,8 @@ from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Headers
 from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
-from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.fleet import Instance, Trial
+from vllm_ascend_pd.metaserver.within import within
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100
@@ -155,10 +156,12 @@ class Attempt:
     ticket: str = field(default_factory=lambda: uuid.uuid4().hex)
     legs: dict[str, Interrupt] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    sources: dict[str, Instance] = field(default_factory=dict)  # by transfer, the P that was asked last
+    sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
     reports: dict[str, LoadReport] = field(default_factory=dict)  # by transfer, how D says that its KV came
     blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: once
-    prefill_failed: bool = False
+    failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
+    trials: dict[str, Trial] = field(default_factory=dict)  # by transfer, of P's: D's report ends them
+    began: float = field(default_factory=time.monotonic)
     restart: bool = True  # whether another attempt may follow
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
     watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
@@ -171,7 +174,7 @@ class Attempt:
     @property
     def load_failed(self) -> bool:
         """KV did not come: D may have failed for that, and only for that."""
-        return self.prefill_failed or any(not report.received for report in self.reports.values())
+        return any(not self.received(transfer) for transfer in self.failed.union(self.reports))
 
     async def told(self, enough: Callable[[], bool], most_s: float) -> None:
         """Wait until what has been told is enough, at most so long: reports, legs and answers come in any order."""
@@ -179,11 +182,13 @@ class Attempt:
         while not enough() and (left := end - time.monotonic()) > 0:
             self.news.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.news.wait(), left)
+                await within(left, self.news.wait())
 
     async def explained(self, most_s: float) -> None:
-        """Wait until every load has been reported, or a leg has failed."""
-        await self.told(lambda: self.prefill_failed or self.seen <= self.reports.keys(), most_s)
+        """Wait until D has told of a load that failed, or of all. (P's leg alone says not enough: the KV may be there.)"""
+        await self.told(
+            lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), most_s
+        )
 
     def cancel_legs(self) -> None:
         for leg in tuple(self.legs.values()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +125,15 @@ class Instance:
         }
 
 
+@dataclass(slots=True)
+class Trial:
+    """What a request is to its instance's circuit (number 0: nothing special)."""
+
+    instance: Instance
+    number: int
+    kept: bool = False  # its answer says too little: it goes on until D has told of the load
+
+
 class Fleet:
     """`lost` hears of an instance whose circuit opens, and why."""
 
@@ -134,7 +143,7 @@ class Fleet:
         self._policy = policy
         self._lost = lost
         self._instances: dict[str, Instance] = {}
-        self.proofs: set[Proof] = set()
+        self._proofs: dict[tuple[str, str, str, str], Proof] = {}  # the newest of each pair of lives
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
@@ -215,10 +224,10 @@ class Fleet:
 
     # -- what is proven
 
-    def proven(self) -> set[Proof]:
+    def proven(self) -> list[Proof]:
         """What still holds; what does not is forgotten."""
-        self.proofs = {proof for proof in self.proofs if self._holds(proof)}
-        return self.proofs
+        self._proofs = {key: proof for key, proof in self._proofs.items() if self._holds(proof)}
+        return list(self._proofs.values())
 
     def _holds(self, proof: Proof) -> bool:
         prefill, decode = self._instances.get(proof.prefill), self._instances.get(proof.decode)
@@ -226,34 +235,41 @@ class Fleet:
             return False
         return proof.holds(prefill.life, decode.life)
 
-    def prove(self, prefill: Instance, decode: Instance) -> None:
-        """KV has come from one to the other, and both have just told who they are."""
-        self.proofs.add(Proof(prefill.name, prefill.life.incarnation, decode.name, decode.life.incarnation))
+    def prove(self, proof: Proof) -> None:
+        """KV has come, here or at another worker."""
+        key = (proof.prefill, proof.prefill_life, proof.decode, proof.decode_life)
+        known = self._proofs.get(key)
+        if known is None or known.at < proof.at:
+            self._proofs[key] = proof
 
-    def learn(self, proofs: Iterable[Proof]) -> None:
-        """What another worker has proven, as far as nothing that is known here speaks against it."""
+    def learn(self, lives: Mapping[str, Life], proofs: Iterable[Proof]) -> None:
+        """What another worker knows. Whoever heard it first, all come to know the same."""
+        for name, life in lives.items():
+            instance = self._instances.get(name)
+            if instance is not None:
+                instance.life = instance.life.merged(life)
         for proof in proofs:
-            if proof in self.proofs or not self._holds(proof):
-                continue
-            self.proofs.add(proof)
-            for name, life in ((proof.prefill, proof.prefill_life), (proof.decode, proof.decode_life)):
-                instance = self._instances[name]
-                instance.life = instance.life.heard(life)
+            self.prove(proof)
 
     # -- load and evidence
 
     @contextmanager
-    def leg(self, instance: Instance, cost: float) -> Iterator[None]:
+    def leg(self, instance: Instance, cost: float) -> Iterator[Trial]:
         """A request is at the instance."""
-        trial = instance.circuit.sent(time.monotonic())
+        trial = Trial(instance, instance.circuit.sent(time.monotonic()))
         instance.load += cost
         instance.requests += 1
         try:
-            yield
+            yield trial
         finally:
-            instance.circuit.returned(time.monotonic(), trial)
+            if not trial.kept:
+                self.returned(trial)
             instance.requests -= 1
             instance.load = instance.load - cost if instance.requests else 0.0  # no drift from rounding
+
+    def returned(self, trial: Trial) -> None:
+        """Whatever a request could show of its instance it has shown."""
+        trial.instance.circuit.returned(time.monotonic(), trial.number)
 
     def failed(self, instance: Instance, failure: Failure, why: str) -> None:
         """A request to it did not work out; what went wrong on our side says nothing about it."""

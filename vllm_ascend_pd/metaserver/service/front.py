@@ -12,13 +12,14 @@ from typing import Any
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver.decisions import (
-    AGAINST_PREFILL,
     Admission,
     Evidence,
     Failure,
     Gatekeeper,
+    Proof,
     RetryBudget,
     Role,
+    against_prefill,
 )
 from vllm_ascend_pd.metaserver.http1 import Upstream
 from vllm_ascend_pd.metaserver.reports import LoadReport
@@ -33,6 +34,7 @@ from vllm_ascend_pd.observe.trace import emit
 
 _LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself
 _COME_BACK_S = 2.0
+_LATE_REPORT_S = 2.0  # after the end of a request, for D's word on how its KV came
 _MOST_CANARIES = 64
 _CLOSING = known(503, "PD-META-010", _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
@@ -110,11 +112,13 @@ class Front:
         if report.transfer in attempt.reports:
             return True
         attempt.reports[report.transfer] = report
-        decode, prefill = attempt.decode, attempt.sources.get(report.transfer)
-        decode.life = decode.life.heard(report.decode)
-        if prefill is not None and report.prefill:
-            prefill.life = prefill.life.heard(report.prefill)
+        decode, (prefill, asked) = attempt.decode, attempt.sources.get(report.transfer, (None, 0.0))
+        decode.life = decode.life.heard(report.decode, attempt.began)
+        if prefill is not None:
+            prefill.life = prefill.life.heard(report.prefill, asked)
         self._judge(attempt, report, prefill)
+        if (trial := attempt.trials.pop(report.transfer, None)) is not None:
+            self.fleet.returned(trial)
         attempt.news.set()
         return True
 
@@ -127,15 +131,16 @@ class Front:
         if report.received:
             exchange.stage("loaded", f"{report.received} tokens")
             if prefill is not None and report.prefill:
-                self.fleet.prove(prefill, attempt.decode)
+                proof = Proof(name, report.prefill, attempt.decode.name, report.decode, attempt.began)
+                self.fleet.prove(proof)
                 self.fleet.seen(prefill, Evidence.SERVED)
             return
         exchange.stage("not loaded", code)
         if prefill is None:
             return
         exchange.bad_prefills.add(name)
-        against = AGAINST_PREFILL.get(report.code)
-        if against is not None and report.transfer not in attempt.blamed:
+        against = against_prefill(report.code)
+        if against and report.transfer not in attempt.blamed:
             attempt.blamed.add(report.transfer)
             self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")
             self.journal.trouble(report.code, f"the KV of a request did not come: {against}", name, exchange.request_id)
@@ -244,6 +249,8 @@ class Front:
         self.journal.close(attempt)
         if attempt.watch is not None:
             attempt.watch.cancel()
+        for trial in attempt.trials.values():  # should D never tell, another request is to try that P
+            asyncio.get_running_loop().call_later(_LATE_REPORT_S, self.fleet.returned, trial)
         if not attempt.legs:
             return
         if well:

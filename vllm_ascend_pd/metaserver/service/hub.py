@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.metaserver.decisions import Proof
+from vllm_ascend_pd.metaserver.decisions import Life, Proof
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.instances_file import Members
@@ -119,4 +119,6 @@ class Hub:
                 load[facts["name"]] = load.get(facts["name"], 0.0) + facts["tokens_in_flight"]
         for instance in self._fleet:
             instance.load_elsewhere = load.get(instance.name, 0.0)
-        self._fleet.learn(Proof(*proof) for report in self._others.values() for proof in report["proofs"])
+        for report in self._others.values():
+            lives = {name: Life(*life) for name, life in report["lives"].items()}
+            self._fleet.learn(lives, (Proof(*proof) for proof in report["proofs"]))

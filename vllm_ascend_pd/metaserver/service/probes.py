@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 
 from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
@@ -60,8 +61,9 @@ class Prober:
                 log.warning("%s is not probed: %s", instance.name, problem.why)
                 return
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
+            if isinstance(problem.__cause__, (ConnectionRefusedError, ConnectionResetError)):
+                instance.life = instance.life.refuses(time.monotonic())
             if isinstance(problem.__cause__, ConnectionRefusedError):
-                instance.life = instance.life.refused()
                 # An engine that shuts down may keep the connection of a request that it will never answer.
                 self._upstream.hurry(instance.origin, self._settings.forsaken_s)
             elif instance.circuit.state is CircuitState.UNREACHABLE:

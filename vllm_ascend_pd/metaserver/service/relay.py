@@ -105,19 +105,19 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
         first = await reply.rest(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
         first = await reply.read(timeout_s)
-        while _only_opens(first) and (more := await reply.read(timeout_s)):
+        while len(first) <= _HELD_BYTES and not _first_said(first) and (more := await reply.read(timeout_s)):
             first += more
     if reply.status == 200 and not first.strip():
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
-    failed = _first_said(first) if attempt.exchange.request.stream and reply.status == 200 else b""
-    if failed.startswith(_ERROR_EVENT):
+    said = _first_said(first) if attempt.exchange.request.stream and reply.status == 200 else b""
+    if said.startswith(_ERROR_EVENT):
         # vLLM says 200 to a stream, and who speaks, before the request has run; this is the failure that came after.
-        body = failed.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
+        body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise await _refused(front, attempt, 500, body, [])
     if reply.status == 200 and dropped(first):
         METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
         raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
-    if reply.status == 200 and (aborted(first) or (attempt.exchange.request.stream and _says_nothing(first))):
+    if reply.status == 200 and (aborted(first) or _NOTHING.match(said)):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(front, attempt, 503, answer.body, [])
     if reply.status == 200 and not attempt.exchange.request.stream:
@@ -131,35 +131,25 @@ def _strip(front: Front, answer: bytes) -> bytes:
         return answer
     try:
         fields = bodies.parse_fields(answer)
-        load, _ = read_answer(answer)
-    except (bodies.BodyError, *bodies.UNREADABLE):
+    except bodies.BodyError:
         return answer  # no object, so no such field of it
-    if load is not None:
-        front.loaded(load)
+    try:
+        load, _ = read_answer(answer)
+        if load is not None:
+            front.loaded(load)
+    except bodies.UNREADABLE as problem:  # another version's: it says nothing, and the client gets none of it either
+        log.warning("a decode engine's report is not understood: %s", problem)
     if bytes(fields.get(bodies.FORBIDDEN, b"null")) == b"null":
         return answer  # as vLLM says it without a connector
     fields[bodies.FORBIDDEN] = msgspec.Raw(b"null")
     return msgspec.json.encode(fields)
 
 
-def _only_opens(stream: bytes) -> bool:
-    """A chat's stream begins with who speaks, once the first token is there: what follows is on its way."""
-    events = _events(stream)
-    return bool(events) and all(_OPENING.search(event) for event in events)
-
-
 def _first_said(stream: bytes) -> bytes:
-    """The first event after who speaks; nothing if there is none yet."""
-    return next((event for event in _events(stream) if not _OPENING.search(event)), b"")
-
-
-def _says_nothing(stream: bytes) -> bool:
-    """What comes first, after who speaks, is already the end."""
-    return _NOTHING.match(_first_said(stream)) is not None
-
-
-def _events(stream: bytes) -> list[bytes]:
-    return [event for event in stream.split(b"\n\n") if event.strip()]
+    """The first event that is there whole, after who speaks (a chat's stream begins with that, and what follows is on its
+    way); nothing if there is none yet. TCP cuts where it likes: half an event says nothing yet."""
+    events = stream.split(b"\n\n")[:-1]
+    return next((event for event in events if event.strip() and not _OPENING.search(event)), b"")
 
 
 def aborted(answer: bytes) -> bool:
@@ -214,7 +204,7 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
             piece, held = _whole_events(held + piece if held else piece)
             if dropped(piece):
                 code, problem = "PD-META-022", PdError("PD-META-022").sentence
-                piece, held = piece[: piece.rfind(b"data: ", 0, _place(piece))], b""
+                piece, held = _before_drop(piece), b""
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             if not problem:
@@ -227,14 +217,13 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
             raise
         uncancel(interrupt.task)
         problem = "The metaserver is shutting down."
-    if held:  # what broke off in the middle of an event, or ended without the empty line
+    if held and not problem:  # it ended without the empty line; half an event that broke off would only confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
     if problem:
         METRICS.broken_streams.inc()
         attempt.exchange.stage("broken", problem)
         front.journal.trouble(code, problem, attempt.decode.name, attempt.exchange.request_id)
-        gap = b"\n\n" if held else b""
-        await send({"type": "http.response.body", "body": gap + error_frame(problem, code), "more_body": True})
+        await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -246,9 +235,12 @@ def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
     return (stream[:end], stream[end:]) if end > 1 else (b"", stream)
 
 
-def _place(stream: bytes) -> int:
+def _before_drop(stream: bytes) -> bytes:
+    """The events before the one that says so. No event has an empty line in it."""
     found = _DROPPED.search(stream)
-    return found.start() if found is not None else len(stream)
+    return (
+        stream[: stream.rfind(b"\n\n", 0, found.start()) + 2] if found and b"\n\n" in stream[: found.start()] else b""
+    )
 
 
 def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:

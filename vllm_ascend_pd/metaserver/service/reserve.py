@@ -114,7 +114,7 @@ class Reservations:
             return
         attempt.seen.add(posted.transfer)
         if posted.decode:
-            attempt.decode.life = attempt.decode.life.heard(posted.decode)
+            attempt.decode.life = attempt.decode.life.heard(posted.decode, attempt.began)
         attempt.legs[posted.transfer] = interrupt
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
@@ -153,7 +153,7 @@ class Reservations:
             self._front.journal.trouble(failed.code, failed.brief, request=attempt.exchange.request_id)
             if not attempt.received(posted.transfer):  # else D has the KV: what became of P's answer changes nothing
                 code, why, told = failed.code, str(failed), failed.brief
-                attempt.prefill_failed = True
+                attempt.failed.add(posted.transfer)
                 attempt.news.set()
                 self._restart(attempt, posted.transfer, why)
         except asyncio.CancelledError:
@@ -199,11 +199,13 @@ class Reservations:
         while True:
             number += 1
             prefill = self._choose(attempt, cost)
-            attempt.sources[posted.transfer] = prefill
+            attempt.sources[posted.transfer] = prefill, time.monotonic()
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
-                with front.fleet.leg(prefill, cost):
+                with front.fleet.leg(prefill, cost) as trial:
                     await self._ask(attempt, posted, prefill)
+                    if front.journal.tickets.get(posted.ticket) is attempt and posted.transfer not in attempt.reports:
+                        attempt.trials[posted.transfer], trial.kept = trial, True
                 return
             except PrefillFailed as failed:
                 exchange.bad_prefills.add(prefill.name)
@@ -231,7 +233,7 @@ class Reservations:
         route, body = bodies.for_prefill(exchange.request, params, posted.prompt_token_ids)
         emit("meta.prefill", ticket=posted.ticket, transfer=posted.transfer, prefill=prefill.name)
         exchange.stage("prefill", prefill.name)
-        timeout, sent = front.settings.prefill_timeout_s, time.monotonic()
+        timeout, sent = front.settings.prefill_timeout_s, attempt.sources[posted.transfer][1]
         try:
             with front.spans.leg(exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
                 reply = await front.upstream.send(prefill.origin, "POST", route.encode(), headers, body, timeout)
@@ -245,7 +247,7 @@ class Reservations:
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
             METRICS.legs.labels("prefill", prefill.name, "served").inc()
-            _check_push(prefill, text)  # whether it served D as well, D will say
+            _check_push(prefill, text, sent)  # whether it served D as well, D will say
             return
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused = reply.status in (429, 503)
@@ -258,7 +260,7 @@ class Reservations:
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
-def _check_push(prefill: Instance, text: bytes) -> None:
+def _check_push(prefill: Instance, text: bytes, asked: float) -> None:
     """P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
     shuts down); it says so in its answer."""
     if aborted(text):
@@ -269,7 +271,7 @@ def _check_push(prefill: Instance, text: bytes) -> None:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
     if push is None:
         return
-    prefill.life = prefill.life.heard(push.prefill)
+    prefill.life = prefill.life.heard(push.prefill, asked)
     if push.code:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
 
