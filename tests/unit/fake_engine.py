@@ -15,6 +15,7 @@ import json
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,11 +153,13 @@ class Manner:
     odd_report: bool = False  # as D: reports in words of another version
     fails_after_load: bool = False  # as D: 500 of its own, the KV being there
     cut_s: float = 0.0  # as D: between the two pieces of an event
+    half: bool = False  # a whole answer is torn in its middle
     drops_after: int | None = (
         None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
     )
 
 
+_MOOD: ContextVar[Manner | None] = ContextVar("mood", default=None)
 PUSHED: dict[str, str] = {}  # by transfer whose KV has arrived, who pushed it; the wire, so to speak
 
 
@@ -168,7 +171,8 @@ def words(prompt: object, count: int) -> list[str]:
 
 class FakeEngine:
     def __init__(self, name: str = "engine", port: int = 0, metaservers: tuple[str, ...] = ()) -> None:
-        self.manner = Manner()
+        self.usual = Manner()
+        self.mood: Callable[[], Manner] | None = None  # of one request, drawn as it comes; `usual` for all without it
         self.seen: list[Seen] = []
         self.running = 0
         self.outcomes: list[Outcome] = []
@@ -183,6 +187,11 @@ class FakeEngine:
         """The allow-list of D's client, and more of its configuration."""
         config = MetaserverConfig(metaserver_urls=tuple(url.rstrip("/") for url in urls), **more)
         self._client = MetaserverClient(config, self.served.loop, self._outcome)
+
+    @property
+    def manner(self) -> Manner:
+        """Of the request at hand; a test sees, and changes, what is usual."""
+        return _MOOD.get() or self.usual
 
     @property
     def address(self) -> str:
@@ -211,6 +220,8 @@ class FakeEngine:
         if scope["path"] == "/health":
             await _answer(send, self.manner.health, b"")
             return
+        if self.mood is not None:
+            _MOOD.set(self.mood())
         self.seen.append(seen)
         if scope["method"] == "OPTIONS":
             await _answer(send, 200, b"OK")
@@ -384,7 +395,12 @@ class FakeEngine:
             answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.manner.odd_report else params_of(report)
         if self.manner.drops_after is not None:
             choices[0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
-        await _answer(send, 200, json.dumps(answer).encode())
+        said = json.dumps(answer).encode()
+        if self.manner.half:
+            await _head(send, 200, b"application/json", len(said))
+            await _piece(send, said[: len(said) // 2])
+            raise ConnectionAbortedError("as told")
+        await _answer(send, 200, said)
 
     async def _stream(self, seen: Seen, send: Send) -> None:
         chat = "chat" in seen.route
