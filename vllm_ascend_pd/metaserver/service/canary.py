@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import MutableMapping
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,13 +43,20 @@ Pair = tuple[str, str]
 Lives = tuple[tuple[str, float], ...]  # of a P and a D
 
 
+class _Failed(NamedTuple):
+    """Of a pair: in which lives, how often, until when it is left alone, and why."""
+
+    lives: Lives
+    times: int
+    until: float
+    problem: str
+
+
 class Canary:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._flying: dict[asyncio.Task[None], Pair] = {}
-        self._failed: dict[
-            Pair, tuple[Lives, int, float]
-        ] = {}  # in which lives, how often, until when it is left alone
+        self._failed: dict[Pair, _Failed] = {}
         self.last_error = "no canary has been answered yet"
 
     # -- what is known
@@ -96,8 +103,8 @@ class Canary:
         self._failed = {pair: failed for pair, failed in self._failed.items() if names.issuperset(pair)}
         for prefill, decode in self._pairs():
             pair = (prefill.name, decode.name)
-            lives, _, until = self._failed.get(pair, ((), 0, 0.0))
-            left_alone = now < until and lives == _lives(prefill, decode)
+            failed = self._failed.get(pair)
+            left_alone = failed is not None and now < failed.until and failed.lives == _lives(prefill, decode)
             if len(self._flying) >= _AT_ONCE or left_alone or set(pair) <= busy:
                 continue
             busy.update(pair)
@@ -117,15 +124,12 @@ class Canary:
             self._failed.pop(pair, None)
             log.info("proven: KV comes from %s to %s", *pair)
             return
-        of, failures, _ = self._failed.get(pair, (lives, 0, 0.0))
-        failures = failures if of == lives else 0
-        self._failed[pair] = (
-            lives,
-            failures + 1,
-            time.monotonic() + _BACKOFF.delay(failures + 1, 0.5 + random.random() / 2),
-        )
+        before = self._failed.get(pair)
+        times = before.times + 1 if before is not None and before.lives == lives else 1
+        until = time.monotonic() + _BACKOFF.delay(times, 0.5 + random.random() / 2)
+        self._failed[pair] = _Failed(lives, times, until, problem)
         told = f"{prefill.name} to {decode.name}: {problem}"
-        if told != self.last_error:
+        if before is None or before.problem != problem:  # a change, not each repetition
             log.warning("not proven: %s", told)
         self.last_error = told
 
