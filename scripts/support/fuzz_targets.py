@@ -634,7 +634,7 @@ def _posted() -> Run:
         if statuses[0] not in (400, 404):
             raise AssertionError(f"status {statuses[0]}")
         try:
-            reserve._check_push(prefill, data)
+            reserve._check_push(prefill, data, 0.0)
         except reserve.PrefillFailed as failed:
             msgspec.msgpack.encode((failed.code, str(failed)))
             return REFUSED

@@ -61,11 +61,11 @@ def test_the_field_is_found_however_it_is_written() -> None:
         assert b"params" not in bodies.strip(raw)
 
 
-def test_a_body_nested_without_end_is_refused_where_it_would_be_read() -> None:
-    deep = b'{"a":' * 15_000 + b"1" + b"}" * 15_000
+def test_a_body_nested_without_end_is_refused() -> None:
     with pytest.raises(bodies.BodyError):
-        bodies.strip(b'{"kv_transfer_params": 1, "b": ' + deep + b"}")
-    assert bodies.strip(deep) is deep, "the engine will refuse it"
+        bodies.strip(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
+    with pytest.raises(bodies.BodyError):
+        bodies.strip(b'{"a":' * 15_000 + b"1" + b"}" * 15_000)
 
 
 def test_what_is_no_json_is_passed_on_untouched() -> None:

@@ -30,6 +30,7 @@ _BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space, and the marks of
 _LONG = 4 << 20  # bytes of a list of prompts that is not taken apart to be measured
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAW = msgspec.json.Decoder(msgspec.Raw)
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
 _HEAD_BYTES = 2048  # how much of a prompt makes its affinity
@@ -172,15 +173,15 @@ def strip(body: bytes) -> bytes:
     """Any other JSON body without the forbidden field, also inside a list of requests; unchanged if it has none.
 
     Engines read bodies with the standard library, which takes more than strict JSON (NaN, UTF-16): what the strict
-    decoder refuses is read their way, so that nothing slips through in a form that only they understand. Reading holds up
-    everything else here, so only what may name the field is read, and only if it is short.
+    decoder refuses is read their way, so that nothing slips through in a form that only they understand. Making values holds
+    up everything else here, for seconds if there are many: a long body is only looked through, and refused where that is not
+    enough.
     """
-    if not _may_name_it(body):
+    if body[:64].lstrip(_BEFORE_JSON)[:1] not in (b"[", b"{"):
         return body
     if len(body) > _READ_WHOLE:
-        raise BodyError(
-            f"it names {FORBIDDEN}, which only a router sets, and is too long to be searched for it: leave it out"
-        )
+        _look_through(body)
+        return body
     try:
         value = _value(body)
     except ValueError:
@@ -196,13 +197,16 @@ def strip(body: bytes) -> bytes:
     return json.dumps(value).encode()
 
 
-def _may_name_it(body: bytes) -> bool:
-    """False: it is no JSON object or list, or the field's name is in it in no form that an engine could read."""
-    if body[:64].lstrip(_BEFORE_JSON)[:1] not in (b"[", b"{"):
-        return False
-    if FORBIDDEN.encode() in body or b"\0" in body:  # UTF-16 and UTF-32 have zeros
-        return True
-    return b"\\u00" in body and _ESCAPED.search(body) is not None
+def _look_through(body: bytes) -> None:
+    """Raises BodyError for what may name the forbidden field, or would break an engine's reader."""
+    try:
+        _RAW.decode(body)
+    except RecursionError as problem:
+        raise BodyError("it is nested too deeply") from problem
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
+    if FORBIDDEN.encode() in body or (b"\\u00" in body and _ESCAPED.search(body)):
+        raise BodyError(f"it names {FORBIDDEN}, which only a router sets, and is too long to be read: leave it out")
 
 
 def _value(body: bytes) -> Any:
