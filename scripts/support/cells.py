@@ -306,7 +306,8 @@ class Run:
         where, event = WHERE[cell.stage]
         if cell.stops:
             site.orders[where].stop_at(event)
-        else:
+        # P's answer may be there before D has loaded: whoever is to refuse it must know from the start.
+        if not cell.stops or cell.refusal == "prefilled":
             site.orders[cell.role].refuse(cell.refusal)
         self._clients = Clients(site.front.url, [body_of(p, TOKENS) for p in self.prompts])
         pid = site.orders[where].stopped(REACH_S) if cell.stops else 0
@@ -318,14 +319,14 @@ class Run:
                 raise Broken(str(stuck))
         elif cell.fault == STOP:
             faults.stop(victim.process)
+        elif cell.stops and cell.refusal == "prefilled":
+            site.orders[cell.role].wait_refused(REACH_S)
+            time.sleep(0.2)  # D's scheduler hears of it
         elif cell.stops:
             site.orders[cell.role].refuse(cell.refusal)
             if cell.refusal == "writes":
                 site.orders[cell.role].wait_refused(REACH_S)
                 time.sleep(0.2)  # D's loop thread revokes
-            elif cell.refusal == "prefilled":
-                site.orders[cell.role].wait_refused(REACH_S)
-                time.sleep(0.2)  # D's scheduler hears of it
         if pid and (where != cell.role or cell.fault == REFUSE):
             faults.wake_pid(pid)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from fake_metaserver import fake_metaserver, is_overloaded, says_failed
@@ -107,7 +108,8 @@ def counted(engine: Engine) -> dict[str, float]:
 
 def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]], set[tuple[str, int]]]:
     """From P's trace: the batches by (destination, step, layer), and the (transfer, step) that they carried. Left out is
-    a transfer in a step whose first layer was computed before the transfer's READY was there: it follows later."""
+    a transfer in a step whose first layer was computed before the transfer's READY was there: it follows later, and a batch
+    in which it catches up has layers of it that the others' had before, beside layers of all of them."""
     ready: dict[str, float] = {}
     first: dict[int, float] = {}
     for event in events:
@@ -121,10 +123,20 @@ def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]],
         step = event.facts["steps"][0]
         in_time = {(t, step) for t in event.facts["transfers"] if ready.get(t, float("inf")) <= first.get(step, 0.0)}
         carried |= in_time
-        if in_time:
-            for layer in event.facts["layers"]:
-                batches.setdefault((event.facts["peer"], step, layer), set()).add(event.t)
+        caught_up = len(in_time) < len(event.facts["transfers"])
+        for layer in event.facts["layers"] if in_time else ():
+            key = (event.facts["peer"], step, layer)
+            if not (caught_up and key in batches):
+                batches.setdefault(key, set()).add(event.t)
     return batches, carried
+
+
+def _once_busy(prefill: Engine, bodies: list[dict[str, Any]]) -> None:
+    """Send these once P computes something: by its own word, not after a time that a slow machine has not got far in."""
+    until = time.monotonic() + 30
+    while not prefill.metrics().get("vllm:num_requests_running", 0.0) and time.monotonic() < until:
+        time.sleep(0.005)
+    gather(prefill.url, bodies)
 
 
 def restarted(events: list[Event]) -> set[str]:
@@ -258,7 +270,7 @@ class TestFromTp2:
             (want,) = reference_answers(pair.prefill, [tokens], 12)
             since, failed = time.monotonic(), pair.failed_transfers()
             growing = [body_of(fresh_prompt(24), 80, priority=-1) for _ in range(30)]
-            load = threading.Timer(0.15, gather, args=(pair.prefill.url, growing))
+            load = threading.Thread(target=_once_busy, args=(pair.prefill, growing), name="load")
             load.start()
             got = complete(pair.front.url, body_of(tokens, 12))
             load.join()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from regroup_kit import Cache, DecodeSite, config
 from regroup_prefill import PrefillSite, Wire, engine, running
-from watching import traced, until
+from watching import Events, traced, until
 
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.messages import Endpoint
@@ -64,6 +64,11 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
     assert len(again) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
 
 
+def closed(events: Events) -> list[int]:
+    """Bytes of the pairs that P has closed."""
+    return [facts["bytes"] for stage, facts in list(events) if stage == "closed" and "d_rank" in facts]
+
+
 def test_the_owners_are_those_of_the_first_time() -> None:
     """By the bytes that each rank writes: as many as without a catch-up."""
     totals = []
@@ -83,9 +88,9 @@ def test_the_owners_are_those_of_the_first_time() -> None:
             assert p.ended(prompt)
             assert bool(p.catch_ups) == (slots == 1)
             p.finished(prompt)
-        closed = [facts["bytes"] for stage, facts in events if stage == "closed" and "d_rank" in facts]
-        totals.append(sorted(closed))
-        assert len(closed) == 2
+            # What closes a push lets its blocks go before it tells the trace.
+            until(lambda events=events: len(closed(events)) == 2)
+        totals.append(sorted(closed(events)))
     assert totals[0] == totals[1]
 
 
