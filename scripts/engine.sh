@@ -165,6 +165,16 @@ engine_check() {
   esac
 }
 
+# What the engine would refuse half a minute from now, four tracebacks deep. The reason and its code are the last line.
+engine_foresee() {
+  local found words=(doctor --only-configuration --tp "${OPT[tp]}" --kv-transfer-config "$(engine_kv_transfer_config)")
+  if [ -f "${OPT[model]}/config.json" ]; then words+=(--model "${OPT[model]}"); fi
+  found=$("$PD_PYTHON" -m vllm_ascend_pd.cli "${words[@]}" 2>&1) && return 0
+  printf 'this %s engine would not start:\n' "$ROLE" >&2
+  grep -E '^FAILURE|^PD-' <<<"$found" >&2 || printf '%s\n' "$found" >&2
+  return 1
+}
+
 engine_main() {
   local word
   engine_options
@@ -187,5 +197,6 @@ engine_main() {
     options_show "${command[@]}"
     return 0
   fi
+  engine_foresee
   exec "${command[@]}"
 }

@@ -105,8 +105,8 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
     assert code == 0 and found["secret file"][0]["level"] == GOOD
     said = [check["says"] for check in found["configuration"]]
     assert any("kv_port" in words for words in said) and any("metaserver_urls" in words for words in said)
-    assert main(["doctor", "--kv-transfer-config", '{"kv_connector_extra_config": {"secret_fil": ""}}']) == 2
-    assert "secret_file" in capsys.readouterr().err
+    assert main(["doctor", "--kv-transfer-config", '{"kv_connector_extra_config": {"secret_fil": ""}}']) == 1
+    assert "secret_file" in capsys.readouterr().out
     assert main(["doctor", "--kv-transfer-config", "{"]) == 2
     assert main(["doctor", "--peer", "nowhere"]) == 2
 
@@ -461,3 +461,21 @@ def test_a_silent_peer_costs_seconds_not_for_ever(monkeypatch: pytest.MonkeyPatc
 
 def _fields(facts: pair.Facts) -> dict[str, Any]:
     return {name: getattr(facts, name) for name in facts.__struct_fields__}
+
+
+def test_an_unknown_key_is_one_failure_and_the_other_checks_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {
+        "kv_connector": "AscendPushConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"lesae_s": 2},
+    }
+    assert main(["doctor", "--kv-transfer-config", json.dumps(given)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (failed,) = [line for line in lines if line.startswith("FAILURE")]
+    assert "PD-CONF-001: Unknown key 'lesae_s'" in failed and "lease_s" in failed
+    assert {"python", "versions", "clock", "admission"} <= {line.split()[1] for line in lines}
+
+
+def test_json_nested_without_end_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--kv-transfer-config", "[" * 100_000]) == 2
+    assert capsys.readouterr().err.startswith("PD-CONF-003")

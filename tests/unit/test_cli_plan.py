@@ -176,3 +176,37 @@ def test_a_vision_models_text_part_is_read_and_a_nested_file_is_refused(tmp_path
     assert main(words) == 0 and "8 KV heads × 128, 36 layers" in capsys.readouterr().out
     (tmp_path / "config.json").write_text("[" * 100_000)
     assert main(words) == 2 and capsys.readouterr().err.startswith("PD-CONF-003")
+
+
+FULL = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
+REFUSED = {
+    "a window": {"sliding_window": 128, "max_position_embeddings": 4096},
+    "windows between": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+    "an indexer": {"index_topk": 2048},
+    "linear attention": {"layer_types": ["linear_attention", "full_attention"]},
+    "states": {"mamba_d_state": 128},
+    "a quantised cache": {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+}
+TAKEN = {
+    "plain": {},
+    "a window that is switched off": {"sliding_window": 128, "use_sliding_window": False},
+    "a window as long as the model": {"sliding_window": 4096, "max_position_embeddings": 4096},
+    "full attention in every layer": {"layer_types": ["full_attention"] * 4, "sliding_window": 128},
+    "quantised weights": {"quantization_config": {"quant_method": "fp8"}},
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["a text model", "a vision model"])
+@pytest.mark.parametrize("more", REFUSED.values(), ids=REFUSED)
+def test_there_is_no_plan_for_a_model_that_an_engine_refuses(more, inside, tmp_path, capsys):
+    config = {**FULL, **more}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config} if inside else config))
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("PD-CONF-005: A ")
+
+
+@pytest.mark.parametrize("more", TAKEN.values(), ids=TAKEN)
+def test_a_model_with_full_attention_is_planned(more, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
+    assert "2 KV heads × 64, 4 layers" in capsys.readouterr().out

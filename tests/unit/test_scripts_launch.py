@@ -46,8 +46,9 @@ while True: signal.pause()
 
 # The scripts ask the interpreter what vLLM needs on a CPU; everything else that it is started with is a server.
 INTERPRETER = """#!/bin/sh
-case "$2" in
-  scripts.support.on_cpu) exec {python} "$@" ;;
+case "$2 $3" in
+  "scripts.support.on_cpu "*) exec {python} "$@" ;;
+  "vllm_ascend_pd.cli doctor") exit 0 ;;
   *) exec {python} {folder}/server.py "$@" ;;
 esac
 """

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,21 @@ def test_the_metaservers_own_parser_accepts_what_the_script_makes():
     parsed = parser().parse_args(command.words)
     assert (parsed.prefill, parsed.decode) == (["http://a:1", "http://b:2"], ["http://127.0.0.1:8002"])
     assert parsed.port == 9000
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("flags", "config", "reason"),
+    [
+        (("--set", "lesae_s=3"), {}, "PD-CONF-001: Unknown key 'lesae_s'"),
+        ((), {"sliding_window": 128}, "PD-CONF-005: A model with a sliding window of 128 tokens"),
+    ],
+    ids=["a typo in a key", "a model that is refused"],
+)
+def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(role, flags, config, reason, tmp_path):
+    full = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**full, **config}))
+    done = run(role, "--no-setup", "--model", str(tmp_path), *flags, PD_PYTHON=sys.executable)
+    assert done.returncode == 1 and not done.stdout
+    assert reason in done.stderr.splitlines()[-1], done.stderr
+    assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.cli import given
 from vllm_ascend_pd.cli.checkup import engine, npu
 from vllm_ascend_pd.cli.checkup import host as host_checks
-from vllm_ascend_pd.cli.checkup.check import FAILURE, Check
+from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, tried
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.secret_files import load_secrets
@@ -46,6 +46,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, help="tensor-parallel size of this host's engine (with --model: 1)")
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block of this host's engine")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the cache")
+    parser.add_argument("--only-configuration", action="store_true",
+                        help="look at --kv-transfer-config and --model alone, as the start scripts do before a start")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")
     return parser
 
@@ -66,6 +68,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
+    if args.model:
+        yield tried("model", lambda: _model(args.model))
+    if args.only_configuration:
+        yield from host_checks.settings(asked)
+        yield from engine.checks(asked)
+        return
     yield from host_checks.checks(asked)
     yield from engine.checks(asked)
     yield from npu.checks(asked)
@@ -101,6 +109,14 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
         tp=args.tp or 0,
         on_npu=npu.present(),
     )
+
+
+def _model(model: str) -> str:
+    from vllm_ascend_pd.cli.model import read_model
+
+    told = read_model(model)
+    kind = "MLA" if told.mla else f"{told.heads} KV heads × {told.dim}"
+    return f"{kind}, {told.layers} layers: nothing is told that the engine refuses"
 
 
 def _secrets(asked: host_checks.Asked) -> Secrets | None:

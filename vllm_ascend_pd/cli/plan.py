@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_ascend_pd.cli.given import at_least, at_most, positive, read_text, refuse, write_text
+from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_text
+from vllm_ascend_pd.cli.model import read_model
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
@@ -124,35 +124,9 @@ def run(args: argparse.Namespace) -> int:
 
 def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> CacheGeometry:
     """What an engine of this model would tell of its cache, as far as the model's configuration says. Raises ConfigError."""
-    heads, dim, layers, mla = _read_model(model)
-    layout = "mla" if mla else "token-major"
-    return _geometry(Shape(heads, dim, layers, block_size, ITEM[dtype], layout, 1), "--tp", tp)
-
-
-def _read_model(model: str) -> tuple[int, int, int, bool]:
-    """Heads, dimension, layers, and whether it is MLA. Raises ConfigError."""
-    remedy = "Give a directory with a model's config.json, or --kv-heads, --head-dim and --layers."
-    text = read_text("--model", model, Path(model) / "config.json", remedy)
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        refuse("--model", model, f"its config.json is not JSON ({problem})", remedy, problem)
-    if not isinstance(config, dict):
-        refuse("--model", model, "its config.json is not an object", remedy)
-    if isinstance(config.get("text_config"), dict):  # a vision model: the cache is the language model's
-        config = config["text_config"]
-
-    def size(name: str) -> int:
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            refuse("--model", model, f"its config.json says {name} = {value!r}", remedy)
-        return value
-
-    attention, layers = size("num_attention_heads"), size("num_hidden_layers")
-    if config.get("kv_lora_rank"):
-        return 1, size("kv_lora_rank") + size("qk_rope_head_dim"), layers, True
-    dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
-    return size("num_key_value_heads") if config.get("num_key_value_heads") else attention, dim, layers, False
+    told = read_model(model)
+    layout = "mla" if told.mla else "token-major"
+    return _geometry(Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1), "--tp", tp)
 
 
 def _shape(args: argparse.Namespace) -> Shape:
@@ -165,10 +139,10 @@ def _shape(args: argparse.Namespace) -> Shape:
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
     if args.model:
-        told_heads, told_dim, told_layers, mla = _read_model(args.model)
-        heads, dim, layers = heads or told_heads, dim or told_dim, layers or told_layers
-        if mla:
-            layout, dim = "mla", told_dim
+        told = read_model(args.model)
+        heads, dim, layers = heads or told.heads, dim or told.dim, layers or told.layers
+        if told.mla:
+            layout, dim = "mla", told.dim
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             refuse(name, value, "it is needed", "Give it, or --model.")

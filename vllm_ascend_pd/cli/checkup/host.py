@@ -43,6 +43,7 @@ class Asked:
     role: str = ""
     connector: str = ""
     configured: bool = False  # whether --kv-transfer-config was given
+    wrong: ConfigError | None = None  # what its keys were refused for: `push` is then the defaults
     tp: int = 0  # 0: not told
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = ()
@@ -257,7 +258,7 @@ def read_config(text: str) -> Asked:
     source = read_text(flag, told, Path(text[1:]), remedy) if text.startswith("@") else text
     try:
         whole: Any = json.loads(source)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         refuse(flag, told, f"it is not JSON ({problem})", remedy, problem)
     if not isinstance(whole, dict):
         refuse(flag, told, "it is not an object", remedy)
@@ -265,11 +266,18 @@ def read_config(text: str) -> Asked:
     if not isinstance(extra, dict):
         refuse(f"{flag}: kv_connector_extra_config", extra, "it is not an object", 'Give {"key": value, …}.')
     role, connector = ("" if whole.get(key) is None else str(whole[key]) for key in ("kv_role", "kv_connector"))
-    return Asked(PushConfig.parse(extra), role, connector, configured=True)
+    try:
+        push, wrong = PushConfig.parse(extra), None
+    except ConfigError as problem:  # the rest can be looked at all the same
+        push, wrong = PushConfig(), problem
+    return Asked(push, role, connector, configured=True, wrong=wrong)
 
 
 def settings(asked: Asked) -> Iterable[Check]:
     push = asked.push
+    if asked.wrong is not None:
+        yield failure("configuration", f"{asked.wrong.code}: {asked.wrong.sentence}", asked.wrong.remedy)
+        return
     if push.ignored:
         yield note(
             "configuration", f"ignored: {', '.join(push.ignored)}", "docs/migration.md says what took their place."

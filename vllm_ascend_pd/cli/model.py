@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's config.json says of its KV cache, and what of it an engine with this connector would refuse.
+
+The engine itself judges by the layers that vLLM made (admission.py). This reader sees it before a minute of starting is over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_pd.cli.given import read_text, refuse
+from vllm_ascend_pd.errors import ConfigError
+
+_STATES = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Of one model's cache: sizes, and whether it is MLA."""
+
+    heads: int
+    dim: int
+    layers: int
+    mla: bool
+
+
+def read_model(model: str) -> Model:
+    """Raises ConfigError for what cannot be read, and PD-CONF-005 for a cache that an engine refuses."""
+    remedy = "Give a directory with a model's config.json, or --kv-heads, --head-dim and --layers."
+    text = read_text("--model", model, Path(model) / "config.json", remedy)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        refuse("--model", model, f"its config.json is not JSON ({problem})", remedy, problem)
+    if not isinstance(config, dict):
+        refuse("--model", model, "its config.json is not an object", remedy)
+    if isinstance(config.get("text_config"), dict):  # a vision model: the cache is the language model's
+        config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
+    found = refused(config)
+    if found:
+        raise ConfigError(
+            "PD-CONF-005", feature=found, remedy="Use a model with full attention or MLA in plain numbers."
+        )
+
+    def size(name: str) -> int:
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            refuse("--model", model, f"its config.json says {name} = {value!r}", remedy)
+        return value
+
+    attention, layers = size("num_attention_heads"), size("num_hidden_layers")
+    if config.get("kv_lora_rank"):
+        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim"), layers, True)
+    dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
+    return Model(size("num_key_value_heads") if config.get("num_key_value_heads") else attention, dim, layers, False)
+
+
+def refused(config: Mapping[str, Any]) -> str:
+    """What of this model's cache is more than one group of full attention in plain numbers; empty if nothing is."""
+    kinds = config.get("layer_types")
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "attention"}) if isinstance(kinds, list) else []
+    if others:
+        return f"A model with layers of kind {', '.join(others)[:200]}"
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    used = config.get("use_sliding_window", True) and not isinstance(kinds, list)
+    if used and isinstance(window, int) and not (isinstance(longest, int) and window >= longest):
+        return f"A model with a sliding window of {window} tokens"
+    if config.get("index_topk"):
+        return "A model with a sparse indexer's cache"
+    states = [name for name in _STATES if config.get(name)]
+    if states:
+        return f"A model with recurrent states ({states[0]})"
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, dict):
+        scheme = quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")
+        if scheme:
+            return f"A quantised KV cache ({str(scheme)[:80]})"
+    return ""
