@@ -106,7 +106,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._build_worker(vllm_config, kv_cache_config, prefill)
 
     def _build_worker(self, vllm_config: Any, kv_cache_config: Any, prefill: bool) -> None:
-        from vllm_ascend_pd.device.base import current
+        from vllm_ascend_pd.device.current import current
         from vllm_ascend_pd.protocol.identity import Contributor
 
         shape = admission.cache_shape(vllm_config, kv_cache_config)

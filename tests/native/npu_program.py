@@ -32,7 +32,7 @@ from regroup_kit import Cache, config
 from regroup_prefill import Here, PrefillSite, running
 from test_regroup_gloo import WORK, Engines
 
-from vllm_ascend_pd.device.base import current
+from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import Contributor

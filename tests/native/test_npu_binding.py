@@ -151,7 +151,7 @@ ELSEWHERE: dict[str, set[str]] = {
     },
     "regroup/parts.py": {"allocate"},
     "regroup/staging.py": {"__init__", "take", "quarantine", "room", "_wait", "_pardon"},
-    "device/base.py": {"current"},
+    "device/current.py": {"current"},
 }
 COMPLETE = (
     "csrc/npu/binding.cpp",
@@ -161,7 +161,7 @@ COMPLETE = (
     "device/npu.py",
     "regroup/copies.py",
 )
-TOLD = ("csrc/", "regroup/", "device/npu.py", "device/base.py")  # the rest of device/ is not the NPU's
+TOLD = ("csrc/", "regroup/", "device/npu.py", "device/current.py")  # the rest of device/ is not the NPU's
 
 
 def function_of(file: str, line: int) -> str:

@@ -11,9 +11,10 @@ import torch
 from runtime_caches import TokenMajorDevice
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_ascend_pd.device.base import Device, current
+from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import Region
 

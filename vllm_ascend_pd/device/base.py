@@ -39,16 +39,3 @@ class Device(Protocol):
 
     def view(self, address: int, length: int) -> memoryview:
         """Host-readable bytes at an address (checksums of `verify: full`)."""
-
-
-def current() -> Device:
-    """The device of this process, by vLLM's platform."""
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type == "npu":
-        from vllm_ascend_pd.device.npu import NpuDevice
-
-        return NpuDevice()
-    from vllm_ascend_pd.device.cpu import CpuDevice
-
-    return CpuDevice()

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -25,10 +25,8 @@ from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, E
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.shared import Shared
 from vllm_ascend_pd.observe.trace import emit
-
-if TYPE_CHECKING:
-    from vllm_ascend_pd.metaserver.service.front import Front
 
 log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(
@@ -51,11 +49,11 @@ OWN_MARK = b"x-ascend-pd-metaserver"  # on every request and health answer of a 
 _NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
 
 
-async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
+async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
     """Raises AttemptFailed as long as the client has seen nothing."""
     exchange = attempt.exchange
     sent = time.monotonic()
-    reply, first = await _open(front, attempt, params, headers)
+    reply, first = await _open(shared, attempt, params, headers)
     with contextlib.closing(reply):
         now = time.monotonic()
         METRICS.leg_seconds.labels("decode").observe(now - sent)
@@ -67,40 +65,42 @@ async def decode(front: Front, attempt: Attempt, params: dict[str, Any] | None, 
             exchange.forget_prompt()
         head = client_head(reply.headers, attempt.decode, exchange.request_id)
         if exchange.request.stream and reply.status == 200:
-            await _stream(front, attempt, reply, head, first)
+            await _stream(shared, attempt, reply, head, first)
         else:
             await send_whole(exchange.send, reply.status, head, first)
         exchange.stage("end")
 
 
-async def _open(front: Front, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> tuple[Reply, bytes]:
+async def _open(
+    shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers
+) -> tuple[Reply, bytes]:
     """D's answer once there is something for the client: all of it, or the first piece of a stream."""
     instance, exchange = attempt.decode, attempt.exchange
-    timeout = front.settings.first_byte_timeout_s
+    timeout = shared.settings.first_byte_timeout_s
     body = bodies.for_decode(exchange.request, params)
     try:
-        reply = await front.upstream.send(
+        reply = await shared.upstream.send(
             instance.origin, "POST", exchange.request.route.encode(), headers, body, timeout
         )
     except UpstreamError as problem:
-        raise _broken(front, instance, problem.failure, problem.why) from problem
+        raise _broken(shared, instance, problem.failure, problem.why) from problem
     opened = False
     try:
-        first = await _first(front, attempt, reply, timeout)
+        first = await _first(shared, attempt, reply, timeout)
         opened = True
     except UpstreamError as problem:
-        raise _broken(front, instance, problem.failure, problem.why) from problem
+        raise _broken(shared, instance, problem.failure, problem.why) from problem
     finally:
         if not opened:
             reply.close()
-    front.fleet.seen(instance, Evidence.SERVED)
+    shared.fleet.seen(instance, Evidence.SERVED)
     METRICS.legs.labels("decode", instance.name, "served").inc()
     return reply, first
 
 
-async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float) -> bytes:
+async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: float) -> bytes:
     if reply.status >= 500 or reply.status == 429:
-        raise await _refused(front, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
+        raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     if reply.status != 200 or not attempt.exchange.request.stream:
         first = await reply.rest(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
@@ -113,19 +113,19 @@ async def _first(front: Front, attempt: Attempt, reply: Reply, timeout_s: float)
     if said.startswith(_ERROR_EVENT):
         # vLLM says 200 to a stream, and who speaks, before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
-        raise await _refused(front, attempt, 500, body, [])
+        raise await _refused(shared, attempt, 500, body, [])
     if reply.status == 200 and dropped(first):
         METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
         raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
     if reply.status == 200 and (aborted(first) or _NOTHING.match(said)):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
-        raise await _refused(front, attempt, 503, answer.body, [])
+        raise await _refused(shared, attempt, 503, answer.body, [])
     if reply.status == 200 and not attempt.exchange.request.stream:
-        return _strip(front, first)
+        return _strip(shared, first)
     return first
 
 
-def _strip(front: Front, answer: bytes) -> bytes:
+def _strip(shared: Shared, answer: bytes) -> bytes:
     """A whole answer without what the engines say to each other; D's report in it is taken."""
     if _PARAMS not in answer:
         return answer
@@ -136,7 +136,7 @@ def _strip(front: Front, answer: bytes) -> bytes:
     try:
         load, _ = read_answer(answer)
         if load is not None:
-            front.loaded(load)
+            shared.loaded(load)
     except bodies.UNREADABLE as problem:  # another version's: it says nothing, and the client gets none of it either
         log.warning("a decode engine's report is not understood: %s", problem)
     if bytes(fields.get(bodies.FORBIDDEN, b"null")) == b"null":
@@ -162,7 +162,7 @@ def dropped(answer: bytes) -> bool:
     return _DROPPED.search(answer) is not None
 
 
-async def _refused(front: Front, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
+async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
     """D said no, in words that the client gets if no other attempt is made."""
     instance = attempt.decode
     kept = [(name, value) for name, value in headers if name == b"retry-after"]
@@ -180,21 +180,21 @@ async def _refused(front: Front, attempt: Attempt, status: int, body: bytes, hea
         METRICS.legs.labels("decode", instance.name, "no prefill").inc()
         return AttemptFailed(Failure.PREFILL, passed, said)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
-    front.fleet.seen(instance, Evidence.BROKE, said)
+    shared.fleet.seen(instance, Evidence.BROKE, said)
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
     return AttemptFailed(Failure.SERVER, passed, said)
 
 
-def _broken(front: Front, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
-    front.fleet.failed(instance, failure, why)
+def _broken(shared: Shared, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
+    shared.fleet.failed(instance, failure, why)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
     status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503, Failure.OURS: 503}.get(failure, 502)
     message = f"The decode instance could not answer: {why}."
     return AttemptFailed(failure, fault(status, message, "PD-META-007", 2 if status == 503 else None), why)
 
 
-async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
+async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
     send, interrupt = attempt.exchange.send, attempt.exchange.interrupt
     await send({"type": "http.response.start", "status": 200, "headers": head})
     piece, held, code = first, b"", "PD-META-007"
@@ -210,7 +210,7 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
-        front.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
+        shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
         problem = f"The decode instance broke off: {broken.why}."
     except asyncio.CancelledError:
         if not interrupt.closing:
@@ -222,7 +222,7 @@ async def _stream(front: Front, attempt: Attempt, reply: Reply, head: Headers, f
     if problem:
         METRICS.broken_streams.inc()
         attempt.exchange.stage("broken", problem)
-        front.journal.trouble(code, problem, attempt.decode.name, attempt.exchange.request_id)
+        shared.journal.trouble(code, problem, attempt.decode.name, attempt.exchange.request_id)
         await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 

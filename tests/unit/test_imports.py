@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrows of the house: no module imports itself over others, and what is pure stays so."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vllm_ascend_pd"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+PURE = sorted(
+    name
+    for name in MODULES
+    if name.startswith(("vllm_ascend_pd.geometry.", "vllm_ascend_pd.protocol.")) or name.endswith(".decisions")
+)
+ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "asyncio", "uuid"} | {"numpy", "msgspec"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Everything that a file imports, inside functions and for types only too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    graph = {name: set(imported(path)) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as cycle:
+        pytest.fail(f"a cycle: {' → '.join(cycle.args[1])}")
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_a_pure_module_imports_only_what_is_pure(name: str) -> None:
+    """Time, identities and chance are arguments there; threads and sockets are elsewhere."""
+    foreign = {top for top in imported(MODULES[name]) if not top.startswith("vllm_ascend_pd")}
+    assert {word.partition(".")[0] for word in foreign} <= ALLOWED

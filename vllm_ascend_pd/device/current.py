@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device this process has, by vLLM's platform. torch_npu is imported only where there is one."""
+
+from __future__ import annotations
+
+from vllm_ascend_pd.device.base import Device
+
+
+def current() -> Device:
+    """The device of this process, by vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "npu":
+        from vllm_ascend_pd.device.npu import NpuDevice
+
+        return NpuDevice()
+    from vllm_ascend_pd.device.cpu import CpuDevice
+
+    return CpuDevice()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all requests of this process share, and what D's reports change of it."""
+
+from __future__ import annotations
+
+from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.metaserver.decisions import Evidence, Proof, against_prefill
+from vllm_ascend_pd.metaserver.http1 import Upstream
+from vllm_ascend_pd.metaserver.reports import LoadReport
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.metaserver.service.spans import NoSpans
+
+
+class Shared:
+    """The engines, the way to them, and the journal of what is under way."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
+    ) -> None:
+        self.settings = settings
+        self.spans = spans or NoSpans()
+        self.fleet = fleet
+        self.upstream = upstream
+        self.own_url = own_url
+        self.journal = Journal()
+
+    def loaded(self, report: LoadReport) -> bool:
+        """D says how the KV of a transfer came: what is proven, and whose failure it was, follows from this and from nothing
+        else. False if nothing is known of the request. The same report may come twice: in an answer and by itself."""
+        attempt = self.journal.attempt(report.ticket)
+        if attempt is None or report.transfer not in attempt.seen:
+            return False
+        if report.transfer in attempt.reports:
+            return True
+        attempt.reports[report.transfer] = report
+        decode, (prefill, asked) = attempt.decode, attempt.sources.get(report.transfer, (None, 0.0))
+        decode.life = decode.life.heard(report.decode, attempt.began)
+        if prefill is not None:
+            prefill.life = prefill.life.heard(report.prefill, asked)
+        self._judge(attempt, report, prefill)
+        if (trial := attempt.trials.pop(report.transfer, None)) is not None:
+            self.fleet.returned(trial)
+        attempt.news.set()
+        return True
+
+    def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
+        exchange, name = attempt.exchange, prefill.name if prefill is not None else ""
+        code = report.code if report.code in CATALOGUE else "unknown"
+        METRICS.loads.labels(name, attempt.decode.name, "received" if report.received else code).inc()
+        METRICS.tokens_received.inc(report.received)
+        METRICS.tokens_recomputed.inc(report.recomputed)
+        if report.received:
+            exchange.stage("loaded", f"{report.received} tokens")
+            if prefill is not None and report.prefill:
+                proof = Proof(name, report.prefill, attempt.decode.name, report.decode, attempt.began)
+                self.fleet.prove(proof)
+                self.fleet.seen(prefill, Evidence.SERVED)
+            return
+        exchange.stage("not loaded", code)
+        if prefill is None:
+            return
+        exchange.bad_prefills.add(name)
+        against = against_prefill(report.code)
+        if against and report.transfer not in attempt.blamed:
+            attempt.blamed.add(report.transfer)
+            self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")
+            self.journal.trouble(report.code, f"the KV of a request did not come: {against}", name, exchange.request_id)
