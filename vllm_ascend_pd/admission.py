@@ -32,6 +32,11 @@ def check_engine(config: Any, push: PushConfig) -> None:
     _refuse_if(getattr(parallel, "prefill_context_parallel_size", 1) > 1, "Prefill context parallelism", "Use 1.")
     _refuse_if(getattr(parallel, "decode_context_parallel_size", 1) > 1, "Decode context parallelism", "Use 1.")
     _refuse_if(parallel.data_parallel_size > 1, "Data parallelism inside one engine", "Start one engine per DP rank.")
+    mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
+    if not decode and mode is not None and mode.has_full_cudagraphs():
+        # They replay without the layer hooks: every layer would be pushed after the forward, and nothing hidden behind it.
+        remedy = """Start prefill with --enforce-eager or --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
+        raise ConfigError("PD-CONF-005", feature=f"cudagraph_mode {mode.name} on prefill", remedy=remedy)
     # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
     _refuse_if(getattr(parallel, "use_ubatching", False), "Micro-batching (DBO)", "Start without --enable-dbo.")
     _refuse_if(config.speculative_config is not None, "A draft model (speculative decoding)", "Start without it.")

@@ -144,7 +144,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # full graphs would replay without the layer hooks
+        """No: vLLM asks without a role, and D, which has no layer hooks, would lose its full graphs. P refuses them
+        (admission.py): they replay without the hooks."""
+        return False
 
     # -- worker
 

@@ -70,6 +70,22 @@ def test_a_pipeline_may_prefill_but_not_decode() -> None:
     assert "-pp 1" in refused.remedy
 
 
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"])
+def test_full_graphs_are_decodes_alone(mode: str) -> None:
+    """vLLM turns graphs off on a CPU, so the mode is set on a finished configuration, as vllm-ascend's platform does."""
+    from vllm.config import CUDAGraphMode
+
+    for role in BOTH:
+        config = vllm_config(role)
+        config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        if role == "kv_producer" and "FULL" in mode:
+            refused = refusal(config)
+            assert refused.code == "PD-CONF-005" and f"cudagraph_mode {mode} on prefill" in refused.sentence
+            assert "--enforce-eager" in refused.remedy and "PIECEWISE" in refused.remedy
+        else:
+            Engine.of(config)
+
+
 def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
     """vLLM refuses some combinations on CPU by itself: the field is set on a finished configuration."""
 

@@ -53,7 +53,7 @@ for absent in ("mooncake", "torch_npu", "vllm_ascend"):
     sys.modules[absent] = None
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
+assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is False
 assert supports_hma(AscendPushConnector)
 assert AscendPushConnector.supports_sleep_mode is False
 for name in ("vllm_ascend_pd.transport.mooncake", "vllm_ascend_pd.device.npu", "vllm_ascend_pd.metaserver.service.app"):
@@ -91,7 +91,7 @@ def test_a_vllm_without_connectors_is_told_about_not_broken(monkeypatch: pytest.
 
 
 def test_full_graphs_would_skip_the_hooks_so_piecewise_ones_are_required() -> None:
-    assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
+    assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is False
     assert issubclass(AscendPushConnector, SupportsHMA)
 
 
