@@ -7,11 +7,12 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from metaserver_cluster import Cluster, cluster
+from metaserver_cluster import Cluster, cluster, until
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver.service.intake import Intake
@@ -143,3 +144,19 @@ def test_a_browsers_question_goes_to_a_d(one: Cluster) -> None:
         assert one.http.options(path, headers=asked).status_code == 200
         seen = one.decode[0].seen[-1]
         assert seen.route == path and asked.items() <= seen.headers.items()
+
+
+def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
+    with cluster() as c:
+        c.decode[0].manner.gap_s = 0.5
+        with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 50_000, "stream": True}) as answer:
+            next(answer.iter_raw())
+            until(lambda: not c.worker._intake.held)
+            assert c.worker.front.journal.exchanges, "it goes on"
+        c.decode[0].manner.hold = True
+        with ThreadPoolExecutor(1) as clients:
+            asking = clients.submit(c.complete, "y" * 50_000)
+            until(lambda: c.worker._intake.held > 50_000)
+            c.decode[0].manner.hold = False
+            assert asking.result().status_code == 200
+        until(lambda: not c.worker._intake.held)

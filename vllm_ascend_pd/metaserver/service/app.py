@@ -159,7 +159,7 @@ class Worker:
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
                 return
-            exchange = Exchange(request, headers, request_id, Interrupt(), send)
+            exchange = Exchange(request, headers, request_id, Interrupt(), send, release=body.release)
             del request
             await self._attend(receive, exchange, self.front.serve(exchange))
 

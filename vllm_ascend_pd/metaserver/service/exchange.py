@@ -106,6 +106,7 @@ class Exchange:
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
     status: int = 0
     span: Any = None  # where spans are wanted
+    release: Callable[[], None] = lambda: None  # of the body, which is counted as long as it may be needed
     remembered: bool = True  # among the last requests: polls would push out all others
     stages: list[tuple[str, float, str]] = field(default_factory=list)
 
@@ -115,6 +116,7 @@ class Exchange:
     def forget_prompt(self) -> None:
         """No attempt and no post of D can need it any more: a stream may go on for long."""
         self.request = replace(self.request, fields={})
+        self.release()
 
     def story(self) -> Story:
         r = self.request

@@ -39,7 +39,7 @@ class CutOff(Exception):
 
 
 class Body:
-    """One request's body, counted until `close`."""
+    """One request's body, counted until it is released, at the latest when its exchange ends."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -49,7 +49,12 @@ class Body:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Nobody needs it any more. Idempotent."""
         self._intake.held -= self._size
+        self._size = 0
 
     async def read(self, receive: Receive, most: int) -> bytes:
         """The whole of it. Raises Refused and CutOff."""
