@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random changes of the package's own code, one at a time, each against the tests that should see it.
+
+The changes are drawn by seed from the syntax tree: a comparison, a number, a call, two arguments, a condition, a lock. Each is
+made in a copy of the tree, never in place, and the tests of its folder run until one fails; what they let through meets the
+simulator. A change that nothing sees asks for a test, or for a line in `scripts/mutants_equivalent.txt` with the reason why it
+changes nothing. `--only N` makes one of them again and shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EQUIVALENT = ROOT / "scripts" / "mutants_equivalent.txt"
+COPIED = ("vllm_ascend_pd", "tests", "scripts", "csrc", "docs", "examples", "dashboards", "pyproject.toml", "setup.py")
+# By folder of the package: the tests that are its own, quick ones first.
+TESTS: dict[str, tuple[str, ...]] = {
+    "protocol": ("test_protocol_*", "test_auth", "test_forged_requests", "test_fuzz"),
+    "geometry": ("test_geometry_*", "test_decisions_push"),
+    "regroup": ("test_regroup_staging", "test_ops", "test_ops_*", "test_regroup_*"),
+    "transport": ("test_transport_*", "test_batches", "test_mooncake"),
+    "runtime": ("test_pusher", "test_trace", "test_batches", "test_runtime", "test_runtime_*", "test_regroup_catchup"),
+    "channel": ("test_channel", "test_channel_*"),
+    "decode": ("test_decisions_*", "test_connector"),
+    "prefill": ("test_decisions_*", "test_connector"),
+}
+SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill")
+SEEDS = 40  # of the simulator, for what the unit tests let through
+
+_COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}
+_OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "//"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+}
+_OTHERS = {"max": "min", "min": "max", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change of one file: the text between two offsets becomes another."""
+
+    path: str  # relative to the root
+    line: int
+    begin: int
+    end: int
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        """The same as long as the line stays what it is, wherever in the file it moves."""
+        return f"{self.path}: {_flat(self.before)} → {_flat(self.after)}"
+
+    def applied(self, text: str) -> str:
+        return text[: self.begin] + self.after + text[self.end :]
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())[:120]
+
+
+class _Source:
+    """Offsets of a file's nodes: the syntax tree counts lines, and bytes within them."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text = path, text
+        self._starts = [0]
+        for line in text.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+        self._lines = text.splitlines(keepends=True)
+
+    def at(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        if node.end_lineno is None or node.end_col_offset is None:
+            raise ValueError("a node without an end")
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def swap(self, node: ast.expr | ast.stmt, after: str) -> Mutant:
+        begin, end = self.span(node)
+        return Mutant(self.path, node.lineno, begin, end, self.text[begin:end], after)
+
+    def of(self, node: ast.expr | ast.stmt) -> str:
+        begin, end = self.span(node)
+        return self.text[begin:end]
+
+    def between(self, left: ast.expr, right: ast.expr, word: str, other: str) -> Mutant | None:
+        """The operator between two operands."""
+        begin, end = self.span(left)[1], self.span(right)[0]
+        place = self.text.find(word, begin, end)
+        if place < 0:
+            return None
+        whole = self.text[self.span(left)[0] : self.span(right)[1]]
+        cut = place - self.span(left)[0]
+        after = whole[:cut] + other + whole[cut + len(word) :]
+        return Mutant(self.path, left.lineno, self.span(left)[0], self.span(right)[1], whole, after)
+
+
+def mutants_of(path: str, text: str) -> list[Mutant]:
+    """All changes that can be made to a file, in the order of the tree."""
+    source, tree = _Source(path, text), ast.parse(text)
+    skipped = {id(inner) for node in ast.walk(tree) for inner in ast.walk(node) if _is_no_code(node)}
+    return [
+        mutant
+        for node in ast.walk(tree)
+        if id(node) not in skipped
+        for mutant in _changes(source, node)
+        if mutant.before != mutant.after
+    ]
+
+
+def _is_no_code(node: ast.AST) -> bool:
+    """Types, defaults of types, log lines and the names of a class are not what tests are for."""
+    if isinstance(node, ast.AnnAssign | ast.arg | ast.ImportFrom | ast.Import):
+        return True
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return True  # a docstring
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func).startswith(("log.", "trace.", "METRICS."))
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "trace.enabled()")
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def _changes(source: _Source, node: ast.AST) -> Iterator[Mutant]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        found = source.between(node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
+        if found is not None:
+            yield found
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        found = source.between(node.left, node.right, *_OPERATORS[type(node.op)])
+        if found is not None:
+            yield found
+    elif isinstance(node, ast.BoolOp):
+        word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        found = source.between(node.values[0], node.values[1], f" {word} ", f" {other} ")
+        if found is not None:
+            yield found
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield source.swap(node, repr(node.value + 1))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield source.swap(node, repr(not node.value))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield source.swap(node, f"({source.of(node.operand)})")
+    elif isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield source.swap(node.test, f"not ({source.of(node.test)})")
+    elif isinstance(node, ast.Call):
+        yield from _of_call(source, node)
+    elif isinstance(node, ast.With) and "lock" in ast.unparse(node.items[0].context_expr):
+        yield source.swap(node.items[0].context_expr, "__import__('contextlib').nullcontext()")
+    elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(
+        getattr(node, "value", None), ast.Yield | ast.Await
+    ):
+        yield source.swap(node, "pass")
+    elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
+        yield source.swap(node, "return None")
+
+
+def _of_call(source: _Source, node: ast.Call) -> Iterator[Mutant]:
+    if isinstance(node.func, ast.Name) and node.func.id in _OTHERS:
+        yield source.swap(node.func, _OTHERS[node.func.id])
+    plain = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+    if len(plain) >= 2:
+        first, second = plain[0], plain[1]
+        begin, end = source.span(first)[0], source.span(second)[1]
+        between = source.text[source.span(first)[1] : source.span(second)[0]]
+        after = source.of(second) + between + source.of(first)
+        yield Mutant(source.path, first.lineno, begin, end, source.text[begin:end], after)
+
+
+def drawn(folders: list[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
+    """Each file's share is that of its changes; the same seed draws the same ones from the same code."""
+    every: list[Mutant] = []
+    for folder in folders:
+        for path in sorted((root / "vllm_ascend_pd" / folder).glob("*.py")):
+            every += mutants_of(str(path.relative_to(root)), path.read_text())
+    random.Random(seed).shuffle(every)
+    parsing = (mutant for mutant in every if _parses(mutant.applied((root / mutant.path).read_text())))
+    return list(islice(parsing, count))
+
+
+def known() -> dict[str, str]:
+    """Changes that change nothing, with the reason."""
+    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
+    pairs = [line.split(" # ", 1) for line in lines if line.strip() and not line.startswith("#")]
+    return {name.strip(): reason for name, reason in pairs}
+
+
+class Field:
+    """A copy of the tree in which one file at a time is another."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in COPIED:
+            source, target = ROOT / name, root / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy(source, target)
+
+    def judge(self, mutant: Mutant, limit_s: float) -> str:
+        """Who saw it: a test, the simulator, the clock, or nobody (empty)."""
+        file = self.root / mutant.path
+        text = file.read_text()
+        file.write_text(mutant.applied(text))
+        try:
+            return self._seen(mutant.path.split("/")[1], limit_s)
+        finally:
+            file.write_text(text)
+
+    def _seen(self, folder: str, limit_s: float) -> str:
+        tests: dict[str, None] = {}
+        for pattern in TESTS[folder]:
+            tests |= dict.fromkeys(str(p) for p in sorted((self.root / "tests/unit").glob(pattern + ".py")))
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "--timeout",
+            "60",
+        ]
+        done = self._run([*words, *tests], limit_s)
+        if done is None:
+            return "the clock"
+        if done.returncode:
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return failed[0].split(" - ")[0].split("/")[-1] if failed else "the tests"
+        if folder not in SIMULATED:
+            return ""
+        done = self._run([sys.executable, "-m", "simulation.run", "--seeds", str(SEEDS), "--from", "1"], limit_s)
+        return "the clock" if done is None else "the simulator" if done.returncode else ""
+
+    def _run(self, words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
+        env = {**os.environ, "PYTHONPATH": f"{self.root}:{self.root / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            return subprocess.run(
+                words, cwd=self.root, env=env, timeout=limit_s, capture_output=True, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mutate.sh", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--mutants", type=int, default=20, help="how many changes are drawn (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="which ones (%(default)s)")
+    parser.add_argument("--folder", action="append", choices=sorted(TESTS), help="of the package; none: all of them")
+    parser.add_argument("--only", type=int, help="the change of this number alone")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds for one change's tests; then it counts as seen"
+    )
+    parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
+    args = parser.parse_args(argv)
+    mutants = list(enumerate(drawn(args.folder or sorted(TESTS), args.mutants, args.seed)))
+    chosen = [pair for pair in mutants if args.only in (None, pair[0])]
+    if args.list:
+        for number, mutant in chosen:
+            print(f"{number:4} {mutant.path}:{mutant.line}  {_flat(mutant.before)}  →  {_flat(mutant.after)}")
+        return 0
+    reasons, counts, survivors = known(), Counter[str](), []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        field = Field(Path(directory))
+        for number, mutant in chosen:
+            began = time.monotonic()
+            seen = f"equivalent: {reasons[mutant.name]}" if mutant.name in reasons else field.judge(mutant, args.limit)
+            kind = "equivalent" if mutant.name in reasons else "seen" if seen else "SURVIVED"
+            counts[kind] += 1
+            survivors += [] if seen else [mutant]
+            change = f"{_flat(mutant.before)}  →  {_flat(mutant.after)}"
+            print(
+                f"{number:4} {kind:10} {mutant.path}:{mutant.line}  {change}  [{seen}, {time.monotonic() - began:.0f} s]",
+                flush=True,
+            )
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    print(f"{len(chosen)} changes, seed {args.seed}: {told}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
