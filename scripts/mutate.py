@@ -73,11 +73,12 @@ class Mutant:
     end: int
     before: str
     after: str
+    around: str  # the line, or the first of them
 
     @property
     def name(self) -> str:
         """The same as long as the line stays what it is, wherever in the file it moves."""
-        return f"{self.path}: {_flat(self.before)} → {_flat(self.after)}"
+        return f"{self.path}: {_flat(self.around)}: {_flat(self.before)} → {_flat(self.after)}"
 
     def applied(self, text: str) -> str:
         return text[: self.begin] + self.after + text[self.end :]
@@ -107,7 +108,10 @@ class _Source:
 
     def swap(self, node: ast.expr | ast.stmt, after: str) -> Mutant:
         begin, end = self.span(node)
-        return Mutant(self.path, node.lineno, begin, end, self.text[begin:end], after)
+        return self.cut(node.lineno, begin, end, after)
+
+    def cut(self, line: int, begin: int, end: int, after: str) -> Mutant:
+        return Mutant(self.path, line, begin, end, self.text[begin:end], after, self._lines[line - 1])
 
     def of(self, node: ast.expr | ast.stmt) -> str:
         begin, end = self.span(node)
@@ -122,7 +126,7 @@ class _Source:
         whole = self.text[self.span(left)[0] : self.span(right)[1]]
         cut = place - self.span(left)[0]
         after = whole[:cut] + other + whole[cut + len(word) :]
-        return Mutant(self.path, left.lineno, self.span(left)[0], self.span(right)[1], whole, after)
+        return self.cut(left.lineno, self.span(left)[0], self.span(right)[1], after)
 
 
 def mutants_of(path: str, text: str) -> list[Mutant]:
@@ -200,7 +204,7 @@ def _of_call(source: _Source, node: ast.Call) -> Iterator[Mutant]:
         begin, end = source.span(first)[0], source.span(second)[1]
         between = source.text[source.span(first)[1] : source.span(second)[0]]
         after = source.of(second) + between + source.of(first)
-        yield Mutant(source.path, first.lineno, begin, end, source.text[begin:end], after)
+        yield source.cut(first.lineno, begin, end, after)
 
 
 def drawn(folders: list[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
