@@ -74,11 +74,12 @@ class Mutant:
     before: str
     after: str
     around: str  # the line, or the first of them
+    column: int
 
     @property
     def name(self) -> str:
         """The same as long as the line stays what it is, wherever in the file it moves."""
-        return f"{self.path}: {_flat(self.around)}: {_flat(self.before)} → {_flat(self.after)}"
+        return f"{self.path}: {_flat(self.around)}: {_flat(self.before)} → {_flat(self.after)} at {self.column}"
 
     def applied(self, text: str) -> str:
         return text[: self.begin] + self.after + text[self.end :]
@@ -111,7 +112,8 @@ class _Source:
         return self.cut(node.lineno, begin, end, after)
 
     def cut(self, line: int, begin: int, end: int, after: str) -> Mutant:
-        return Mutant(self.path, line, begin, end, self.text[begin:end], after, self._lines[line - 1])
+        around, column = self._lines[line - 1], begin - self._starts[line - 1]
+        return Mutant(self.path, line, begin, end, self.text[begin:end], after, around, column)
 
     def of(self, node: ast.expr | ast.stmt) -> str:
         begin, end = self.span(node)
