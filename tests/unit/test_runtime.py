@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -247,3 +250,50 @@ def test_a_pair_over_the_real_transfer_engine() -> None:
         for request in requests:
             p.finish(request)
         p.released_blocks_of(*requests)
+
+
+def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None:
+    """Timers far away must not make the loop turn: half a core was once burnt so, and every test passed."""
+    d = DecodeSite(Model("opaque"), 1)
+    with sites(d):
+        d.reserve("r", 30)
+        d.step()
+        runtime = d.workers[0]._runtime
+        assert runtime is not None
+        until(lambda: runtime._machine is not None and not runtime._gates and runtime._timer is not None, "the gate")
+        ticks, turns = [0], threading.Event()
+        tick = runtime._receiver.tick
+
+        def counted(now: float) -> Any:
+            ticks[0] += 1
+            return tick(now)
+
+        runtime._receiver.tick = counted  # type: ignore[method-assign]
+
+        def turn(left: int) -> None:
+            runtime._loop.post(turn, left - 1) if left else turns.set()
+
+        runtime._loop.post(turn, 500)
+        assert turns.wait(30)
+        assert ticks[0] <= 5, f"{ticks[0]} ticks while the loop turned 500 times"
+
+
+def test_each_rank_listens_on_its_own_of_the_configured_ports() -> None:
+    base = free_ports(3)
+    d = DecodeSite(Model("opaque"), 3, push=config(side_channel_port=base))
+    with sites(d):
+        assert [endpoint.port for endpoint in d.endpoints] == [base, base + 1, base + 2]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbours that are free at this moment."""
+    for base in range(21000, 30000, 10):
+        with ExitStack() as stack:
+            try:
+                for port in range(base, base + count):
+                    taken = stack.enter_context(socket.socket())
+                    taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return base
+    raise AssertionError("no free ports")
