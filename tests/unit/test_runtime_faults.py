@@ -7,6 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +19,11 @@ from watching import traced, until
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
+from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.runtime.verify import Summer
+from vllm_ascend_pd.runtime.work import PushWork
+from vllm_ascend_pd.runtime.writing import Writing
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -285,6 +290,132 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
         e.step()
         p.prefill(later)
         assert e.received(later)[0].ok, "the writer lives"
+
+
+@pytest.mark.parametrize("at", ["spans", "checksum"])
+def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = config(quiet_s=0.3)
+    p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
+    broken: list[str] = []
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe(*args: Any) -> Any:
+            work = next(each for each in args if isinstance(each, PushWork))
+            if work.request_id in broken:
+                raise RuntimeError("the device is gone")
+            return function(*args)
+
+        return maybe
+
+    if at == "spans":
+        monkeypatch.setattr(Writing, "_spans", wrapped(Writing._spans))
+    else:
+        monkeypatch.setattr(Summer, "add", wrapped(Summer.add))
+    with sites(p, d, e):
+        request, other = d.reserve("r", 30), e.reserve("other", 30)
+        broken.append(request.p_name)
+        d.step()
+        e.step()
+        for each in (request, other):
+            assert p.admit(each) is None
+        p.compute((request, 30), (other, 30))
+        assert d.received(request)[0].code == "PD-XFER-003"
+        assert e.received(other)[0].ok
+        e.check(other)
+        for each in (request, other):
+            p.finish(each)
+        p.released_blocks_of(request, other)
+
+
+def test_what_was_decided_before_an_error_is_still_done() -> None:
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        (worker,) = p.workers.values()
+        assert worker._runtime is not None
+        machine = worker._runtime._machine
+        until(lambda: machine.works)
+        (push,) = machine.works
+        with pytest.raises(KeyError), machine.deciding() as deciding:
+            deciding.actions += deciding.sender.abort(time.monotonic(), push, "PD-XFER-002", "the test")
+            raise KeyError(push)
+        assert d.received(request)[0].code == "PD-XFER-002"
+        p.finish(request)
+        p.released_blocks_of(request)
+
+
+class BrokenEvent:
+    """Of a device that is gone."""
+
+    def done(self) -> bool:
+        raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("at", ["start", "expect", "bind", "gate", "compare"])
+def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
+    runtime = d.workers[0]._runtime
+    assert runtime is not None and runtime._verifier is not None
+    names: list[Any] = []  # of what goes wrong, once it is known
+
+    def breaking(function: Callable[..., Any], of: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe(*args: Any) -> Any:
+            if of(*args) in names:
+                raise RuntimeError("the device is gone")
+            return function(*args)
+
+        return maybe
+
+    verifier = runtime._verifier
+    with sites(p, d):
+        bad, good, cancelled = d.reserve("bad", 30), d.reserve("good", 9), d.reserve("cancelled", 5)
+        names.append(bad.reservation.transfer)
+        if at == "start":  # with the first bind
+            first = [RuntimeError("no port is free")]
+            addresses = runtime._addresses
+
+            def once() -> LayerAddresses:
+                if first:
+                    raise first.pop()
+                return addresses()
+
+            monkeypatch.setattr(runtime, "_addresses", once)
+        elif at == "expect":
+            monkeypatch.setattr(verifier, "expect", breaking(verifier.expect, lambda bind: bind.transfer))
+        elif at == "bind":
+            monkeypatch.setattr(Receiver, "bind", breaking(Receiver.bind, lambda _, now, transfer, *rest: transfer))
+        elif at == "compare":
+            compare = verifier.first_difference
+            monkeypatch.setattr(verifier, "first_difference", breaking(compare, lambda transfer, sums: transfer))
+        elif at == "gate":
+            poll = runtime._poll_gates
+
+            def poll_gates() -> None:
+                for transfer in names:
+                    if transfer in runtime._gates:
+                        runtime._gates[transfer] = BrokenEvent()
+                poll()
+
+            monkeypatch.setattr(runtime, "_poll_gates", poll_gates)
+        assert d.book.request_finished(cancelled.name) is not None
+        d.step()
+        for each in (bad, good):
+            p.prefill(each)
+        assert d.received(good)[0].ok
+        (report,) = d.received(bad)
+        assert (report.ok, report.code) == (False, "PD-WIRE-004" if at == "compare" else "PD-XFER-002")
+        assert "the device is gone" in report.detail or "no port is free" in report.detail
+        assert set(report.blocks) == set(bad.d_blocks)
+        assert not d.received(cancelled)[0].ok
+        d.check(good)
+        until(lambda: not runtime._binds and not runtime._gates, "the end of all three")
+        later = d.reserve("later", 9)
+        d.step()
+        p.prefill(later)
+        assert d.received(later)[0].ok, "the loop goes on"
 
 
 def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> None:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from metaserver_cluster import cluster
 from runtime_caches import Model
 from runtime_pair import DecodeSite, PrefillSite, sites
+from test_connector import connected_pair, output
+from vllm.v1.outputs import KVConnectorOutput
+from watching import until
 
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.trace import TraceFile
@@ -76,6 +80,79 @@ def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> 
     finally:
         unsubscribe()
     assert raised == [stage], "it happened, once, and the subscriber was dropped"
+
+
+def _broken(stages: tuple[str, ...]) -> tuple[Callable[[], None], list[str]]:
+    """One subscriber for each of these stages, which fails there. How to remove them, and where they failed."""
+    raised: list[str] = []
+
+    def breaking(wanted: str) -> trace.Subscriber:
+        def broken(stage: str, facts: Any) -> None:
+            if stage == wanted:
+                raised.append(stage)
+                raise OSError(28, "No space left on device")
+
+        return broken
+
+    removers = [trace.subscribe(breaking(stage)) for stage in stages]
+
+    def remove() -> None:
+        for each in removers:
+            each()
+
+    return remove, raised
+
+
+def test_the_schedulers_go_on_when_their_trace_fails() -> None:
+    stages = ("reserved", "posted", "attached", "prefilled", "reported", "released")
+    remove, raised = _broken(stages)
+    try:
+        with connected_pair() as pair:
+            asked = pair.load()
+            pair.prefilled(asked)
+            until(pair.results, "the load")
+            told = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
+            pair.decode.update_connector_output(told)
+            pair.metaserver.end = b'{"event":"prefilled"}\n'
+            held, _ = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
+            pair.decode.request_finished_all_groups(asked, ([3, 5],))
+            sent: list[str] = []
+            finished = frozenset({"r-p"})
+            until(lambda: sent.extend(pair.prefill_step(output(), finished=finished).finished_sending) or sent, "sent")
+            pair.prefill.update_connector_output(KVConnectorOutput(finished_sending=set(sent)))
+            assert held and told.finished_recving == {"r"} and sent == ["r-p"]
+    finally:
+        remove()
+    assert {"posted", "attached", "reported", "released"} <= set(raised)
+
+
+def test_the_metaserver_goes_on_when_its_trace_fails() -> None:
+    remove, raised = _broken(("meta.decode", "meta.reserved", "meta.prefill", "meta.prefilled", "meta.first_byte"))
+    try:
+        with cluster() as c:
+            assert [c.complete(f"p{n}", stream=bool(n % 2)).status_code for n in range(3)] == [200] * 3
+    finally:
+        remove()
+    assert len(raised) == len(set(raised)) == 5, raised
+
+
+@pytest.mark.parametrize("most", [0, 100, 5000])
+def test_a_file_that_takes_no_more_stops_no_process(most: int, tmp_path: Path) -> None:
+    """A limit on the size of files, which the kernel enforces as it does a full disk; 0: full before the start."""
+    program = (
+        "import resource\n"
+        "from vllm_ascend_pd.observe import trace\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
+        f"file = trace.TraceFile({str(tmp_path)!r}, 'test')\n"
+        "for n in range(3000):\n"
+        "    trace.emit('bound', transfer='t' * 60)\n"
+        "print(trace.enabled())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert done.stderr.count("the trace ends here") == 1
+    (written,) = tmp_path.iterdir()
+    assert written.stat().st_size == most
 
 
 def test_the_end_of_a_process_is_not_disturbed_by_a_full_disk() -> None:

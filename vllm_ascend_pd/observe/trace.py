@@ -36,13 +36,17 @@ def emit(stage: str, **facts: Any) -> None:
     Observation never touches what it observes: a subscriber that raises (its disk is full) is dropped, for good.
     """
     for subscriber in _subscribers:
-        try:
-            subscriber(stage, facts)
-        except Exception:  # whatever it is, the transfer goes on
-            _drop(subscriber)
-            log.exception(
-                "the trace ends here: %s failed at stage %s; restart the process to trace again", subscriber, stage
-            )
+        _tell(subscriber, stage, facts)
+
+
+def _tell(subscriber: Subscriber, stage: str, facts: Mapping[str, Any]) -> None:
+    try:
+        subscriber(stage, facts)
+    except Exception:  # whatever it is, the transfer goes on
+        _drop(subscriber)
+        log.exception(
+            "the trace ends here: %s failed at stage %s; restart the process to trace again", subscriber, stage
+        )
 
 
 def _drop(subscriber: Subscriber) -> None:
@@ -76,8 +80,8 @@ class TraceFile:
         self._file = self._path.open("a", buffering=1 << 16)
         self._written = 0
         self._flushed = 0.0
-        self("clock", {"wall": time.time(), "role": role})
         self._unsubscribe = subscribe(self)
+        _tell(self, "clock", {"wall": time.time(), "role": role})
         atexit.register(self.close)
 
     def __call__(self, stage: str, facts: Mapping[str, Any]) -> None:

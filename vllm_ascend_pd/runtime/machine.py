@@ -151,27 +151,40 @@ class PushMachine:
 
     @contextmanager
     def deciding(self) -> Iterator[Deciding]:
-        """Hold the lock while the machine decides; perform the actions it asks for once the lock is free."""
-        with self.lock:
-            sender = self._sender
-            if sender is None:
-                raise LocalProtocolError("the machine is asked before its first step")
-            deciding = Deciding(sender, [])
-            yield deciding
-            for action in deciding.actions:
-                if isinstance(action, act.Closed):
-                    self._close_push(action)
-            wake = sender.next_wake()
-            rearm = wake is not None and wake < self._armed - 0.001
-            if rearm and wake is not None:
-                self._armed = wake
-        for action in deciding.actions:
-            if isinstance(action, act.Send):
-                self._loop.post(self._dialer.send, action.peer, action.message)
-            elif isinstance(action, act.Note):
-                self._note(action)
-        if rearm and wake is not None:
-            self._loop.post(self._arm, wake)
+        """Hold the lock while the machine decides; perform the actions it asks for once the lock is free.
+
+        What was decided before something raised holds as well: a push that has closed must be reported.
+        """
+        decided: list[act.Action] = []
+        wake: float | None = None
+        try:
+            with self.lock:
+                sender = self._sender
+                if sender is None:
+                    raise LocalProtocolError("the machine is asked before its first step")
+                try:
+                    yield Deciding(sender, decided)
+                finally:
+                    wake = self._settle(sender, decided)
+        finally:
+            for action in decided:
+                if isinstance(action, act.Send):
+                    self._loop.post(self._dialer.send, action.peer, action.message)
+                elif isinstance(action, act.Note):
+                    self._note(action)
+            if wake is not None:
+                self._loop.post(self._arm, wake)
+
+    def _settle(self, sender: Sender, decided: list[act.Action]) -> float | None:
+        """Under the lock. When to wake, if that is earlier than the timer is armed for."""
+        for action in decided:
+            if isinstance(action, act.Closed):
+                self._close_push(action)
+        wake = sender.next_wake()
+        if wake is None or wake >= self._armed - 0.001:
+            return None
+        self._armed = wake
+        return wake
 
     def _note(self, note: act.Note) -> None:
         trace.emit(note.stage, **note.facts)
@@ -192,7 +205,7 @@ class PushMachine:
             self.tally.time("exposed_time_seconds", max(0.0, now - work.sealed) if work.sealed else 0.0)
         if not action.ok:
             self._failures.append((transfer, action.code))
-            log.warning("push of transfer %s failed: %s %s", transfer, action.code, one_line(action.detail))
+            log.warning("push of transfer %s", one_line(f"{transfer} failed: {action.code} {action.detail}"))
 
     # -- the loop thread
 

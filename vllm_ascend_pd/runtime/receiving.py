@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
 from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.protocol.tables import ReservationState
 from vllm_ascend_pd.runtime.loop import LoopThread
 from vllm_ascend_pd.runtime.verify import Verifier
 from vllm_ascend_pd.runtime.wake import Ringer
@@ -37,6 +39,7 @@ GATE_POLL_S = 0.001
 START_S = 10.0
 CLOSE_GRACE_S = 5.0
 REVOKE_AGAIN_S = 1.0
+UNKNOWN = (ReservationState.UNBOUND, ReservationState.OVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +140,46 @@ class ReceiveRuntime:
     def _apply(self, step: DecodeStep, gate: Event | None) -> None:
         now = time.monotonic()
         self._ringer.aim(step.wake)
-        receiver = self._machine or self._start_machine(step.incarnation)
         for bind in step.binds:
-            self._bind(now, receiver, bind, gate)
+            with self._alone(bind.transfer):
+                self._bind(now, step.incarnation, bind, gate)
         for cancel in step.cancels:
-            self._do(receiver.cancel(now, cancel.transfer, cancel.code, cancel.detail))
+            if cancel.transfer in self._binds:  # else it was given up at its bind
+                with self._alone(cancel.transfer):
+                    self._do(self._receiver.cancel(now, cancel.transfer, cancel.code, cancel.detail))
         for transfer in step.settles:
-            self._do(receiver.settle(now, transfer))
+            if transfer in self._binds:
+                with self._alone(transfer):
+                    self._do(self._receiver.settle(now, transfer))
         for transfer in step.overs:
-            self._binds.pop(transfer, None)
             self._gates.pop(transfer, None)  # it may have been cancelled before its gate opened
             if self._verifier is not None:
                 self._verifier.forget(transfer)
-            self._do(receiver.over(now, transfer))
+            if self._binds.pop(transfer, None) is not None:
+                with self._alone(transfer):
+                    self._do(self._receiver.over(now, transfer))
         self._poll_gates()
+
+    @contextmanager
+    def _alone(self, transfer: TransferId) -> Iterator[None]:
+        """Whatever goes wrong with one request is that request's: the rest of the step and the other gates go on."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("transfer %s is given up: this worker failed", transfer)
+            self._give_up(transfer, f"this decode worker failed: {error}")
+
+    def _give_up(self, transfer: TransferId, why: str) -> None:
+        """Fence what writers may know of. What the machine does not know no writer does: that is reported at once."""
+        self._gates.pop(transfer, None)
+        if self._machine is None or self._machine.state(transfer) in UNKNOWN:
+            self._report(act.Report(transfer, False, "PD-XFER-002", why, ""))
+            self._binds.pop(transfer, None)
+            return
+        try:
+            self._do(self._machine.cancel(time.monotonic(), transfer, "PD-XFER-002", why))
+        except LocalProtocolError:
+            log.exception("transfer %s cannot be given up: its blocks stay held", transfer)
 
     def _start_machine(self, incarnation: str) -> Receiver:
         """The scheduler's first step names the incarnation that we serve; a BEGIN before that is lost and repeated."""
@@ -172,8 +201,9 @@ class ReceiveRuntime:
             raise LocalProtocolError("the machine is asked before the scheduler's first step")
         return self._machine
 
-    def _bind(self, now: float, receiver: Receiver, bind: Bind, gate: Event | None) -> None:
+    def _bind(self, now: float, incarnation: str, bind: Bind, gate: Event | None) -> None:
         self._binds[bind.transfer] = bind
+        receiver = self._machine or self._start_machine(incarnation)
         if self._verifier is not None:
             self._verifier.expect(bind)
         trace.emit("bound", transfer=str(bind.transfer), first=bind.first, end=bind.end)
@@ -182,11 +212,12 @@ class ReceiveRuntime:
             self._gates[bind.transfer] = gate
 
     def _poll_gates(self) -> None:
-        opened = [transfer for transfer, event in self._gates.items() if event.done()]
-        for transfer in opened:
-            del self._gates[transfer]
-            trace.emit("gate_open", transfer=str(transfer))
-            self._do(self._receiver.gate_open(time.monotonic(), transfer))
+        for transfer, event in list(self._gates.items()):
+            with self._alone(transfer):
+                if event.done():
+                    del self._gates[transfer]
+                    trace.emit("gate_open", transfer=str(transfer))
+                    self._do(self._receiver.gate_open(time.monotonic(), transfer))
         if self._gate_timer is not None:
             self._gate_timer.cancel()
         self._gate_timer = self._loop.loop.call_later(GATE_POLL_S, self._poll_gates) if self._gates else None
@@ -212,8 +243,10 @@ class ReceiveRuntime:
         while todo:
             action = todo.popleft()
             handler = self._handlers.get(type(action))
-            if handler is not None:
-                todo.extend(handler(self, action) or ())
+            try:
+                todo.extend((handler(self, action) if handler is not None else None) or ())
+            except Exception:  # what else was decided still happens, and the timer is set
+                log.exception("not done: %s", type(action).__name__)
         self._arm()
 
     def _arm(self) -> None:
@@ -240,7 +273,11 @@ class ReceiveRuntime:
     def _verify(self, action: act.Verify) -> list[act.Action]:
         if self._verifier is None:
             return []
-        wrong = self._verifier.first_difference(action.transfer, action.sums)
+        try:
+            wrong = self._verifier.first_difference(action.transfer, action.sums)
+        except Exception as error:  # else the transfer would wait for its deadline
+            log.exception("transfer %s cannot be compared with its checksums", action.transfer)
+            wrong = f"unknown (this worker cannot read its cache: {error})"
         return self._receiver.verified(time.monotonic(), action.transfer, wrong)
 
     def _revoke(self, action: act.Revoke) -> list[act.Action]:

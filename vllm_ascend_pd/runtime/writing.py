@@ -6,6 +6,7 @@ Implements pusher.Work. Every method decides under the machine's lock; sockets a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Hashable, Iterable
 
@@ -23,6 +24,8 @@ from vllm_ascend_pd.runtime.regrouping import Regrouper, Staged
 from vllm_ascend_pd.runtime.verify import Summer
 from vllm_ascend_pd.runtime.work import PushWork, Unit
 from vllm_ascend_pd.transport.base import WriteState
+
+log = logging.getLogger(__name__)
 
 MOST_WORDS = 200  # of another library's error that D is told
 
@@ -212,7 +215,7 @@ class Writing:
 
     def _batch(self, deciding: Deciding, peer: Endpoint, claims: list[Claim]) -> Batch | None:
         """The spans of these claims as one batch. A claim that cannot be written fails its push."""
-        sender, now = deciding.sender, time.monotonic()
+        sender = deciding.sender
         parts, taken, session = [], [], ""
         for claim in claims:
             work = self._machine.works[claim.push]
@@ -220,19 +223,29 @@ class Writing:
             try:
                 if theirs is None:
                     raise PdError("PD-CTRL-002", why="READY brought no addresses")
-                parts.append(self._spans(work, claim, theirs))
+                spans = self._spans(work, claim, theirs)
+                self._add_checksum(sender, claim, work)
             except PdError as error:
-                deciding.actions += sender.returned(now, claim)
-                deciding.actions += sender.abort(now, claim.push, error.code, error.sentence)
+                self._unwritten(deciding, claim, error.code, error.sentence)
                 continue
-            self._add_checksum(sender, claim, work)
+            except Exception as error:
+                log.exception("a write for push %s cannot be prepared", claim.push)
+                self._unwritten(deciding, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MOST_WORDS])
+                continue
+            parts.append(spans)
             session = theirs.session
             taken.append(claim)
         if not taken:
             return None
-        spans = joined(parts)
+        triples = joined(parts)
         transfers = sorted({str(self._machine.works[claim.push].reservation.transfer) for claim in taken})
-        return Batch(peer, session, taken, transfers, spans.src.tolist(), spans.dst.tolist(), spans.size.tolist())
+        return Batch(peer, session, taken, transfers, triples.src.tolist(), triples.dst.tolist(), triples.size.tolist())
+
+    def _unwritten(self, deciding: Deciding, claim: Claim, code: str, why: str) -> None:
+        """Nothing of the claim is out: its push fails, and waits for nothing."""
+        now = time.monotonic()
+        deciding.actions += deciding.sender.returned(now, claim)
+        deciding.actions += deciding.sender.abort(now, claim.push, code, why)
 
     def _spans(self, work: PushWork, claim: Claim, theirs: LayerAddresses) -> Triples:
         unit = unit_of(claim)
