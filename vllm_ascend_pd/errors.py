@@ -171,7 +171,8 @@ class PdError(Exception):
         entry = CATALOGUE[code]
         self.code = code
         self.values = values
-        told = {name: one_line(value) if isinstance(value, str) else value for name, value in values.items()}
+        foreign = (str, BaseException)
+        told = {name: one_line(value) if isinstance(value, foreign) else value for name, value in values.items()}
         self.sentence = entry.sentence.format(**told)
         self.remedy = entry.remedy.format(**told)
         super().__init__(f"{code}: {self.sentence} {self.remedy}")

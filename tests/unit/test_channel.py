@@ -102,6 +102,13 @@ async def test_nobody_there_is_reported_for_every_attempt_and_attempts_become_ra
         assert mouth.dialer.stats()["dialled"] <= attempts + 1, "nothing to say: nobody is dialled"
 
 
+async def test_a_name_that_no_look_up_takes_is_unreachable() -> None:
+    async with Mouth() as mouth:
+        mouth.say(Endpoint("x" * 70 + ".d", 1))
+        await until(lambda: mouth.unreachable)
+        assert "label" in mouth.unreachable[0]
+
+
 async def test_what_waits_for_a_link_is_bounded_and_the_newest_survives() -> None:
     async with Ear() as ear, Mouth() as mouth:
         for seq in range(FAST.max_queued + 50):

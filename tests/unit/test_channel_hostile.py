@@ -415,6 +415,10 @@ def test_a_message_beyond_the_bound_is_our_own_error() -> None:
         guarded_frame(Unguarded(), message(text="x" * MAX_MESSAGE_BYTES))
 
 
+def _framed(payload: bytes) -> bytes:
+    return struct.pack(">IB", 1 + len(payload), CLEAR) + payload
+
+
 FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
 
 
@@ -424,10 +428,11 @@ FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
         clear_frame(Hello(PROTOCOL_VERSION + 1, "p-x", b"n" * 32, False, FORGED)),
         clear_frame(Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, True, FORGED)),
         clear_frame(Goodbye("x", FORGED)),
-        struct.pack(">IB", 1 + len(FORGED), CLEAR) + FORGED.encode(),
+        _framed(FORGED.encode()),
+        _framed(msgspec.msgpack.encode({"type": FORGED})),
         struct.pack(">IB", 60, CLEAR) + msgspec.msgpack.encode({"type": FORGED, FORGED: FORGED})[:59].ljust(59, b"\n"),
     ],
-    ids=["another version", "signed", "goodbye", "no msgpack", "unknown type"],
+    ids=["another version", "signed", "goodbye", "no msgpack", "unknown type", "torn"],
 )
 async def test_no_stranger_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
@@ -443,3 +448,4 @@ def test_foreign_text_in_an_error_is_one_bounded_printable_line() -> None:
     assert error.sentence.isprintable() and str(error).isprintable() and len(str(error)) < 1300
     assert "\\nWARNING" in error.sentence and "characters)" in error.sentence
     assert pickle.loads(pickle.dumps(error)).sentence == error.sentence
+    assert RemoteProtocolError("PD-CTRL-002", why=OSError(FORGED)).sentence.isprintable()

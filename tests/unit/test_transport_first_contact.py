@@ -11,7 +11,8 @@ import time
 import pytest
 from watching import address_of, listening
 
-from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer
+from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer, watched
 from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
 
 LOOPBACK = "127.0.0.1"
@@ -121,12 +122,38 @@ def test_introductions_are_bounded_and_finished_ones_make_room() -> None:
     assert introducer.close()
 
 
+NO_ADDRESSES = ["", "x", "10.1.2.3", "10.1.2.3:x", "10.1.2.3:0", f"10.1.2.3:{2**70}", "x" * 70 + ".d:1", "a\0b:1"]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
+def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: str) -> None:
+    """D names its session; the probe of one that does not answer is hung up on by the thread that writes for all."""
+    gate = threading.Event()
+    introducer = Introducer(lambda _: gate.wait(10), 0.0, time.monotonic)
+    assert [introducer.ask(f"{address}/tag") for _ in range(3)] == [Answer.ASKING] * 3
+    introducer.forget(f"{address}/tag")
+    gate.set()
+    assert introducer.close()
+    with watched(address, 0.0):
+        pass
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
+def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(address: str) -> None:
+    class Silent:
+        """Has no probe."""
+
+    engine = object.__new__(Engine)
+    engine._raw = Silent()  # type: ignore[assignment]
+    assert not engine.answers(address)
+
+
 def test_hanging_up_cuts_only_connections_to_that_address() -> None:
     with listening() as one, listening() as other:
         cut = socket.create_connection(one.getsockname())
         kept = socket.create_connection(other.getsockname())
         near, far = one.accept()[0], other.accept()[0]
-        assert hang_up(LOOPBACK, one.getsockname()[1]) == 1
+        assert hang_up(f"{LOOPBACK}:{one.getsockname()[1]}") == 1
         assert cut.recv(1) == b""
         far.sendall(b"x")
         assert kept.recv(1) == b"x"
@@ -139,7 +166,7 @@ def test_hanging_up_leaves_no_descriptor_behind() -> None:
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
-        hang_up(LOOPBACK, 1)
+        hang_up(f"{LOOPBACK}:1")
         shorten_accept(1, 0.1)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
 

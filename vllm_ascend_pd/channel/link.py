@@ -167,7 +167,7 @@ class Link:
         except asyncio.TimeoutError:
             if self._connection is None:  # else it came in the same moment, and the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: a name that no look-up takes
             self._failed(_reason(error))
 
     def _failed(self, detail: str) -> None:
@@ -282,8 +282,10 @@ class Link:
         return True
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError | UnicodeError) -> str:
     """What the system says about it; asyncio puts the address in that place."""
+    if isinstance(error, UnicodeError):
+        return str(error)
     if error.errno is None or isinstance(error, socket.gaierror):
         return error.strerror or str(error)
     return os.strerror(error.errno)

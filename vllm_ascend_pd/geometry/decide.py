@@ -54,13 +54,14 @@ def _distinct(p: CacheGeometry, d: CacheGeometry) -> list[tuple[int, int]]:
 
     Spans follow from nothing else: with a thousand ranks on either side a handful of pairs is left to plan.
     """
-    found: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
     for d_rank in range(d.tp_size):
         wanted = d.head_range(d_rank)
         for rank in contributors(p, d, d_rank):
             held = p.head_range(rank)
             first, stop = max(held.start, wanted.start), min(held.stop, wanted.stop)
-            found.setdefault((stop - first, first - held.start, first - wanted.start, len(wanted)), (rank, d_rank))
+            way = (stop - first, first - held.start, len(held), first - wanted.start, len(wanted))
+            found.setdefault(way, (rank, d_rank))
     return list(found.values())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
-from vllm_ascend_pd.transport.sockets import shorten_accept
+from vllm_ascend_pd.transport.sockets import parted, shorten_accept
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +68,8 @@ class Engine:
         raw = self._open()
         if can_ask(type(raw)):
             return raw.send_probe(address) == 0
-        host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), CONNECT_S).close()
+            socket.create_connection(parted(address), CONNECT_S).close()
         except OSError:
             return False
         return True

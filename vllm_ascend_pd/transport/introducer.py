@@ -65,14 +65,14 @@ class Introducer:
                 return Answer.NO
             self._start(session)
         elif self._clock() - asked.since > self._patience_s:
-            _hang_up(asked.address)  # the thread then ends, with NO
+            hang_up(asked.address)  # the thread then ends, with NO
         return Answer.ASKING
 
     def forget(self, session: str) -> None:
         """Nobody waits for this answer any more."""
         asked = self._asked.pop(session, None)
         if asked is not None and asked.answer is Answer.ASKING:
-            _hang_up(asked.address)
+            hang_up(asked.address)
             self._forgotten.append(asked)
 
     def close(self) -> bool:
@@ -80,7 +80,7 @@ class Introducer:
         left = 0
         for asked in (*self._asked.values(), *self._forgotten):
             if asked.answer is Answer.ASKING:
-                _hang_up(asked.address)
+                hang_up(asked.address)
             asked.thread.join(JOIN_S)
             if asked.thread.is_alive():
                 left += 1
@@ -124,7 +124,7 @@ def watched(address: str, patience_s: float | None) -> Iterator[None]:
     def watch() -> None:
         left = patience_s
         while not over.wait(left):
-            _hang_up(address)
+            hang_up(address)
             left = AGAIN_S
 
     thread = threading.Thread(target=watch, name=f"pd-watch-{address}", daemon=True)
@@ -134,8 +134,3 @@ def watched(address: str, patience_s: float | None) -> Iterator[None]:
     finally:
         over.set()
         thread.join(JOIN_S)
-
-
-def _hang_up(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    hang_up(host, int(port))

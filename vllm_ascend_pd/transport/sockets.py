@@ -31,10 +31,23 @@ def shorten_accept(port: int, seconds: float) -> bool:
     return found
 
 
-def hang_up(host: str, port: int) -> int:
+def parted(address: str) -> tuple[str, int]:
+    """Host and port of "host:port". A peer says it: what is no such thing is an OSError, as what cannot be reached is."""
+    host, _, port = address.rpartition(":")
+    try:
+        host.encode("idna")  # as every look-up does, and raises no OSError
+        if 0 < (number := int(port)) < 1 << 16:
+            return host, number
+    except ValueError:
+        pass
+    raise OSError(f"not an address: {address!r}")
+
+
+def hang_up(address: str) -> int:
     """Shut down this process's connections to host:port, so that whoever reads from them gets an answer: the end.
     Returns how many there were."""
     try:
+        host, port = parted(address)
         wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         return 0
