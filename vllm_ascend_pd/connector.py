@@ -183,7 +183,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         if self._roles.prefill_worker is not None:
-            self._roles.prefill_worker.save_layer(layer_name, kv_layer)
+            self._roles.prefill_worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         if self._roles.prefill_worker is not None:

@@ -46,6 +46,7 @@ from vllm_ascend_pd.metaserver.service import reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, unseal
@@ -65,8 +66,7 @@ from vllm_ascend_pd.protocol.messages import (
 )
 from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.runtime.orders import OrderBook
-from vllm_ascend_pd.runtime.wake import Doorbell
+from vllm_ascend_pd.shared.wake import Doorbell
 
 Run = Callable[[bytes], str]
 REFUSED, READ, UNCHANGED, ACCEPTED = "refused", "read", "unchanged", "accepted"

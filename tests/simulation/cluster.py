@@ -194,6 +194,15 @@ class Cluster:
         if not engine.alive:
             return
         self.world.fault("prefill killed")
+        self._end_prefill(engine)
+
+    def prefill_ended_itself(self, engine: PrefillEngine) -> None:
+        """It said that it cannot push any more; whoever watches it starts it again."""
+        if engine.alive:
+            self.world.fault("prefill ended over a dead writer")
+            self._end_prefill(engine)
+
+    def _end_prefill(self, engine: PrefillEngine) -> None:
         engine.kill()
         for rank in engine.ranks:
             self.network.died(rank.process, [r for d in self.decode for r in d.ranks])
@@ -289,9 +298,10 @@ class Cluster:
                 "waiting requests": len(engine.waiting),
                 "loads": len(engine.loading) + engine.book.open_count(),
                 "blocks": self.settings.decode[engine.index].blocks - len(engine.free),
-                "records": sum(rank.receiver.record_count() for rank in engine.ranks),
-                "parked": sum(rank.receiver.parked_count() for rank in engine.ranks),
-                "timers": sum(rank.receiver.next_wake() is not None for rank in engine.ranks),
+                "records": sum(rank.core.record_count() for rank in engine.ranks),
+                "parked": sum(rank.core.parked_count() for rank in engine.ranks),
+                "binds": sum(len(rank.core.binds) + len(rank.core.gates) for rank in engine.ranks),
+                "timers": sum(rank.core.next_wake() is not None for rank in engine.ranks),
                 "reserved blocks": sum(int((rank.owner != 0).sum()) for rank in engine.ranks),
             }
             _nothing(f"D{engine.index}", left)

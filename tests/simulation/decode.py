@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode engines: a scheduler with a small block pool and its ranks, each with the production Receiver."""
+"""Decode engines: a scheduler with a small block pool and its ranks, each with the production core."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from simulation.broker import URL
+from simulation.exchange import Event
 from simulation.memory import NOISE, Content, Memory, shade
 from simulation.settings import MODEL, Shape
 from simulation.world import Alarm, Process, Violation
+from vllm_ascend_pd.decode.core.loads import Loads
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
-from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.tables import ReservationState
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ class Request:
 
 
 class DecodeRank:
-    """One worker: Receiver, memory, session."""
+    """One worker: the production core, a memory, a session."""
 
     def __init__(self, engine: DecodeEngine, rank: int) -> None:
         cluster, settings = engine.cluster, engine.cluster.settings
@@ -59,38 +62,32 @@ class DecodeRank:
         self.requests: dict[TransferId, Request] = {}
         self.connected: set[str] = set()
         self.reported: set[TransferId] = set()
-        self.receiver: Receiver = cluster.mutation.receiver(
-            incarnation=engine.incarnation,
-            rank=rank,
-            model=MODEL,
-            geometry=engine.geometry,
-            addresses=self.memory.addresses(self.session),
-            timers=settings.timers,
-            quiet_s=settings.quiet_s,
+        self.core = Loads(
+            settings.push(),
+            rank,
+            MODEL,
+            engine.geometry,
+            lambda: self.memory.addresses(self.session),
             verify=settings.verify,
         )
-        self._alarm = Alarm(self.process, self.receiver.next_wake, self._tick)
+        self.core.receiver_type = cluster.mutation.receiver  # type: ignore[assignment,misc]
+        self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
 
     # -- what the engine and the world tell it
 
     def apply(self, step: DecodeStep, requests: dict[TransferId, Request]) -> None:
-        """A step's metadata is bound (see runtime/receiving.py)."""
-        now = self.process.clock()
+        """A step's metadata is bound."""
         self.requests.update(requests)
-        for bind in step.binds:
-            self.act(self.receiver.bind(now, bind.transfer, bind.first, bind.end, bind.deadline_s))
-        for cancel in step.cancels:
-            self.act(self.receiver.cancel(now, cancel.transfer, cancel.code, cancel.detail))
-        for transfer in step.settles:
-            self.act(self.receiver.settle(now, transfer))
+        gate = Event()
+        with self._deciding():
+            self.core.step(self.process.clock(), step, gate)
         for transfer in step.overs:
             self.requests.pop(transfer, None)
             self.reported.discard(transfer)
-            self.act(self.receiver.over(now, transfer))
         if step.binds:
-            self.process.post(self.engine.cluster.world.rng.expovariate(1 / 0.004), self._gate, step.binds)
+            self.process.post(self.engine.cluster.world.rng.expovariate(1 / 0.004), self._gate, step.binds, gate)
 
-    def _gate(self, binds: tuple[Bind, ...]) -> None:
+    def _gate(self, binds: tuple[Bind, ...], gate: Event) -> None:
         """The device has finished what ran before: the blocks' earlier life, and their zeroing, end here."""
         for bind in binds:
             request = self.requests.get(bind.transfer)
@@ -98,47 +95,62 @@ class DecodeRank:
                 continue
             self.memory.by_block[:, bind.blocks] = NOISE
             self.owner[bind.blocks] = request.serial
-            self.act(self.receiver.gate_open(self.process.clock(), bind.transfer))
+        gate.reached = True
+        with self._deciding():
+            self.core.look(self.process.clock())
 
-    def deliver(self, peer: object, message: Message) -> None:
+    def deliver(self, peer: Any, message: Message) -> None:
         self.connected.add(message.p_incarnation)
-        self.act(self.receiver.message(self.process.clock(), peer, message))
+        with self._deciding():
+            self.core.message(self.process.clock(), peer, message)
 
     def connection_ended(self, p_incarnation: str) -> None:
         if p_incarnation in self.connected:
-            self.act(self.receiver.peer_gone(self.process.clock(), p_incarnation))
+            with self._deciding():
+                self.core.peer_gone(self.process.clock(), p_incarnation)
 
     def connection_back(self, p_incarnation: str) -> None:
-        self.act(self.receiver.peer_back(self.process.clock(), p_incarnation))
+        with self._deciding():
+            self.core.peer_back(self.process.clock(), p_incarnation)
 
     def _tick(self) -> None:
-        self.act(self.receiver.tick(self.process.clock()))
+        with self._deciding():
+            self.core.tick(self.process.clock())
 
-    # -- what the machine asks
+    # -- what the core wants done
 
-    def act(self, actions: list[Action]) -> None:
-        world = self.engine.cluster.world
-        todo = deque(actions)
-        while todo:
-            action = todo.popleft()
-            if isinstance(action, Send):
-                self.engine.cluster.to_prefill(self.process, action.peer, action.message)
-            elif isinstance(action, Report):
-                self._report(action)
-            elif isinstance(action, Verify):
-                todo.extend(self._verify(action))
-            elif isinstance(action, Revoke):
-                self.engine.cluster.check_revocation(self)
-                world.stats["revocations"] += 1
-                world.log(self.process.name, "REVOKES")
-                self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
-            elif isinstance(action, Note):
-                if action.stage == "fencing":
-                    world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
-                if not world.tracing:
-                    continue
-                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        yield
+        told = 0
+        while effects := self.core.take_effects():
+            for effect in effects:
+                told += isinstance(effect, Report)
+                self._act(effect)
+        if len(self.core.take_reports()) != told:
+            raise Violation(f"{self.process.name} does not tell its scheduler what it has reported")
         self._alarm.set()
+
+    def _act(self, action: Action) -> None:
+        world = self.engine.cluster.world
+        if isinstance(action, Send):
+            self.engine.cluster.to_prefill(self.process, action.peer, action.message)
+        elif isinstance(action, Report):
+            self._report(action)
+        elif isinstance(action, Verify):
+            # Stands for the checksums: compares with what is known to be right.
+            wrong = self.engine.first_difference(self, self.requests[action.transfer])
+            self.core.verified(self.process.clock(), action.transfer, wrong)
+        elif isinstance(action, Revoke):
+            self.engine.cluster.check_revocation(self)
+            world.stats["revocations"] += 1
+            world.log(self.process.name, "REVOKES")
+            self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
+        elif isinstance(action, Note):
+            if action.stage == "fencing":
+                world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
+            if world.tracing:
+                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
 
     def _report(self, report: Report) -> None:
         request = self.requests.get(report.transfer)
@@ -151,21 +163,18 @@ class DecodeRank:
             self.engine.cluster.world.rng.uniform(0.0002, 0.02), self.engine.reported, request, self.rank, report.ok
         )
 
-    def _verify(self, action: Verify) -> list[Action]:
-        """Stands for the checksums: compares with what is known to be right."""
-        request = self.requests[action.transfer]
-        wrong = self.engine.first_difference(self, request)
-        return self.receiver.verified(self.process.clock(), action.transfer, wrong)
-
     def waits_for(self) -> list[str]:
         """Incarnations of the writers that fences on this rank wait for."""
-        fenced = [r for r in self.receiver._transfers.values() if r.state is ReservationState.FENCING]
+        receiver = self.core._receiver
+        transfers = receiver._transfers.values() if receiver is not None else ()
+        fenced = [record for record in transfers if record.state is ReservationState.FENCING]
         return [writer.p_incarnation for record in fenced for writer in record.leased()]
 
     def _revoked(self) -> None:
         if not self.engine.cluster.mutation.blunt_revocation:
             self.session = self.engine.cluster.world.name("session")
-        self.act(self.receiver.revoked(self.process.clock(), self.memory.addresses(self.session)))
+        with self._deciding():
+            self.core.revoked(self.process.clock(), self.memory.addresses(self.session))
 
 
 class DecodeEngine:

@@ -21,8 +21,8 @@ from simulation.memory import Memory
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
+from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAGS, Outcome
-from vllm_ascend_pd.regroup.staging import StagingSlot
 
 STAGING = 1 << 40  # where staging slots lie: far from every cache
 Bytes = NDArray[np.uint8]
@@ -88,6 +88,7 @@ class Launched:
     slots: Sequence[StagingSlot | None]
     number: int
     tag: int
+    after: Event
     event: Event = field(default_factory=Event)
     sent: Bytes | None = None
     moving: bool = False
@@ -98,30 +99,29 @@ class Stream:
 
     exchanges_inline = True
 
-    def __init__(self, group: Group, rank: int, memory: Memory, buffer_bytes: int, told: Callable[[], None]) -> None:
-        self.buffer_bytes = buffer_bytes
+    def __init__(self, group: Group, rank: int, memory: Memory, told: Callable[[], None]) -> None:
         self.collectives = self.nbytes = 0
         self.seconds = 0.0
         self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part goes wrong
         self.queue: deque[Launched] = deque()
         self._group, self._rank, self._memory, self._told = group, rank, memory, told
         self._tags: dict[int, dict[int, int]] = {}
-        self._inside = False
+        self._after: Event | None = None  # while something is launched: behind which event of the compute stream
         self._last = Event(reached=True)
         group.streams.append(self)
 
     # -- Device
 
     def record(self) -> Event:
-        return self._last if self._inside else Event(reached=True)
+        return self._last if self._after is not None else Event(reached=True)
 
     @contextmanager
     def side_stream(self, after: Any) -> Iterator[None]:
-        self._inside = True
+        self._after = after
         try:
             yield
         finally:
-            self._inside = False
+            self._after = None
 
     def planning(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -144,13 +144,18 @@ class Stream:
         number = self.collectives % (TAGS - 1) + 1
         self.collectives += tables.plan.exchanges
         failed = self.fails()
-        launched = Launched(tables, layer, slots, number, 0 if failed else number)
+        after = self._after or Event(reached=True)
+        launched = Launched(tables, layer, slots, number, 0 if failed else number, after)
         self._last = launched.event
         self.queue.append(launched)
-        self._group.soon()
+        self.soon()
         return Outcome(number, RuntimeError("this part went wrong") if failed else None, 0.0)
 
     # -- the stream
+
+    def soon(self) -> None:
+        """Something that was waited for may be there."""
+        self._group.soon()
 
     def gather(self, launched: Launched) -> None:
         source, target = launched.tables.send
@@ -192,14 +197,17 @@ class Group:
     def advance(self) -> None:
         """Start what can start. A rank reads its cache when its stream gets there, not when the last rank comes."""
         for stream in self.streams:
-            if stream.queue and stream.queue[0].sent is None:
+            if stream.queue and stream.queue[0].sent is None and stream.queue[0].after.reached:
                 stream.gather(stream.queue[0])
         for stream in self.streams:
-            if stream.queue and not stream.queue[0].tables.plan.exchanges and not stream.queue[0].moving:
-                stream.queue[0].moving = True
+            head = stream.queue[0] if stream.queue else None
+            if head is not None and head.sent is not None and not head.tables.plan.exchanges and not head.moving:
+                head.moving = True
                 self._world.after(self._world.rng.uniform(0.0, 0.001), self._packed, stream)
         heads = [stream.queue[0] for stream in self.streams if stream.queue]
-        if len(heads) == len(self.streams) and all(h.tables.plan.exchanges and not h.moving for h in heads):
+        if len(heads) == len(self.streams) and all(
+            h.sent is not None and h.tables.plan.exchanges and not h.moving for h in heads
+        ):
             self._check(heads)
             for head in heads:
                 head.moving = True

@@ -5,15 +5,22 @@ looks. Nothing of this is in the package: rules are removed by subclassing the m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from simulation.prefill import SimulatedWriter
 from simulation.settings import Faults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
+from vllm_ascend_pd.prefill.core.batches import Batch
+from vllm_ascend_pd.prefill.core.exchanges import Staged
+from vllm_ascend_pd.prefill.core.push import Push, Unit
+from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
+from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.fence import Fence, Writer
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
@@ -29,10 +36,7 @@ from vllm_ascend_pd.protocol.tables import (
 )
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.words import ready
-from vllm_ascend_pd.regroup.staging import StagingSlot
-from vllm_ascend_pd.runtime.pieces import Pieces
-from vllm_ascend_pd.runtime.regrouping import Regrouper
-from vllm_ascend_pd.runtime.work import Unit
+from vllm_ascend_pd.transport.base import WriteState
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,9 @@ class Mutation:
     book: Callable[..., PushBook] = PushBook
     deaf_to_preemption: bool = False  # P overwrites preempted blocks without draining what reads them
     hasty_release: bool = False  # P frees a finished request's blocks at once
-    private_plans: bool = False  # a P rank plans a step without the pushes that have failed on this rank
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
-    sessions_mixed: bool = False  # P writes what an address's old and new session were told in one batch
-    pieces: Callable[..., Pieces] = Pieces
-    regrouper: Callable[..., Regrouper] = Regrouper
-    believes_strangers: bool = False  # P writes what an exchange brought without looking who gave it
-    seals_early: bool = False  # P seals a push although it missed an exchange
+    core: Callable[..., Pushes] = Pushes
+    writer: Callable[..., SimulatedWriter] = SimulatedWriter
     world: Callable[[Settings], Settings] = lambda settings: settings  # in which the rule is needed often enough
 
 
@@ -262,22 +262,90 @@ class TimeAloneFrees(Receiver):
         self._fence_of = Impatient(self._timers, kwargs["quiet_s"])
 
 
-class SlotsReused(Pieces):
+class SlotsReused(Pushes):
     """P takes a staging slot back as soon as its bytes were offered."""
 
-    def unused(self, slot: StagingSlot) -> None:
-        self._staging.release(slot)
+    def staged(self, now: float, item: Staged, strangers: Any, sums: Any) -> None:
+        super().staged(now, item, strangers, sums)
+        for slot in item.slots:
+            if slot is not None and slot.users and self._staging is not None:
+                self._staging.release(slot)
 
     def _let_go(self, now: float, slot: StagingSlot) -> None:
         slot.users -= 1
 
 
-class StaysAway(Regrouper):
+class StaysAway(Pushes):
     """A rank that missed nothing takes no part when an exchange is made again."""
 
-    def catch_up(self, units: Iterable[Unit], event: Any) -> None:
-        missing = {unit for unit, _ in self._missed._shares}
-        super().catch_up([unit for unit in units if unit in missing], event)
+    def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        missed = self.exchanges.missed if self.exchanges is not None else ()
+        missing = {unit for unit, _ in missed._shares} if missed else set()
+        return [unit for unit in units if unit in missing]
+
+
+class PrivatePlans(Pushes):
+    """A P rank plans a step without the pushes that have failed on this rank."""
+
+    def _takes_part(self, push: Push) -> bool:
+        return super()._takes_part(push) and not push.closed
+
+
+class SessionsMixed(Pushes):
+    """P writes what an address's old and new session were told in one batch."""
+
+    def _session(self, claim: Claim) -> str | None:
+        return None
+
+
+class StrangersBelieved(Pushes):
+    """P writes what an exchange brought without looking who gave it."""
+
+    def staged(self, now: float, item: Staged, strangers: Any, sums: Sequence[Sums]) -> None:
+        super().staged(now, item, [[] for _ in item.slots], sums)
+
+
+class SealsEarly(Pushes):
+    """P seals a push although it missed an exchange."""
+
+    def _owes(self, push: Push) -> bool:
+        return False
+
+
+class UnissuedLanded(Pushes):
+    """P goes on after a write of which nothing was sent, as if it had landed."""
+
+    def finished(self, now: float, batch: Batch, state: WriteState) -> None:
+        super().finished(now, batch, WriteState.LANDED if state is WriteState.UNISSUED else state)
+
+
+class DeadWriterForgotten(Pushes):
+    """What a dead writer had out counts as over at once."""
+
+    def finished(self, now: float, batch: Batch, state: WriteState) -> None:
+        super().finished(now, batch, WriteState.UNISSUED if self.dead else state)
+
+
+class EventsNotAwaited(SimulatedWriter):
+    """P's writer does not wait for the device."""
+
+    def put(self, item: Any) -> None:
+        super().put(replace(item, event=Reached()) if isinstance(item, Computed) else item)
+
+
+class Reached:
+    def done(self) -> bool:
+        return True
+
+
+class LooksTooEarly(SimulatedWriter):
+    """P's writer looks what came home after it has submitted: what that makes room for waits for other news."""
+
+    def turn(self) -> None:
+        self._announce(self._computed)
+        self._announce(self._exchanged)
+        self._submit()
+        self._poll()
 
 
 # Worlds in which what a rule is for happens all the time. The protocol itself must hold in them too.
@@ -303,6 +371,11 @@ def _scarce_slots(settings: Settings) -> Settings:
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
     always = RegroupConfig(regroup="always")
     return replace(settings, regroup=always, slots=1, slot_destinations=1, spares=0, room=1, faults=faults)
+
+
+def _broken_writers(settings: Settings) -> Settings:
+    """Transfer engines that break, or take nothing, while writes are slow."""
+    return replace(settings, faults=Faults(unissued=0.05, writer_dies=0.01, write_slow=0.1))
 
 
 def _decode_comes_back(settings: Settings) -> Settings:
@@ -344,13 +417,17 @@ MORE = (
     Mutation("gone is quiet", receiver=GoneIsQuiet, world=_killed_after_a_stop),
     Mutation("time alone frees", receiver=TimeAloneFrees),
     Mutation("preempted blocks not drained", deaf_to_preemption=True),
-    Mutation("ranks plan what they know", private_plans=True),
+    Mutation("ranks plan what they know", core=PrivatePlans),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
-    Mutation("one batch, two sessions", sessions_mixed=True, world=_decode_comes_back),
-    Mutation("strangers believed", believes_strangers=True, world=_scarce_slots),
-    Mutation("sealed before the catch-up", seals_early=True),
-    Mutation("slots reused at once", pieces=SlotsReused),
-    Mutation("a rank stays away from a catch-up", regrouper=StaysAway),
+    Mutation("one batch, two sessions", core=SessionsMixed, world=_decode_comes_back),
+    Mutation("strangers believed", core=StrangersBelieved, world=_scarce_slots),
+    Mutation("sealed before the catch-up", core=SealsEarly),
+    Mutation("slots reused at once", core=SlotsReused),
+    Mutation("a rank stays away from a catch-up", core=StaysAway),
+    Mutation("a write that was never issued has landed", core=UnissuedLanded, world=_broken_writers),
+    Mutation("a dead writer's writes are over", core=DeadWriterForgotten, world=_broken_writers),
+    Mutation("the device is not waited for", writer=EventsNotAwaited),
+    Mutation("a wake-up is lost", writer=LooksTooEarly),
 )
 ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

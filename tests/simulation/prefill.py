@@ -1,44 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill workers: the production Sender, planners, order book, exchanges and staging; computing, writing and preemption
-are simulated. Written a second time, without locks and threads, are the decisions of runtime/pushing.py (`_plan`, `_drain`),
-runtime/writing.py (`Writing`) and runtime/pusher.py: docs/reliability.md lists them."""
+"""Prefill workers: the production core, writer, steps and exchanger on a simulated device, wire, network and clock.
+
+What is written here stands for vLLM's model runner (when layers are computed, where), for the device's streams, and for
+the threads' wake-ups: when the writer's turn comes. It decides nothing about a push.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.exchange import STAGING, Flat, Group, Stream
+from simulation.exchange import STAGING, Event, Flat, Group, Stream
 from simulation.memory import BASE, Content, Memory, shade
 from simulation.settings import MODEL
 from simulation.wire import Flight
 from simulation.world import Alarm, Process, Violation
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
-from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
+from vllm_ascend_pd.prefill.core.batches import Batch, spans_of, unit_of
+from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite
+from vllm_ascend_pd.prefill.core.staging import Staging
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
+from vllm_ascend_pd.prefill.exchanger import Exchanger
+from vllm_ascend_pd.prefill.steps import Steps
+from vllm_ascend_pd.prefill.writer import News, Writer
+from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
-from vllm_ascend_pd.protocol.push import Claim, Sender
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.protocol.tables import PairState
-from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
-from vllm_ascend_pd.runtime.batches import Triples, aimed, grouped, spans_of, unit_of
-from vllm_ascend_pd.runtime.orders import OrderBook
-from vllm_ascend_pd.runtime.pieces import Piece, Pieces
-from vllm_ascend_pd.runtime.pusher import IN_FLIGHT, Sealed
-from vllm_ascend_pd.runtime.regrouping import Regrouper, Staged
-from vllm_ascend_pd.runtime.work import PushWork, Unit
+from vllm_ascend_pd.transport.base import WriteState
 
 if TYPE_CHECKING:
     from simulation.prefill_engine import PrefillEngine
 
-FUSED = 4
 _LIVE = (PairState.ASK, PairState.PUSH)
 
 
@@ -64,40 +65,84 @@ class Step:
     fills: list[Fill]
     layer_s: float
     waiting: set[str] = field(default_factory=set)  # preempted pushes that still drain
-    computes: bool = True  # whether any layer is of interest
+    computing: int = 0  # layers that the device has not come to
+    ended: bool = False  # every hook has fired
+
+
+class SimulatedWriter(Writer):
+    """A batch may be submitted later than it was claimed: whoever does it was stopped in between."""
+
+    rank: PrefillRank
+
+    def _send(self, batch: Batch) -> None:
+        rank = self.rank
+        rank.wire.take(batch)
+        cluster = rank.engine.cluster
+        if cluster.world.chance(cluster.settings.faults.submit_stall):
+            cluster.stall(rank)
+        rank.process.post(0.0, rank.guarded, super()._send, batch)
+
+
+class RankWire:
+    """The data path of one rank, as the writer asks it."""
+
+    def __init__(self, rank: PrefillRank) -> None:
+        self._rank = rank
+        self._handles = itertools.count(1)
+        self._taken: dict[int, Flight] = {}  # by the batch's id, not submitted yet
+        self._flights: dict[int, Flight] = {}
+
+    def take(self, batch: Batch) -> None:
+        """A batch was claimed. Everything in it goes through one session, and to where the claims say."""
+        rank = self._rank
+        flight = Flight(rank, rank.engine.cluster.decode_rank(batch.peer), batch.peer, batch.session)
+        for claim in batch.claims:
+            theirs = rank.core._machine.addresses(claim.push, claim.d_rank)
+            if theirs is None or theirs.session != batch.session:
+                raise Violation(f"promise 1: {rank.process.name}: one batch, two sessions")
+            spans = spans_of(rank.core._pushes[claim.push], claim, rank.memory.bases, theirs)
+            flight.claims.append(claim)
+            flight.pieces.append((claim.push, rank.serials[claim.push], spans))
+        if sum(len(spans.dst) for _, _, spans in flight.pieces) != len(batch.dst):
+            raise Violation(f"{rank.process.name} writes something else than it has claimed")
+        self._taken[id(batch)] = flight
+
+    def submit(self, batch: Batch) -> int:
+        faults, world = self._rank.engine.cluster.settings.faults, self._rank.process.world
+        flight, handle = self._taken.pop(id(batch)), next(self._handles)
+        if world.chance(faults.writer_dies):
+            world.fault("writer died")
+            raise OSError("the transfer engine broke")
+        self._flights[handle] = flight
+        if world.chance(faults.unissued):
+            world.fault("write not issued")
+            self._rank.process.post(world.rng.uniform(0.0, 5.0), self._rank.returned, flight, WriteState.UNISSUED)
+        else:
+            self._rank.engine.cluster.wire.fly(flight)
+        return handle
+
+    def poll(self, handle: int) -> WriteState:
+        flight = self._flights.get(handle)  # None: claimed, and not submitted yet
+        if flight is None or flight.outcome is WriteState.PENDING:
+            return WriteState.PENDING
+        return self._flights.pop(handle).outcome
 
 
 class Exchanging:
-    """What a rank of an engine that regroups has besides: slots, a stream, and the production Regrouper over them."""
+    """What a rank of an engine that regroups has besides: slots, and a stream for the exchanges."""
 
     def __init__(self, rank: PrefillRank, group: Group, room: Room) -> None:
-        settings, mutation = rank.engine.cluster.settings, rank.engine.cluster.mutation
+        settings = rank.engine.cluster.settings
         count = settings.slots * settings.slot_destinations + settings.spares
         self.bytes = np.zeros(room.slot * count, dtype=np.uint8)
-        memory: Any = Flat(self.bytes)
-        self.staging = Staging(
-            memory, room.slot, settings.slots, settings.spares, waits=False, clock=rank.process.clock
-        )
-        self.pieces: Pieces = mutation.pieces(self.staging, settings.quiet_s)
-        self.stream = Stream(group, rank.contributor.rank, rank.memory, room.send, rank.stream_moved)
+        self.staging = Staging(Flat(self.bytes), room.slot, settings.slots, settings.spares, waits=False)
+        self.stream = Stream(group, rank.contributor.rank, rank.memory, rank.stream_moved)
         self.stream.fails = lambda: _fails(rank)
-        device: Any = self.stream
-        self.regrouper: Regrouper = mutation.regrouper(
-            rank.engine.geometry,
-            rank.contributor.rank,
-            len(rank.own.layers),
-            device,
-            self.staging,
-            device,
-            rank.exchanged.append,
-            rank.wants,
-        )
 
-    def spoiled(self) -> int:
+    def spoiled(self, now: float) -> int:
         """Slots that did not come back although their time is over."""
-        if self.staging.quarantined:
-            return self.staging.quarantined
-        return self.staging.count - len(self.staging._free) - len(self.staging._spare)
+        staging = self.staging
+        return staging.quarantined(now) or staging.count - len(staging._free) - len(staging._spare)
 
 
 def _fails(rank: PrefillRank) -> bool:
@@ -119,143 +164,107 @@ class PrefillRank:
         self.process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
         self.memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
         self.contributor = Contributor(stage, rank)
-        self.own = stage_geometry(engine.geometry, stage)
-        self.works: dict[str, PushWork] = {}
-        self.exchanged: deque[Any] = deque()  # Staged and Sealed, in order
         self.flights: dict[Flight, None] = {}
         self.trouble = -1e9  # when a write last failed or was slow
-        self._members: dict[str, PushWork] = {}  # until the scheduler says that they ended: all ranks must plan alike
-        self._serials: dict[str, int] = {}
-        self._planner = StepPlanner(engine.geometry, rank)
-        self._orders = OrderBook(engine.geometry, self.own, rank, settings.regroup, room)
-        self._first_layer = sum(len(names) for names in engine.geometry.stages[:stage])
-        self._busy: dict[Endpoint, int] = {}
-        self._held: set[str] = set()
-        self._unsealed: set[str] = set()
-        self._closed: set[str] = set()
+        self.serials: dict[str, int] = {}
         self._step: Step | None = None
-        self.sender: Sender = cluster.mutation.sender(
-            incarnation=self.process.incarnation,
-            contributor=self.contributor,
-            model=MODEL,
-            geometry=engine.geometry,
-            timers=settings.timers,
-            quiet_s=settings.quiet_s,
-        )
-        self._alarm = Alarm(self.process, self.sender.next_wake, self._tick)
+        self._hooked: Event | None = None
+        self._waking = False
+        self._writer_died = False
         self.exchanging = Exchanging(self, group, room) if group is not None and room is not None else None
+        own, parts = stage_geometry(engine.geometry, stage), self.exchanging
+        self.core: Pushes = cluster.mutation.core(
+            settings.push(),
+            PushSite(self.process.incarnation, self.contributor, MODEL),
+            own,
+            self.memory.bases,
+            parts.staging if parts is not None else None,
+            room,
+            tracing=lambda: False,
+        )
+        self.core.sender_type = cluster.mutation.sender  # type: ignore[assignment,misc]
+        self.wire = RankWire(self)
+        self.writer: SimulatedWriter = cluster.mutation.writer(self.deciding, self.wire, self.process.clock)
+        self.writer.rank = self
+        exchanger = None
+        if parts is not None:
+            stream: Any = parts.stream
+            asked = self.deciding, self.process.clock, _never
+            exchanger = Exchanger("", *asked, stream, parts.staging, stream, self.put)
+        self._steps = Steps(own.layers, self.deciding, self._record, self.put, self.process.clock, exchanger)
+        self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
 
     # -- a step
 
     def run_step(self, step: Step) -> None:
         """Preempted pushes are drained before anything is overwritten."""
+        if self._ended():
+            return
         step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
         if not self.engine.cluster.mutation.deaf_to_preemption:
-            step.waiting = {push for push in step.meta.preempted if push in self.works}
+            step.waiting = set(step.meta.preempted)
         self._step = step
-        if step.waiting:
-            self._held |= step.waiting
-            self.process.post(self.engine.cluster.settings.timers.preempt_drain_s, self._drained, step, True)
+        with self.deciding() as core:
+            core.hold(step.waiting)
+        self.process.post(self.engine.cluster.settings.timers.preempt_drain_s, self._drained, step, True)
         self._drained(step, False)
 
+    def _ended(self) -> bool:
+        """An engine whose writer has died ends at its next step, once its pushes are over."""
+        try:
+            self.core.check()
+        except PdError:
+            self.engine.cluster.prefill_ended_itself(self.engine)
+            return True
+        return False
+
     def _drained(self, step: Step, late: bool) -> None:
-        if self._step is not step:
-            return
-        now = self.process.clock()
-        for push in sorted(step.waiting):
-            work = self.works.get(push)
-            out = self.sender.outstanding(push)
-            if work is not None and out and not late:
-                continue
-            step.waiting.discard(push)
-            self._held.discard(push)
-            if work is not None:
-                self._start_over(now, work, out)
-        if not step.waiting:
+        if self._step is step and (late or not self.core.out(step.waiting)):
             self._step = None
+            with self.deciding() as core:
+                core.start_over(self.process.clock(), step.waiting)
             self._compute(step)
 
-    def _start_over(self, now: float, work: PushWork, out: int) -> None:
-        self._unsealed.discard(work.push)
-        work.forget()
-        if self.exchanging is not None:
-            self.exchanging.regrouper.forget(work.push)
-            if not out:
-                self.exchanging.pieces.drop(now, work.push)
-        if out:
-            self.act(self.sender.abort(now, work.push, "PD-XFER-001", "writes did not return before preemption"))
-        else:
-            self.act(self.sender.restart(now, work.push))
-
     def _compute(self, step: Step) -> None:
-        now, meta = self.process.clock(), step.meta
-        for abort in meta.aborts:
-            if abort.push in self.works:
-                self.act(self.sender.abort(now, abort.push, abort.code, abort.detail))
+        """Hooks fire layer by layer; the device is behind them."""
+        meta, world = step.meta, self.process.world
         for start in meta.starts:
-            self._start(start)
-        step.computes = self._plan(meta) or bool(step.fills)
-        for push in meta.ended:
-            self._members.pop(push, None)
-        if self.exchanging is not None and (meta.ended or meta.catch_ups):
-            self.process.world.stats["catch-ups"] += len(meta.catch_ups)
-            self.exchanging.regrouper.end(meta.ended)
-            again = [Unit(number, layer - self._first_layer, part) for number, layer, part in meta.catch_ups]
-            self.exchanging.regrouper.catch_up(again, self.exchanging.stream.record())
+            self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
+        world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
+        self._steps.begin(meta)
+        layers = self.memory.layers if meta.slices or step.fills else []
+        step.computing = len(layers)
         at = 0.0
-        for layer in range(len(self.own.layers) if step.computes else 0):
-            at += step.layer_s * self.process.world.rng.uniform(0.5, 1.5)
-            self.process.post(at, self._layer, step, layer)
+        for layer in range(len(layers)):
+            at += step.layer_s * world.rng.uniform(0.5, 1.5)
+            self.process.post(at, self._hook, step, layer)
         self.process.post(at + 1e-6, self._end, step)
 
-    def _start(self, start: PushStart) -> None:
-        work, order, found = self._orders.take(start)
-        self._serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
-        self.works[start.push] = self._members[start.push] = work
-        self.act(self.sender.open(self.process.clock(), order))
-        if found:
-            self.act(self.sender.abort(self.process.clock(), start.push, "PD-GEO-001", str(found[0])))
+    def _hook(self, step: Step, layer: int) -> None:
+        """The model's call of a layer has returned; the device computes it when it gets there."""
+        world, event = self.process.world, Event()
+        behind = world.rng.uniform(0.0, step.layer_s)
+        if world.chance(self.engine.cluster.settings.faults.late_event):
+            world.fault("layer computed late")
+            behind = world.rng.uniform(0.0, 20 * step.layer_s)
+        self.process.post(behind, self._reached, step, layer, event)
+        self._hooked = event
+        self._steps.computed(self.engine.geometry.stages[self.stage][layer])
+        self._hooked = None
 
-    def _plan(self, meta: PrefillStep) -> bool:
-        direct: list[tuple[PushWork, Job]] = []
-        exchanged: list[tuple[PushWork, Job]] = []
-        instances: dict[tuple[Endpoint, ...], int] = {}
-        private = self.engine.cluster.mutation.private_plans
-        for piece in meta.slices:
-            work = self._members.get(piece.push)
-            if work is None or not work.fits or (private and piece.push not in self.works):
-                continue
-            work.extend(meta.rotation, piece)
-            r = work.reservation
-            lo, hi = push_range(r.first, r.end, piece.before, piece.after, r.geometry.block_size)
-            if hi > lo:
-                job = work.job(lo, hi, instances.setdefault(r.endpoints, len(instances)))
-                (exchanged if work.exchanges else direct).append((work, job))
-        if direct:
-            plans = self._planner.plan([job for _, job in direct], meta.rotation)
-            for (work, _), plan in zip(direct, plans, strict=True):
-                work.plans[meta.rotation] = plan
-        if exchanged and self.exchanging is not None:
-            works = [work for work, _ in exchanged]
-            self.exchanging.regrouper.plan(meta.rotation, works, [job for _, job in exchanged])
-            for work in works:
-                work.exchanged.add(meta.rotation)
-        return bool(direct or exchanged)
+    def _record(self) -> Event:
+        return self._hooked if self._hooked is not None else Event(reached=True)
 
-    def _layer(self, step: Step, layer: int) -> None:
-        """A layer is computed: its KV is in the cache, and may leave."""
+    def _reached(self, step: Step, layer: int, event: Event) -> None:
+        """The KV of a layer is in the cache."""
         for fill in step.fills:
             self._fill(fill, layer)
-        unit, now = Unit(step.meta.rotation, layer), self.process.clock()
-        actions: list[Action] = []
-        for push, work in self.works.items():
-            plan = work.plans.get(unit.step)
-            for rank in plan.by_rank if plan is not None else ():
-                actions += self.sender.offer(now, push, rank, unit, plan.nbytes(rank))
-        self.act(actions)
+        event.reached = True
         if self.exchanging is not None:
-            self.exchanging.regrouper.computed(unit.step, layer, self.exchanging.stream.record())
-        self.pump()
+            self.exchanging.stream.soon()
+        self._look_again()
+        step.computing -= 1
+        self._end_perhaps(step)
 
     def _fill(self, fill: Fill, layer: int) -> None:
         memory = self.memory
@@ -276,186 +285,89 @@ class PrefillRank:
         for flight in self.flights:
             for claim, (push, _, spans) in zip(flight.claims, flight.pieces, strict=True):
                 staged = unit_of(claim).part > 0
-                if staged or push == fill.push or self.sender.state(push, claim.d_rank) not in _LIVE:
+                if staged or push == fill.push or self.core._machine.state(push, claim.d_rank) not in _LIVE:
                     continue
                 read = set(((spans.src - BASE) % plane // stride).tolist())
                 if not fill.touched.isdisjoint(read):
                     raise Violation(f"promise 2: {self.process.name} overwrites blocks that push {push} still reads")
 
     def _end(self, step: Step) -> None:
-        final = [piece.push for piece in step.meta.slices if piece.final and piece.push in self._members]
-        behind = {push for push in final if self._members[push].exchanges}
-        number = step.meta.rotation
-        self._sealed(Sealed(number, tuple(push for push in final if push not in behind)))
-        if self.exchanging is not None:
-            self.exchanging.regrouper.forward(Sealed(number, tuple(p for p in final if p in behind), True))
-            self.announce()
+        self._steps.end()
+        step.ended = True
         if any(not piece.final for piece in step.meta.slices):
             self.engine.cluster.cut_off_perhaps(self)
-        self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
+        self._end_perhaps(step)
 
-    # -- exchanges
+    def _end_perhaps(self, step: Step) -> None:
+        """Sampled tokens are there when the device has come to the end."""
+        if step.ended and not step.computing:
+            step.ended = False
+            self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
 
     def missed(self) -> list[Exchanged]:
         """Told to the scheduler with each step."""
-        if self.exchanging is None:
-            return []
-        wanted = self.exchanging.regrouper.wanted()
-        return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in wanted]
+        return self.core.take_missed(self.process.clock())
 
     def owed(self) -> bool:
         """Whether anything was missed and is still wanted. A shortcut: the engine would find out by asking."""
-        return self.exchanging is not None and len(self.exchanging.regrouper._missed) > 0
+        return self.core.exchanges is not None and len(self.core.exchanges.missed) > 0
 
-    def wants(self, push: str, step: int) -> bool:
-        work = self.works.get(push)
-        return work is not None and step in work.exchanged
+    # -- the writer: its turn comes with news, and soon again while it has something to look at
+
+    def put(self, item: News) -> None:
+        if not self._writer_died:
+            self.writer.put(item)
+            self._wake()
 
     def stream_moved(self) -> None:
-        self.process.post(self.process.world.rng.uniform(0.0, 0.001), self._news)
+        self._look_again()
 
-    def _news(self) -> None:
-        self.announce()
-        self.pump()
+    def _look_again(self) -> None:
+        if self.writer.busy:
+            self._wake()
 
-    def announce(self) -> None:
-        while self.exchanged:
-            head = self.exchanged[0]
-            if isinstance(head, Sealed):
-                self._sealed(head)
-            elif not head.event.done():
-                return
-            else:
-                self._staged(head)
-            self.exchanged.popleft()
+    def _wake(self) -> None:
+        if not self._waking and not self._writer_died:
+            self._waking = True
+            self.process.post(self.process.world.rng.uniform(0.0, 0.001), self._turn)
 
-    def _staged(self, item: Staged) -> None:
-        """Offer what an exchange has brought; bytes of pushes that ended or started over meanwhile are dropped."""
-        parts = self.exchanging
-        if parts is None:
+    def _turn(self) -> None:
+        self._waking = False
+        self.guarded(self.writer.turn)
+        if not self.writer.busy and not self._writer_died:
+            self._check_asleep()
+
+    def guarded(self, act: Callable[..., None], *args: Any) -> None:
+        """What the thread does when something raises."""
+        if self._writer_died:
             return
-        if item.error is not None:
-            self._fail(item.part.works, str(item.error))
-        for index, slot in enumerate(item.slots):
-            if slot is None:
-                continue
-            strangers = item.strangers(index) if item.error is None else []
-            if strangers and not self.engine.cluster.mutation.believes_strangers:
-                self._fail(item.part.pushes(index), f"prefill ranks {strangers} did not give their part")
-            elif item.error is None:
-                self._offer(item, index, slot)
-            parts.pieces.unused(slot)
-            parts.regrouper.arrived(item.unit, index)
-        self._seal_late()
+        try:
+            act(*args)
+        except OSError as error:
+            self._writer_died = True
+            self.writer.died(error)
 
-    def _offer(self, item: Staged, index: int, slot: StagingSlot) -> None:
-        planned, unit, parts = item.part.rows.plan.slots[index], item.unit, self.exchanging
-        for member, writes in planned.writes.items():
-            work, rank = item.part.works[member], planned.d_rank
-            piece = Piece(slot, writes, None)
-            if parts is None or not piece.nbytes or work.push not in self.works or unit.step not in work.exchanged:
-                continue
-            if parts.pieces.add(work.push, rank, unit, piece):
-                self.act(self.sender.offer(self.process.clock(), work.push, rank, unit, piece.nbytes))
-
-    def _fail(self, works: Iterable[PushWork], why: str) -> None:
-        for work in works:
-            if work.push in self.works:
-                self.act(self.sender.abort(self.process.clock(), work.push, "PD-XFER-006", why))
-
-    def _sealed(self, item: Sealed) -> None:
-        for push in item.pushes:
-            work = self.works.get(push)
-            if work is not None and work.final_step == item.step:  # else it was preempted and starts over
-                self._unsealed.add(push)
-        self._seal_late()
-
-    def _seal_late(self) -> None:
-        patient = self.exchanging is not None and not self.engine.cluster.mutation.seals_early
-        for push in sorted(self._unsealed):
-            if push not in self.works:
-                self._unsealed.discard(push)
-            elif not patient or not self.exchanging.regrouper.owes(push):
-                self._unsealed.discard(push)
-                self.act(self.sender.seal(self.process.clock(), push))
-
-    # -- writing
-
-    def pump(self) -> None:
-        """Claim what may be written now and submit it, all for one destination and layer together."""
+    def _check_asleep(self) -> None:
+        """A writer that waits for news must not have anything to write."""
         now = self.process.clock()
-        claims: list[Claim] = []
-        for claim in self.sender.claim(now, self._idle):
-            if claim.push in self._held:
-                self.act(self.sender.returned(now, claim))
-            else:
-                claims.append(claim)
-        if not claims:
-            return
-        cluster = self.engine.cluster
-        mixed = cluster.mutation.sessions_mixed
-        for peer, group in grouped(claims, self.works, FUSED, _no_session if mixed else self.sender.session):
-            addresses = self.sender.addresses(group[0].push, group[0].d_rank)
-            if addresses is None:
-                raise Violation(f"{self.process.name} may write, but does not know where")
-            flight = Flight(self, cluster.decode_rank(peer), peer, addresses.session)
-            for claim in group:
-                self._add(now, flight, claim)
-            if not flight.claims:
-                continue
-            self._busy[peer] = self._busy.get(peer, 0) + 1
-            if cluster.world.chance(cluster.settings.faults.submit_stall):
-                cluster.stall(self)
-            self.process.post(0.0, self._submit, flight)
+        for push in self.core.pushes():
+            for pair in push.pairs.values():
+                if push.held or pair.state is not PairState.PUSH or not pair.coverage.pending:
+                    continue
+                if pair.authority is not None and now < pair.authority - 1e-6:
+                    raise Violation(f"{self.process.name} sleeps although it may write for push {push.name}")
 
-    def _idle(self, peer: Any) -> bool:
-        return self._busy.get(peer, 0) < IN_FLIGHT
-
-    def _add(self, now: float, flight: Flight, claim: Claim) -> None:
-        theirs = self.sender.addresses(claim.push, claim.d_rank)
-        if self.engine.cluster.mutation.sessions_mixed and theirs is not None:
-            flight.session = theirs.session
-        if theirs is None or theirs.session != flight.session:
-            raise Violation(f"promise 1: {self.process.name}: one batch, two sessions")
-        spans = self._spans(claim, theirs)
-        if spans is None:
-            self.act(self.sender.returned(now, claim))
-            self.act(self.sender.abort(now, claim.push, "PD-XFER-002", "the step was forgotten"))
-            return
-        flight.claims.append(claim)
-        flight.pieces.append((claim.push, self._serials[claim.push], spans))
-
-    def _spans(self, claim: Claim, theirs: LayerAddresses) -> Triples | None:
-        """None if the step's plan, or what was staged, is forgotten."""
-        work, unit = self.works[claim.push], unit_of(claim)
-        if unit.part == 0 or self.exchanging is None:
-            known = unit.step in work.plans
-            return spans_of(work, claim, self.memory.bases, theirs) if known else None
-        piece = self.exchanging.pieces.get(claim.push, claim.d_rank, unit)
-        if piece is None:
-            return None
-        return aimed(piece.writes, [piece.slot.address] * len(piece.writes), work, unit, theirs)
-
-    def _submit(self, flight: Flight) -> None:
-        self.engine.cluster.wire.fly(flight)
-        now = self.process.clock()
-        self.act([action for claim in flight.claims for action in self.sender.submitted(now, claim)])
-
-    def returned(self, flight: Flight, ok: bool) -> None:
-        """The transport has the outcome."""
-        self._busy[flight.peer] -= 1
-        if not ok:
+    def returned(self, flight: Flight, state: WriteState) -> None:
+        """The transport has the outcome; the writer sees it when it looks."""
+        if state is not WriteState.LANDED:
             self.trouble = self.process.world.now
-        now = self.process.clock()
-        actions: list[Action] = []
-        for claim in flight.claims:
-            if self.exchanging is not None:
-                self.exchanging.pieces.written(now, claim.push, claim.d_rank, unit_of(claim), ok)
-            actions += self.sender.wrote(now, claim, ok)
-        self.act(actions)
-        if self._step is not None and self._step.waiting:
+        flight.outcome = state
+        self._look_again()
+        self.process.post(0.001, self._drained_perhaps)
+
+    def _drained_perhaps(self) -> None:
+        if self._step is not None:
             self._drained(self._step, False)
-        self.pump()
 
     def readable(self, staged: bool) -> tuple[NDArray[np.uint8], int]:
         """What writes read, and where it begins."""
@@ -466,75 +378,79 @@ class PrefillRank:
     # -- the side channel
 
     def deliver(self, peer: Endpoint, message: Message) -> None:
-        self.act(self.sender.message(self.process.clock(), peer, message))
-        self.pump()
+        with self.deciding() as core:
+            core.message(self.process.clock(), peer, message)
+        self._wake()
 
     def unreachable(self, peer: Endpoint) -> None:
-        self.act(self.sender.unreachable(self.process.clock(), peer, "connection refused"))
+        with self.deciding() as core:
+            core.unreachable(self.process.clock(), peer, "connection refused")
 
     def _tick(self) -> None:
-        self.act(self.sender.tick(self.process.clock()))
-        self.pump()
+        with self.deciding() as core:
+            core.tick(self.process.clock())
+        self._wake()
 
-    def act(self, actions: list[Action]) -> None:
+    # -- what the core wants done
+
+    @contextmanager
+    def deciding(self) -> Iterator[Pushes]:
+        try:
+            yield self.core
+        finally:
+            for effect in self.core.take_effects():
+                self._act(effect)
+            self._alarm.set()
+
+    def _act(self, effect: Effect) -> None:
         world = self.process.world
-        for action in actions:
-            if isinstance(action, Send):
-                self.engine.cluster.to_decode(self, action.peer, action.message)
-            elif isinstance(action, Closed):
-                self._close(action)
-            elif isinstance(action, Note):
-                if action.stage == "drain":
-                    world.gave_up("P", str(action.facts["why"]))
-                if world.tracing:
-                    world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
-        self._alarm.set()
+        if isinstance(effect, Send):
+            peer: Any = effect.peer
+            self.engine.cluster.to_decode(self, peer, effect.message)
+        elif isinstance(effect, Closed):
+            self._check_closed(effect)
+            delay = world.rng.uniform(0.0002, 0.02)
+            self.engine.scheduler.post(delay, self.engine.closed, effect.push, self.index)
+        elif isinstance(effect, Note):
+            if effect.stage == "drain":
+                world.gave_up("P", str(effect.facts["why"]))
+            if world.tracing:
+                world.log(self.process.name, effect.stage, *(f"{k}={v}" for k, v in effect.facts.items()))
 
-    def _close(self, closed: Closed) -> None:
-        if closed.push in self._closed:
-            raise Violation(f"{self.process.name} closed push {closed.push} twice")
-        self._closed.add(closed.push)
-        if self.works.pop(closed.push, None) is None:
-            raise Violation(f"{self.process.name} closed push {closed.push}, which it never had")
+    def _check_closed(self, closed: Closed) -> None:
         for flight in self.flights:
             for push, _, _ in flight.pieces:
-                if push == closed.push and not flight.returned:
-                    raise Violation(f"promise 2: {self.process.name} closed push {push} while it writes")
-        self._unsealed.discard(closed.push)
-        if self.exchanging is not None:
-            self.exchanging.pieces.drop(self.process.clock(), closed.push)
-            self.exchanging.regrouper.forget(closed.push)
-        self.engine.scheduler.post(
-            self.process.world.rng.uniform(0.0002, 0.02), self.engine.closed, closed.push, self.index
-        )
+                if push == closed.push and flight.outcome is WriteState.PENDING:
+                    raise Violation(f"promise 2: {self.process.name} closed push {closed.push} while it writes")
 
     # -- what must be nothing in the end
 
     def left(self) -> dict[str, int]:
+        sender, now = self.core._sender, self.process.clock()
+        open_pushes = [push for push in self.core.pushes() if not push.closed]
         found = {
-            "records": self.sender.record_count(),
-            "works": len(self.works),
-            "members": len(self._members),
-            "unsealed": len(self._unsealed),
-            "flights": sum(f.target.process.alive for f in self.flights),
-            "timers": int(self.sender.next_wake() is not None),
+            "records": sender.record_count() if sender is not None else 0,
+            "pushes": len(open_pushes),
+            "unsealed": sum(push.sealing for push in self.core.pushes()),
+            "flights": sum(flight.target.process.alive for flight in self.flights),
+            "steps pushed directly": len(self.core._direct) if not self._writer_died else 0,
+            "timers": int(self.core.next_wake() is not None),
         }
-        parts = self.exchanging
-        if parts is not None:
-            stats = parts.regrouper.stats()
+        parts, stats = self.exchanging, self.core.stats(now)
+        if parts is not None and stats:
             found |= {
-                "exchanges waiting": len(parts.stream.queue) + len(self.exchanged),
-                "steps": int(stats["steps"]),
-                "missing": int(stats["missing"]),
-                "pieces": len(parts.pieces),
-                "slots": int(stats["slots_taken"]),
-                "slots lost": parts.spoiled(),
+                "exchanges waiting": len(parts.stream.queue),
+                "steps": stats["steps"],
+                "missing": stats["missing"],
+                "pieces": stats["pieces"],
+                "slots": stats["slots_taken"],
+                "slots lost": parts.spoiled(now),
             }
         return found
 
 
-def _no_session(claim: Claim) -> None:
-    """All claims alike: what one batch per session is not."""
+def _never(seconds: float) -> None:
+    raise Violation(f"an exchange would wait {seconds} s for a slot in a layer's hook")
 
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from vllm_ascend_pd.config import RegroupConfig, Timers
+from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 
 MODEL = "model"
+FUSED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class Faults:
     silent_death: float = 0.0  # share of deaths that nobody is told of
     double_dispatch: float = 0.0
     forged: float = 0.0  # clients that name a metaserver of their own
+    unissued: float = 0.0  # a peer takes nothing of a write
+    late_event: float = 0.0  # a layer is computed long after its hook fired, and after later layers
+    writer_dies: float = 0.0  # the transfer engine raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,11 @@ class Settings:
     spares: int = 4
     room: int = 8  # D blocks in a slot
     faults: Faults = field(default_factory=Faults)
+
+    def push(self) -> PushConfig:
+        """What P's workers are configured with."""
+        wire = WireConfig(transfer_timeout_s=self.transfer_timeout_s, fuse_layers=FUSED)
+        return PushConfig(wire=wire, regroup=self.regroup, timers=self.timers)
 
     def names(self) -> tuple[str, ...]:
         return tuple(f"layer.{i}" for i in range(self.layers))
@@ -131,7 +140,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         tokens=tokens,
         chunk=rng.choice((4, 8, 16, 64)),
         verify=rng.random() < 0.1,
-        faults=_faults(rng),
+        faults=replace(_faults(rng), **_device_faults(random.Random(f"device/{seed}"))),
         # Cells are tiny here: by their spans nearly all pushes would be regrouped.
         regroup=RegroupConfig(regroup=rng.choice(("never", "never", "never", "always", "auto")), regroup_min_span=8),
         slots=rng.choice((1, 2, 4)),
@@ -201,3 +210,12 @@ def _faults(rng: random.Random) -> Faults:
         double_dispatch=some(0.05),
         forged=some(0.05),
     )
+
+
+def _device_faults(rng: random.Random) -> dict[str, float]:
+    """Of what a worker of P stands on: its device, its transfer engine."""
+    return {
+        "unissued": rng.choice((0.0, 0.0, 0.01, 0.05)),
+        "late_event": rng.choice((0.0, 0.0, 0.05, 0.3)),
+        "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.0003)),
+    }

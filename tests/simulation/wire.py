@@ -12,14 +12,15 @@ import numpy as np
 from simulation.exchange import STAGING
 from simulation.memory import BASE
 from simulation.world import Violation, World
+from vllm_ascend_pd.transport.base import WriteState
 
 if TYPE_CHECKING:
     from simulation.decode import DecodeRank
     from simulation.prefill import PrefillRank
     from simulation.settings import Faults
+    from vllm_ascend_pd.prefill.core.batches import Triples
     from vllm_ascend_pd.protocol.messages import Endpoint
     from vllm_ascend_pd.protocol.push import Claim
-    from vllm_ascend_pd.runtime.batches import Triples
 
 UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read what waited for it
 
@@ -27,7 +28,7 @@ UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read wha
 class Flight:
     """One batch on its way. It reads its source when it lands."""
 
-    __slots__ = ("claims", "landed", "peer", "pieces", "returned", "session", "source", "target")
+    __slots__ = ("claims", "landed", "outcome", "peer", "pieces", "session", "source", "target")
 
     def __init__(self, source: PrefillRank, target: DecodeRank, peer: Endpoint, session: str) -> None:
         self.source = source
@@ -37,7 +38,7 @@ class Flight:
         self.claims: list[Claim] = []
         self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
         self.landed = False
-        self.returned = False
+        self.outcome = WriteState.PENDING
 
 
 class Wire:
@@ -171,8 +172,7 @@ class Wire:
 
     def _back(self, flight: Flight, ok: bool) -> None:
         """In the source's process: the transport knows the outcome."""
-        if not flight.returned:
-            flight.returned = True
+        if flight.outcome is WriteState.PENDING:
             if flight.landed:
                 flight.source.flights.pop(flight, None)
-            flight.source.returned(flight, ok)
+            flight.source.returned(flight, WriteState.LANDED if ok else WriteState.FAILED)

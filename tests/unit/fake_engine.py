@@ -24,7 +24,7 @@ import uvicorn
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
-from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.shared.loop import LoopThread
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -23,11 +23,11 @@ from watching import until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
+from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, RegroupParts, assembled
-from vllm_ascend_pd.runtime.machine import PushSite
-from vllm_ascend_pd.runtime.pushing import PushRuntime
 from vllm_ascend_pd.transport.base import Transport, WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -108,9 +108,7 @@ class PrefillRank:
 
     def saved(self, own: int, name: str | None = None) -> None:
         """The hook of a layer fires."""
-        tensor = self.memory.tensors[self.names[own]]
-        first = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
-        self.runtime.layer_computed(self.names[own] if name is None else name, first.data_ptr())
+        self.runtime.layer_computed(self.names[own] if name is None else name)
 
     def stats(self) -> dict[str, int | float]:
         return self.runtime.stats()
@@ -125,7 +123,7 @@ def by_name(rank: PrefillRank, write: Layer) -> None:
         rank.saved(own)
 
 
-def by_address(rank: PrefillRank, write: Layer) -> None:
+def without_a_name(rank: PrefillRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
         rank.saved(own, "")
@@ -155,7 +153,7 @@ def shuffled(rank: PrefillRank, write: Layer) -> None:
 
 HOOKS: dict[str, Callable[[PrefillRank, Layer], None]] = {
     "name": by_name,
-    "address": by_address,
+    "no name": without_a_name,
     "none": without,
     "all but one": all_but_one,
     "shuffled": shuffled,

@@ -24,6 +24,7 @@ from watching import parsed, until
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook
+from vllm_ascend_pd.decode.runtime import Loaded
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape
@@ -34,7 +35,6 @@ from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 from vllm_ascend_pd.regroup.parts import Place
-from vllm_ascend_pd.runtime.receiving import Loaded
 from vllm_ascend_pd.transport.base import Transport
 from vllm_ascend_pd.transport.memory import MemoryTransport
 
@@ -237,12 +237,12 @@ def _wrong(differs: np.ndarray) -> list[int]:
 
 
 def by_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
-    worker.save_layer(name, tensor)
+    worker.save_layer(name)
 
 
-def by_address(worker: PrefillWorker, name: str, tensor: Any) -> None:
+def without_a_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
     """As vllm-ascend calls it in some of its paths."""
-    worker.save_layer("", tensor)
+    worker.save_layer("")
 
 
 def no_hook(worker: PrefillWorker, name: str, tensor: Any) -> None:

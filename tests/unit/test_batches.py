@@ -6,13 +6,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_ascend_pd.prefill.core.batches import grouped
+from vllm_ascend_pd.prefill.core.push import Unit
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.protocol.push import Claim
-from vllm_ascend_pd.runtime.batches import grouped
-from vllm_ascend_pd.runtime.work import Unit
 
 PEER = Endpoint("127.0.0.1", 1)
-WORKS: Any = {name: SimpleNamespace(reservation=SimpleNamespace(endpoints=(PEER,))) for name in ("before", "after")}
+WORKS: Any = {name: SimpleNamespace(endpoint=lambda d_rank: PEER) for name in ("before", "after")}
 
 
 def claim(push: str, layer: int) -> Claim:

@@ -26,7 +26,7 @@ from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
 from vllm_ascend_pd.cli.checkup.line import Broken, Line, dial
 from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.shared.loop import LoopThread
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = [sys.executable, "-m", "vllm_ascend_pd.cli", "doctor"]

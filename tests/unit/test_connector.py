@@ -358,7 +358,7 @@ def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: 
     """vLLM has no other way to make /health say so: an error out of a worker's hook ends the engine."""
     runtime = pair.prefill_worker._roles.prefill_worker
     assert runtime is not None and runtime._runtime is not None
-    runtime._runtime._writing.died(OSError("the engine broke"))
+    runtime._runtime._writer.died(OSError("the engine broke"))
     with pytest.raises(PdError, match="PD-XFER-007"):
         pair.prefill_step(output())
 
@@ -453,14 +453,14 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
     worker, (mine, _) = pair.prefill_worker, pair.caches
     worker.bind_connector_metadata(pair.prefill.build_connector_meta(output("r-p", len(TOKENS), [1, 6])))
     runtime = worker._roles.prefill_worker._runtime  # type: ignore[union-attr]
-    assert runtime is not None and runtime._step is not None
+    assert runtime is not None and runtime._steps._current is not None
 
     def forward() -> None:
         for name, tensor in mine.items():
             worker.save_kv_layer(name, tensor, None)
         worker.wait_for_save()
 
-    with runtime._machine.lock:  # somebody else decides for a long time
+    with runtime.lock:  # somebody else decides for a long time
         hooks = threading.Thread(target=forward, name="forward", daemon=True)
         hooks.start()
         hooks.join(10.0)

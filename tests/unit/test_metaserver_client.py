@@ -19,7 +19,7 @@ from vllm_ascend_pd.metaserver import client as client_module
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome, origin
 from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.shared.loop import LoopThread
 
 
 class Scripted:

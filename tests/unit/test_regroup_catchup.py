@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
@@ -14,13 +14,13 @@ from regroup_kit import Cache, DecodeSite, config
 from regroup_prefill import PrefillSite, Wire, engine, running
 from watching import Events, traced, until
 
+from vllm_ascend_pd.prefill.core.missed import Missed
+from vllm_ascend_pd.prefill.core.push import Share, Unit
+from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
 from vllm_ascend_pd.regroup.parts import RegroupParts
-from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
-from vllm_ascend_pd.runtime.missed import Missed
-from vllm_ascend_pd.runtime.work import Unit
 
 LAYERS = 6
 SMALL = config(staging_slots=1, staging_spares=0, staging_destinations=1, verify="full")
@@ -99,8 +99,8 @@ class Short(Staging):
 
     short = True
 
-    def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
-        return None if self.short else super().take(destination, nbytes)
+    def take(self, now: float, destination: Hashable, nbytes: int) -> StagingSlot | None:
+        return None if self.short else super().take(now, destination, nbytes)
 
 
 def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
@@ -299,6 +299,13 @@ def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> Non
 # ---- the ledger
 
 
+@dataclass(eq=False)
+class Owed:
+    """What a push is to the ledger."""
+
+    owed: set[Share] = field(default_factory=set)
+
+
 class Ledger(RuleBasedStateMachine):
     """Missed against a plain set of (unit, slot, destination, pushes, coming)."""
 
@@ -307,6 +314,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.missed = Missed()
+        self.pushes = {name: Owed() for name in "abc"}
         self.model: dict[tuple[Unit, int], tuple[int, set[str], bool]] = {}
         self.asked: set[Unit] = set()
 
@@ -321,19 +329,19 @@ class Ledger(RuleBasedStateMachine):
         unit = Unit(step, layer, 1)
         _, known, _ = self.model.get((unit, slot), (slot, pushes, False))
         self.model[unit, slot] = (slot, known, False)
-        self.missed.miss(unit, slot, Endpoint("d", slot), pushes)
+        self.missed.miss((unit, slot), Endpoint("d", slot), [self.pushes[name] for name in sorted(pushes)])
         return unit, slot
 
     @rule(share=shares)
     def coming(self, share: tuple[Unit, int]) -> None:
-        self.missed.coming(*share)
+        self.missed.coming(share)
         if share in self.model:
             destination, pushes, _ = self.model[share]
             self.model[share] = (destination, pushes, True)
 
     @rule(share=shares)
     def arrived(self, share: tuple[Unit, int]) -> None:
-        self.missed.arrived(*share)
+        self.missed.arrived(share)
         self.model.pop(share, None)
 
     @rule(share=shares)
@@ -343,7 +351,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(push=st.sampled_from("abc"))
     def forget_push(self, push: str) -> None:
-        self.missed.forget_push(push)
+        self.missed.forget(self.pushes[push])
         for share, (destination, pushes, coming) in list(self.model.items()):
             if pushes - {push}:
                 self.model[share] = (destination, pushes - {push}, coming)
@@ -380,9 +388,9 @@ class Ledger(RuleBasedStateMachine):
         assert len(self.missed) == len(self.model)
         for push in "abc":
             owed = any(push in pushes for _, pushes, _ in self.model.values())
-            assert self.missed.owes(push) == owed
+            assert bool(self.pushes[push].owed) == owed
         for (unit, slot), (_, _, coming) in self.model.items():
-            assert self.missed.waits(unit, slot) == (not coming)
+            assert self.missed.waits((unit, slot)) == (not coming)
 
 
 TestLedger = Ledger.TestCase
@@ -390,11 +398,11 @@ TestLedger = Ledger.TestCase
 
 def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
     """A destination that is stalled for minutes leaves tens of thousands behind: nobody walks through them."""
-    missed = Missed()
+    missed, one, another = Missed(), Owed(), Owed()
     for step in range(500):
         for layer in range(80):
-            missed.miss(Unit(step, layer, 1), 0, "stalled", ["a push"])
-    missed.miss(Unit(999, 0, 1), 1, "well", ["another"])
+            missed.miss((Unit(step, layer, 1), 0), "stalled", [one])
+    missed.miss((Unit(999, 0, 1), 1), "well", [another])
     asked: list[str] = []
 
     def room(destination: object) -> int:
@@ -403,6 +411,6 @@ def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
 
     assert missed.wanted(room, 64) == [Unit(999, 0, 1)]
     assert sorted(asked) == ["stalled", "well"]
-    assert np.all([missed.owes(push) for push in ("a push", "another")])
-    missed.forget_push("a push")
+    assert one.owed and another.owed
+    missed.forget(one)
     assert len(missed) == 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import torch
 from regroup_kit import Cache, DecodeSite, Prompt, config
 from regroup_prefill import PrefillSite, Wire, engine, running
+from vllm_ascend_pd.runtime import pushing
 from watching import traced, until
 
+from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, Exchange, ExchangeRows
 from vllm_ascend_pd.regroup.parts import RegroupParts
-from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
-from vllm_ascend_pd.runtime import pushing
 
 SMALL = {"staging_slots": 1, "staging_spares": 0}
 
@@ -92,8 +93,9 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
         started(p, other)
         p.compute((lost, 32), (other, 32))
         runtime = p.ranks[1].runtime
-        for push in [work.push for work in runtime._machine.works.values() if work.reservation == lost.reservation]:
-            runtime._machine.abort(push, "PD-XFER-002", "injected")
+        with runtime.deciding() as pushes:
+            (push,) = [push.name for push in pushes.pushes() if push.reservation == lost.reservation]
+            pushes.abort(time.monotonic(), push, "PD-XFER-002", "injected")
         p.compute((lost, 32), (other, 32))
         assert p.ended(other)
         two.check(other)
@@ -157,16 +159,15 @@ class Faulty(Exchange):
 
 
 class FullStaging(Staging):
-    def take(self, destination: Any, nbytes: int) -> StagingSlot | None:
+    def take(self, now: float, destination: Any, nbytes: int) -> StagingSlot | None:
         raise MemoryError("injected")
 
 
 class PatientStaging(Staging):
     """Waits for a slot as long as it takes: this rank misses nothing, however busy the machine is."""
 
-    def _wait(self, destination: Any) -> bool:
-        self._patience[destination] = 30.0
-        return super()._wait(destination)
+    def patience(self, now: float, destination: Any) -> float:
+        return 0.0 if self.room(now, destination) else 30.0
 
 
 def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] = RuntimeError) -> Any:

@@ -164,7 +164,7 @@ def test_a_prefix_hit_much_longer_than_a_step_is_cut_into_sub_steps(fleet: Fleet
         assert found == [(1, layer, part) for layer in (0, 1) for part in range(1, 1 + len(found) // 2)]
 
 
-@pytest.mark.parametrize("hook", ["address", "none", "shuffled"])
+@pytest.mark.parametrize("hook", ["no name", "none", "shuffled"])
 def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path: Path, hook: str) -> None:
     with Engines(fleet, Cache(tp=4, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
         pair.check(pair.push(WORK, hook))

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-import torch
 from runtime_caches import HeldDevice, Model
-from runtime_pair import LOOPBACK, DecodeSite, Hook, PrefillSite, by_address, config, no_hook, sites
+from runtime_pair import LOOPBACK, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
 from watching import traced, until
 
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -107,7 +106,7 @@ def test_a_signed_pair_works_as_an_open_one() -> None:
 
 
 @pytest.mark.parametrize("layout", ["opaque", "latent", "token", "stacked"])
-@pytest.mark.parametrize("hook", [by_address, no_hook], ids=["without a name", "not at all"])
+@pytest.mark.parametrize("hook", [without_a_name, no_hook], ids=["without a name", "not at all"])
 def test_layers_whose_hook_is_called_oddly_are_pushed(layout: str, hook: Hook) -> None:
     model = Model(layout, heads=1 if layout == "latent" else 2)
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
@@ -119,25 +118,21 @@ def test_layers_whose_hook_is_called_oddly_are_pushed(layout: str, hook: Hook) -
         d.check(request)
 
 
-def test_a_layer_without_a_name_is_known_by_its_address_at_once() -> None:
-    """Not only by the sweep at the end of the step: the hooks come in reverse here, and so do the layers."""
+def test_a_layer_is_known_by_its_name_and_never_by_its_address() -> None:
+    """Layers of several cache groups share addresses. A hook without a name says nothing: its layer is swept up."""
     model = Model("token")
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
     with sites(p, d), traced() as events:
-        later: list[tuple[PrefillWorker, Any]] = []
 
-        def at_the_end(worker: PrefillWorker, name: str, tensor: Any) -> None:
-            later.append((worker, tensor))
-            if len(later) == model.layers:
-                for each, cache in reversed(later):
-                    each.save_layer("", cache)
+        def only_the_last_has_a_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            worker.save_layer(name if name == model.names[-1] else "")
 
         request = d.reserve("r", 23)
         d.step()
-        p.prefill(request, hook=at_the_end)
+        p.prefill(request, hook=only_the_last_has_a_name)
         assert d.received(request)[0].ok
         d.check(request)
-        assert [facts["layer"] for stage, facts in events if stage == "layer_computed"] == [2, 1, 0]
+        assert [facts["layer"] for stage, facts in events if stage == "layer_computed"] == [2, 0, 1]
 
 
 def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_hook() -> None:
@@ -149,7 +144,7 @@ def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_ho
         received = []
 
         def last_one_waits(worker: PrefillWorker, name: str, tensor: Any) -> None:
-            worker.save_layer(name, tensor)
+            worker.save_layer(name)
             if name == model.names[-1]:
                 received.extend(d.received(request))
 
@@ -161,7 +156,7 @@ def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_ho
 def test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step() -> None:
     def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
         if name != Model().names[1]:
-            worker.save_layer(name, tensor)
+            worker.save_layer(name)
 
     p, d = PrefillSite(Model(), 2), DecodeSite(Model(), 1)
     with sites(p, d), traced() as events:
@@ -178,12 +173,10 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
     p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
     with sites(p, d):
         (worker,), (cache,) = p.workers.values(), p.caches.values()
-        stray = torch.zeros(4, 2, 4, 32)
 
         def strays() -> None:
-            for tensor in (*cache.tensors.values(), stray, (stray, stray), (None,), (), None):
-                worker.save_layer("", tensor)
-                worker.save_layer("no such layer", tensor)
+            for name in ("", "no such layer", *cache.tensors):
+                worker.save_layer(name)
 
         strays()
         worker.end_step()
@@ -192,9 +185,9 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
         assert p.admit(request) is None
 
         def with_strays(worker: PrefillWorker, name: str, tensor: Any) -> None:
-            worker.save_layer("no such layer", stray)
-            worker.save_layer(name, tensor)
-            worker.save_layer(name, tensor)  # twice: vLLM calls once per attention call
+            worker.save_layer("no such layer")
+            worker.save_layer(name)
+            worker.save_layer(name)  # twice: vLLM calls once per attention call
 
         p.compute((request, 9), hook=with_strays)
         strays()
@@ -260,15 +253,18 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
         d.step()
         runtime = d.workers[0]._runtime
         assert runtime is not None
-        until(lambda: runtime._machine is not None and not runtime._gates and runtime._timer is not None, "the gate")
+        until(
+            lambda: runtime.core._receiver is not None and not runtime.core.gates and runtime._timer is not None,
+            "the gate",
+        )
         ticks, turns = [0], threading.Event()
-        tick = runtime._receiver.tick
+        tick = runtime.core.tick
 
         def counted(now: float) -> Any:
             ticks[0] += 1
             return tick(now)
 
-        runtime._receiver.tick = counted  # type: ignore[method-assign]
+        runtime.core.tick = counted  # type: ignore[method-assign]
 
         def turn(left: int) -> None:
             runtime._loop.post(turn, left - 1) if left else turns.set()

@@ -18,12 +18,12 @@ from watching import traced, until
 
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.prefill.core import pushes as core
+from vllm_ascend_pd.prefill.core.push import Push
+from vllm_ascend_pd.prefill.sums import Summer
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.runtime.loop import LoopThread
-from vllm_ascend_pd.runtime.verify import Summer
-from vllm_ascend_pd.runtime.work import PushWork
-from vllm_ascend_pd.runtime.writing import Writing
+from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -300,7 +300,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any) -> Any:
-            work = next(each for each in args if isinstance(each, PushWork))
+            work = next(each for each in args if isinstance(each, Push))
             if work.request_id in broken:
                 raise RuntimeError("the device is gone")
             return function(*args)
@@ -308,9 +308,9 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
         return maybe
 
     if at == "spans":
-        monkeypatch.setattr(Writing, "_spans", wrapped(Writing._spans))
+        monkeypatch.setattr(core, "spans_of", wrapped(core.spans_of))
     else:
-        monkeypatch.setattr(Summer, "add", wrapped(Summer.add))
+        monkeypatch.setattr(Summer, "direct", wrapped(Summer.direct))
     with sites(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)
         broken.append(request.p_name)
@@ -336,12 +336,11 @@ def test_what_was_decided_before_an_error_is_still_done() -> None:
         p.compute((request, 20))
         (worker,) = p.workers.values()
         assert worker._runtime is not None
-        machine = worker._runtime._machine
-        until(lambda: machine.works)
-        (push,) = machine.works
-        with pytest.raises(KeyError), machine.deciding() as deciding:
-            deciding.actions += deciding.sender.abort(time.monotonic(), push, "PD-XFER-002", "the test")
-            raise KeyError(push)
+        runtime = worker._runtime
+        (push,) = runtime.core.pushes()
+        with pytest.raises(KeyError), runtime.deciding() as pushes:
+            pushes.abort(time.monotonic(), push.name, "PD-XFER-002", "the test")
+            raise KeyError(push.name)
         assert d.received(request)[0].code == "PD-XFER-002"
         p.finish(request)
         p.released_blocks_of(request)
@@ -354,7 +353,7 @@ class BrokenEvent:
         raise RuntimeError("the device is gone")
 
 
-@pytest.mark.parametrize("at", ["start", "expect", "bind", "gate", "compare"])
+@pytest.mark.parametrize("at", ["start", "bind", "gate", "compare"])
 def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
     runtime = d.workers[0]._runtime
@@ -383,23 +382,21 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
                 return addresses()
 
             monkeypatch.setattr(runtime, "_addresses", once)
-        elif at == "expect":
-            monkeypatch.setattr(verifier, "expect", breaking(verifier.expect, lambda bind: bind.transfer))
         elif at == "bind":
             monkeypatch.setattr(Receiver, "bind", breaking(Receiver.bind, lambda _, now, transfer, *rest: transfer))
         elif at == "compare":
             compare = verifier.first_difference
-            monkeypatch.setattr(verifier, "first_difference", breaking(compare, lambda transfer, sums: transfer))
+            monkeypatch.setattr(verifier, "first_difference", breaking(compare, lambda bind, sums: bind.transfer))
         elif at == "gate":
-            poll = runtime._poll_gates
+            look = runtime.core.look
 
-            def poll_gates() -> None:
+            def break_and_look(now: float) -> None:
                 for transfer in names:
-                    if transfer in runtime._gates:
-                        runtime._gates[transfer] = BrokenEvent()
-                poll()
+                    if transfer in runtime.core.gates:
+                        runtime.core.gates[transfer] = BrokenEvent()
+                look(now)
 
-            monkeypatch.setattr(runtime, "_poll_gates", poll_gates)
+            monkeypatch.setattr(runtime.core, "look", break_and_look)
         assert d.book.request_finished(cancelled.name) is not None
         d.step()
         for each in (bad, good):
@@ -411,7 +408,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
         assert set(report.blocks) == set(bad.d_blocks)
         assert not d.received(cancelled)[0].ok
         d.check(good)
-        until(lambda: not runtime._binds and not runtime._gates, "the end of all three")
+        until(lambda: not runtime.core.binds and not runtime.core.gates, "the end of all three")
         later = d.reserve("later", 9)
         d.step()
         p.prefill(later)
@@ -495,13 +492,13 @@ def test_a_dead_pusher_gathers_nothing() -> None:
         (worker,) = p.workers.values()
         runtime = worker._runtime
         assert runtime is not None
-        runtime._pusher._thread.join(10)
-        assert not runtime._pusher._thread.is_alive()
+        runtime._writing._thread.join(10)
+        assert not runtime._writing._thread.is_alive()
         assert p.admit(later) is None
         before = len(events)
         for _ in range(10):
             p.compute((later, 3))
-            assert runtime._pusher._inbox.empty(), "nobody takes it out any more"
+            assert runtime._writing._inbox.empty(), "nobody takes it out any more"
         assert "layer_computed" not in {stage for stage, _ in events[before:]}, "nothing would use a plan"
 
 
@@ -592,9 +589,10 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
         knows, ignorant = (worker._runtime for worker in p.workers.values())
         assert knows is not None and ignorant is not None
         deaf = threading.Event()
-        ignorant._machine._loop.post(deaf.wait, 20.0)  # it hears nothing of what happens now
-        (push,) = (work.push for work in knows._machine.works.values() if work.request_id == failed.p_name)
-        knows._machine.abort(push, "PD-XFER-002", "as if its writes had failed")
+        ignorant._loop.post(deaf.wait, 20.0)  # it hears nothing of what happens now
+        with knows.deciding() as pushes:
+            (push,) = (push.name for push in pushes.pushes() if push.request_id == failed.p_name)
+            pushes.abort(time.monotonic(), push, "PD-XFER-002", "as if its writes had failed")
         until(lambda: any(stage == "push_closed" for stage, _ in events), "the end of the push on the rank that knows")
         for _ in range(7):
             p.compute((failed, 8), (fine, 8))
@@ -611,18 +609,18 @@ def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
     with sites(p):
         (worker,) = p.workers.values()
         assert worker._runtime is not None
-        machine = worker._runtime._machine
+        runtime = worker._runtime
 
         async def armed() -> float:
             now = time.monotonic()
-            machine._arm(now + 1000.0)
-            machine._arm(now + 2000.0)
-            assert machine._timer is not None
-            first = machine._timer.when()
-            machine._arm(now + 500.0)
-            return first - machine._timer.when()
+            runtime._arm(now + 1000.0)
+            runtime._arm(now + 2000.0)
+            assert runtime._timer is not None
+            first = runtime._timer.when()
+            runtime._arm(now + 500.0)
+            return first - runtime._timer.when()
 
-        assert 400.0 < machine._loop.call(armed(), 10.0) < 600.0
+        assert 400.0 < runtime._loop.call(armed(), 10.0) < 600.0
 
 
 def test_a_loop_that_does_not_answer_in_time_raises_the_built_in_time_out() -> None:

@@ -214,7 +214,7 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
         runtime = worker._runtime
         assert runtime is not None
         awake = threading.Event()
-        runtime._machine._loop.post(awake.wait, 30.0)
+        runtime._loop.post(awake.wait, 30.0)
         session = d.workers[0]._runtime._transport.session  # type: ignore[union-attr]
         d.book.request_finished(request.name)
         assert not d.received(request)[0].ok

@@ -13,8 +13,8 @@ from runtime_pair import DecodeSite, PrefillSite, config, sites
 from runtime_wires import SlowWire
 from watching import traced, until
 
+from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
 from vllm_ascend_pd.prefill.worker import PrefillWorker
-from vllm_ascend_pd.runtime.pusher import IN_FLIGHT
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -134,7 +134,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
             return sum(stage == "layer_submitted" for stage, _ in events)
 
         def one_by_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
-            worker.save_layer(name, tensor)
+            worker.save_layer(name)
             index = model.names.index(name)
             if index < IN_FLIGHT:
                 until(lambda: submitted() == index + 1, "a batch of its own")

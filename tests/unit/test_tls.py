@@ -16,7 +16,7 @@ from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.metaserver import http1
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.shared.loop import LoopThread
 
 LOOPBACK = "127.0.0.1"
 

@@ -24,8 +24,8 @@ from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId, pusher
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
-from vllm_ascend_pd.runtime.loop import LoopThread
-from vllm_ascend_pd.runtime.wake import Doorbell
+from vllm_ascend_pd.shared.loop import LoopThread
+from vllm_ascend_pd.shared.wake import Doorbell
 
 log = logging.getLogger(__name__)
 

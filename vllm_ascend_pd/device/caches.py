@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
@@ -38,6 +40,17 @@ class Caches:
     bases: tuple[tuple[int, ...], ...]  # by layer, by region
     storages: tuple[tuple[int, int], ...]  # (address, length) to register
     tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region
+
+
+class CacheBytes:
+    """Caches as the host reads them, by layer and region."""
+
+    def __init__(self, caches: Caches, device: Device) -> None:
+        self._caches, self._device = caches, device
+
+    def region(self, layer: int, region: int) -> NDArray[np.uint8]:
+        length = self._caches.num_blocks * self._caches.geometry.regions[region].block_stride
+        return np.frombuffer(self._device.view(self._caches.bases[layer][region], length), dtype=np.uint8)
 
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:

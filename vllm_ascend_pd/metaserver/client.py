@@ -31,7 +31,7 @@ from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
 from vllm_ascend_pd.metaserver.httpx_transport import REPEATABLE, Transport
 from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.shared.loop import LoopThread
 
 __all__ = ["ClientStats", "MetaserverClient", "Outcome", "origin"]
 

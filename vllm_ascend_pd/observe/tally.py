@@ -58,6 +58,16 @@ class Tally:
         self._levels: dict[str, int] = {}  # to be told: all that are not 0, and those that have just become so
         self._teller = uuid.uuid4().hex[:8]
 
+    def tell(self, name: str, value: float) -> None:
+        """By the metric's kind, where that needs no reason."""
+        match METRICS[name].kind:
+            case "time":
+                self.time(name, value)
+            case "sum":
+                self.add(name, int(value))
+            case _:
+                self.level(name, int(value))
+
     def time(self, name: str, seconds: float) -> None:
         with self._lock:
             times = self._data["times"].setdefault(name, [])

@@ -11,11 +11,11 @@ import torch
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
+from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, allocate
-from vllm_ascend_pd.runtime.machine import PushSite
-from vllm_ascend_pd.runtime.pushing import PushRuntime
 
 NO_STEP = PrefillStep(rotation=0)
 
@@ -61,10 +61,9 @@ class PrefillWorker:
         if self._runtime is not None:
             self._runtime.begin_step(step)
 
-    def save_layer(self, name: str, tensor: torch.Tensor | Sequence[torch.Tensor] | None) -> None:
+    def save_layer(self, name: str) -> None:
         if self._runtime is not None:
-            first = tensor if isinstance(tensor, torch.Tensor) else tensor[0] if tensor else None
-            self._runtime.layer_computed(name, None if first is None else first.data_ptr())
+            self._runtime.layer_computed(name)
 
     def end_step(self) -> None:
         if self._runtime is not None:

@@ -7,7 +7,7 @@ A push goes to one or more D ranks; it succeeds or fails as one, and its blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action
@@ -201,10 +201,14 @@ class Sender(PushRules):
 
     # -- what the runtime asks
 
+    def pairs(self, push: str) -> Mapping[int, Pair]:
+        """By D rank. They go on living here; whoever asks may look."""
+        record = self._pushes.get(push)
+        return record.pairs if record else {}
+
     def outstanding(self, push: str) -> int:
         """Claims that have not come home."""
-        record = self._pushes.get(push)
-        return sum(len(pair.coverage.out) for pair in record.pairs.values()) if record else 0
+        return sum(len(pair.coverage.out) for pair in self.pairs(push).values())
 
     def addresses(self, push: str, d_rank: int) -> LayerAddresses | None:
         """Where D's layers lie, as READY told it."""

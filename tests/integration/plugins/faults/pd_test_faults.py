@@ -115,12 +115,12 @@ async def _say(send: Send, status: int) -> None:
 
 
 def _patch_engine() -> None:
+    from vllm_ascend_pd.decode.runtime import ReceiveRuntime
     from vllm_ascend_pd.protocol.actions import Send as SendAction
     from vllm_ascend_pd.protocol.messages import Begin, RefusalCode
     from vllm_ascend_pd.protocol.push import Sender
     from vllm_ascend_pd.protocol.reservation import Receiver
     from vllm_ascend_pd.protocol.words import refused
-    from vllm_ascend_pd.runtime.receiving import ReceiveRuntime
 
     listen, complete, start = Receiver.message, Sender.seal, ReceiveRuntime.__init__
 
@@ -151,8 +151,8 @@ def _revoke_on_order(runtime: Any) -> None:
     from vllm_ascend_pd.protocol.actions import Revoke
 
     def revoke() -> None:
-        runtime._receiver._fence_of.revoking = True
-        runtime._do([Revoke()])
+        runtime.core._machine._fence_of.revoking = True
+        runtime._revoke_again(Revoke())
 
     while runtime._loop.alive:
         if refuses("writes"):

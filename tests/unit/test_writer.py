@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from watching import until
 
 from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.prefill import writer as writer_module
+from vllm_ascend_pd.prefill.core.batches import Batch
+from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
+from vllm_ascend_pd.prefill.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol.messages import Endpoint
-from vllm_ascend_pd.runtime import pusher as pusher_module
-from vllm_ascend_pd.runtime.batches import Batch
-from vllm_ascend_pd.runtime.pusher import IN_FLIGHT, Computed, Pusher, Sealed
 from vllm_ascend_pd.transport.base import WriteState
 
 PEER = Endpoint("127.0.0.1", 1)
@@ -28,59 +30,54 @@ class Wire:
         self.handles = itertools.count(1)
         self.landing = threading.Event()
 
-    def listen(self, heard: Callable[[str], float | None]) -> None: ...
-
-    def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
+    def submit(self, batch: Batch) -> int:
         return next(self.handles)
 
     def poll(self, handle: int) -> WriteState:
         return WriteState.LANDED if self.landing.is_set() else WriteState.PENDING
 
 
-class Work:
-    """`claimable` batches, of which a peer takes no more at once than the real work allows."""
+class Core:
+    """`claimable` batches, of which a peer takes no more at once than the real core allows."""
 
     def __init__(self, claimable: int) -> None:
         self.claimable = claimable
         self.submitted_count = self.finished_count = 0
 
-    def computed(self, item: Computed) -> None: ...
-    def staged(self, item: Any) -> None: ...
-    def sealed(self, item: Sealed) -> None: ...
+    @contextmanager
+    def deciding(self) -> Iterator[Any]:
+        yield self
 
-    def next_batches(self, busy: dict[Hashable, int]) -> list[Batch]:
+    def claim(self, now: float, busy: Mapping[Any, int]) -> list[Batch]:
         room = min(IN_FLIGHT - busy.get(PEER, 0), self.claimable)
         self.claimable -= room
         return [Batch(PEER, "session", [], [], [0], [0], [1]) for _ in range(room)]
 
-    def submitted(self, batch: Batch) -> None:
+    def submitted(self, now: float, batch: Batch) -> None:
         self.submitted_count += 1
 
-    def finished(self, batch: Batch, state: WriteState) -> None:
+    def finished(self, now: float, batch: Batch, state: WriteState) -> None:
         self.finished_count += 1
 
-    def heard(self, peer: Endpoint) -> float | None:
-        return None
-
-    def died(self, error: Exception) -> None:
-        raise AssertionError(error)
+    def died(self, now: float, why: str) -> None:
+        raise AssertionError(why)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without news the loop would wait longer than any test does."""
-    monkeypatch.setattr(pusher_module, "IDLE_S", 3600.0)
+    monkeypatch.setattr(writer_module, "IDLE_S", 3600.0)
     yield
 
 
 @pytest.mark.parametrize("claimable", [IN_FLIGHT + 1, 5 * IN_FLIGHT, 5 * IN_FLIGHT + 1])
 def test_what_was_held_back_goes_when_all_that_was_out_lands_in_one_look(patient: None, claimable: int) -> None:
-    wire, work = Wire(), Work(claimable)
-    pusher = Pusher("pd-writer-test", work, wire, CpuDevice())  # type: ignore[arg-type]
+    wire, core = Wire(), Core(claimable)
+    thread = WriterThread("pd-writer-test", Writer(core.deciding, wire, lambda: 0.0), CpuDevice())
     try:
-        pusher.nudge()
-        until(lambda: work.submitted_count == IN_FLIGHT, "the first batches")
+        thread.nudge()
+        until(lambda: core.submitted_count == IN_FLIGHT, "the first batches")
         wire.landing.set()
-        until(lambda: work.finished_count == claimable, "all batches, without any further news")
+        until(lambda: core.finished_count == claimable, "all batches, without any further news")
     finally:
-        assert pusher.stop(10)
+        assert thread.stop(10)

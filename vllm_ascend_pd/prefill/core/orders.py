@@ -16,11 +16,11 @@ from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.shard import contributors, destinations, shared_stages
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
+from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.decisions import PushStart
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.push import Destination, PushOrder
-from vllm_ascend_pd.runtime.work import PushWork
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class OrderBook:
         self._own, self._rank, self._config, self._room = own, rank, config, room
         self._modes: dict[CacheGeometry, str] = {}
 
-    def take(self, start: PushStart) -> tuple[PushWork, PushOrder, tuple[Mismatch, ...]]:
-        """The work and the order of a push; where the geometries do not fit, an order without destinations, and why."""
+    def take(self, now: float, start: PushStart) -> tuple[Push, PushOrder, tuple[Mismatch, ...]]:
+        """The record and the order of a push; where the geometries do not fit, an order without destinations, and why."""
         reservation = start.reservation
         found = mismatches(self.engine, reservation.geometry)
         mode = DIRECT if found else self._mode(reservation.geometry)
         ranks = () if found else destinations(self.engine, reservation.geometry, self._rank)
-        work = PushWork.of(start, self._own, ranks, fits=not found, exchanges=mode != DIRECT)
+        push = Push.of(now, start, self._own, ranks, fits=not found, exchanges=mode != DIRECT)
         order = PushOrder(
             push=start.push,
             transfer=reservation.transfer,
@@ -53,7 +53,7 @@ class OrderBook:
             layers=len(self._own.layers),
             destinations=tuple(self._destination(reservation, rank, mode) for rank in ranks),
         )
-        return work, order, found
+        return push, order, found
 
     def _destination(self, reservation: Reservation, rank: int, mode: str) -> Destination:
         d = reservation.geometry

@@ -12,7 +12,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from vllm_ascend_pd.runtime.loop import LoopThread
+from vllm_ascend_pd.shared.loop import LoopThread
 
 
 class Doorbell(asyncio.DatagramProtocol):

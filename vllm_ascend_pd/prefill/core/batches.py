@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
 from vllm_ascend_pd.protocol.push import Claim
-from vllm_ascend_pd.runtime.work import PushWork, Unit
 
 Bases = tuple[tuple[int, ...], ...]  # by layer, by region
 
@@ -66,7 +66,7 @@ def unit_of(claim: Claim) -> Unit:
 
 
 def grouped(
-    claims: list[Claim], works: Mapping[str, PushWork], fuse: int, session_of: Callable[[Claim], str | None]
+    claims: list[Claim], pushes: Mapping[str, Push], fuse: int, session_of: Callable[[Claim], str | None]
 ) -> list[tuple[Endpoint, list[Claim]]]:
     """Claims by destination, in layer order; up to `fuse` units of one destination go together.
 
@@ -74,7 +74,7 @@ def grouped(
     """
     by_session: dict[tuple[Endpoint, str | None], list[Claim]] = {}
     for claim in claims:
-        peer = works[claim.push].reservation.endpoints[claim.d_rank]
+        peer = pushes[claim.push].endpoint(claim.d_rank)
         by_session.setdefault((peer, session_of(claim)), []).append(claim)
     groups: list[tuple[Endpoint, list[Claim]]] = []
     for (peer, _), mine in by_session.items():
@@ -87,22 +87,30 @@ def grouped(
     return groups
 
 
-def spans_of(work: PushWork, claim: Claim, own: Bases, theirs: LayerAddresses) -> Triples:
-    """The absolute spans of a claim that is pushed directly."""
+def spans_of(push: Push, claim: Claim, own: Bases, theirs: LayerAddresses) -> Triples:
+    """The absolute spans of a claim: out of the cache, or out of a staging slot."""
     unit = unit_of(claim)
-    plan = work.plans.get(unit.step)
+    if unit.part:
+        piece = staged(push, claim)
+        return aimed(piece.writes, [piece.slot.address] * len(piece.writes), push, unit, theirs)
+    plan = push.plans.get(unit.step)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
-    return aimed(plan.by_rank[claim.d_rank], own[unit.layer], work, unit, theirs)
+    return aimed(plan.by_rank[claim.d_rank], own[unit.layer], push, unit, theirs)
 
 
-def aimed(
-    spans: Sequence[Spans], sources: Sequence[int], work: PushWork, unit: Unit, theirs: LayerAddresses
-) -> Triples:
+def staged(push: Push, claim: Claim) -> Piece:
+    piece = push.pieces.get((claim.d_rank, unit_of(claim)))
+    if piece is None:
+        raise PdError("PD-XFER-002", why="what was staged is gone")
+    return piece
+
+
+def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: LayerAddresses) -> Triples:
     """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
-    regions = work.reservation.geometry.regions
+    regions = push.reservation.geometry.regions
     parts: list[Triples] = []
-    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[work.layer_index[unit.layer]], strict=True):
+    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.layer_index[unit.layer]], strict=True):
         outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.num_blocks)
         if outside.any():
             bad = int(np.argmax(outside))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every load of one D worker as one machine: events in, effects out.
+
+It takes in the scheduler's steps in their order, opens gates once the device has finished with a block's earlier life,
+and asks the protocol's machine. `now` is an argument. What goes wrong with one request is that request's: the rest of
+the step and the other gates go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.messages import LayerAddresses, Message
+from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.protocol.tables import ReservationState
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = (ReservationState.UNBOUND, ReservationState.OVER)
+
+
+class Event(Protocol):
+    """A point on the device's stream."""
+
+    def done(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A transfer that ended on this rank."""
+
+    request_id: str
+    ok: bool
+    code: str
+    detail: str
+    blocks: tuple[int, ...]  # what it loaded into, named only if it failed
+    push: str
+
+
+class Loads:
+    """`addresses` is asked when the machine starts; after a revocation `revoked` brings new ones."""
+
+    receiver_type = Receiver
+
+    def __init__(
+        self,
+        config: PushConfig,
+        rank: int,
+        model: str,
+        geometry: CacheGeometry,
+        addresses: Callable[[], LayerAddresses],
+        *,
+        verify: bool,
+    ) -> None:
+        self._config, self._rank, self._model, self._geometry = config, rank, model, geometry
+        self._addresses, self._verify = addresses, verify
+        self._receiver: Receiver | None = None
+        self._effects: list[act.Action] = []
+        self._reports: list[Loaded] = []
+        self.binds: dict[TransferId, Bind] = {}
+        self.gates: dict[TransferId, Event] = {}
+
+    def take_effects(self) -> list[act.Action]:
+        """In order, each once."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def take_reports(self) -> list[Loaded]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    # -- the scheduler's steps
+
+    def step(self, now: float, step: DecodeStep, gate: Event | None) -> None:
+        """`gate` is behind everything that may still use the blocks of this step's binds."""
+        for bind in step.binds:
+            with self._alone(now, bind.transfer):
+                self._bind(now, step.incarnation, bind, gate)
+        for cancel in step.cancels:
+            if cancel.transfer in self.binds:  # else it was given up at its bind
+                with self._alone(now, cancel.transfer):
+                    self._do(self._machine.cancel(now, cancel.transfer, cancel.code, cancel.detail))
+        for transfer in step.settles:
+            if transfer in self.binds:
+                with self._alone(now, transfer):
+                    self._do(self._machine.settle(now, transfer))
+        for transfer in step.overs:
+            self.gates.pop(transfer, None)  # it may have been cancelled before its gate opened
+            if self.binds.pop(transfer, None) is not None:
+                with self._alone(now, transfer):
+                    self._do(self._machine.over(now, transfer))
+        self.look(now)
+
+    def look(self, now: float) -> None:
+        """Open the gates that the device has passed."""
+        for transfer, event in list(self.gates.items()):
+            with self._alone(now, transfer):
+                if event.done():
+                    del self.gates[transfer]
+                    self._effects.append(act.Note("gate_open", {"transfer": str(transfer)}))
+                    self._do(self._machine.gate_open(now, transfer))
+
+    # -- the side channel, time, and what was asked of the runtime
+
+    def message(self, now: float, peer: Hashable, message: Message) -> None:
+        """Before the scheduler's first step it is lost, and repeated."""
+        if self._receiver is not None:
+            self._do(self._receiver.message(now, peer, message))
+
+    def peer_gone(self, now: float, incarnation: str) -> None:
+        if self._receiver is not None:
+            self._do(self._receiver.peer_gone(now, incarnation))
+
+    def peer_back(self, now: float, incarnation: str) -> None:
+        if self._receiver is not None:
+            self._do(self._receiver.peer_back(now, incarnation))
+
+    def tick(self, now: float) -> None:
+        if self._receiver is not None:
+            self._do(self._receiver.tick(now))
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called at the latest."""
+        return self._receiver.next_wake() if self._receiver is not None else None
+
+    def verified(self, now: float, transfer: TransferId, wrong: str | None) -> None:
+        """The answer to Verify: the layer that differs, or None."""
+        self._do(self._machine.verified(now, transfer, wrong))
+
+    def revoked(self, now: float, addresses: LayerAddresses) -> None:
+        """The answer to Revoke: where the memory is reached from now on."""
+        self._do(self._machine.revoked(now, addresses))
+
+    # -- what is held, for whoever looks
+
+    def record_count(self) -> int:
+        return self._receiver.record_count() if self._receiver is not None else 0
+
+    def parked_count(self) -> int:
+        return self._receiver.parked_count() if self._receiver is not None else 0
+
+    # -- one by one
+
+    @property
+    def _machine(self) -> Receiver:
+        if self._receiver is None:
+            raise LocalProtocolError("the machine is asked before the scheduler's first step")
+        return self._receiver
+
+    def _bind(self, now: float, incarnation: str, bind: Bind, gate: Event | None) -> None:
+        self.binds[bind.transfer] = bind
+        receiver = self._receiver or self._start(incarnation)
+        facts = {"transfer": str(bind.transfer), "first": bind.first, "end": bind.end}
+        self._effects.append(act.Note("bound", facts))
+        self._do(receiver.bind(now, bind.transfer, bind.first, bind.end, bind.deadline_s))
+        if gate is not None:
+            self.gates[bind.transfer] = gate
+
+    def _start(self, incarnation: str) -> Receiver:
+        """The scheduler's first step names the incarnation that we serve."""
+        self._receiver = self.receiver_type(
+            incarnation=incarnation,
+            rank=self._rank,
+            model=self._model,
+            geometry=self._geometry,
+            addresses=self._addresses(),
+            timers=self._config.timers,
+            quiet_s=self._config.quiet_s,
+            verify=self._verify,
+        )
+        return self._receiver
+
+    @contextmanager
+    def _alone(self, now: float, transfer: TransferId) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            log.exception("transfer %s is given up: this worker failed", transfer)
+            self._give_up(now, transfer, f"this decode worker failed: {error}")
+
+    def _give_up(self, now: float, transfer: TransferId, why: str) -> None:
+        """Fence what writers may know of. What the machine does not know no writer does: that is reported at once."""
+        self.gates.pop(transfer, None)
+        if self._receiver is None or self._receiver.state(transfer) in UNKNOWN:
+            self._do([act.Report(transfer, False, "PD-XFER-002", why, "")])
+            self.binds.pop(transfer, None)
+            return
+        try:
+            self._do(self._receiver.cancel(now, transfer, "PD-XFER-002", why))
+        except LocalProtocolError:
+            log.exception("transfer %s cannot be given up: its blocks stay held", transfer)
+
+    def _do(self, actions: Iterable[act.Action]) -> None:
+        for action in actions:
+            self._effects.append(action)
+            if isinstance(action, act.Report):
+                self._report(action)
+
+    def _report(self, report: act.Report) -> None:
+        facts = {"transfer": str(report.transfer), "ok": report.ok, "code": report.code, "detail": report.detail}
+        self._effects.append(act.Note("closed", facts))
+        bind = self.binds.get(report.transfer)
+        if bind is not None:
+            blocks = () if report.ok else tuple(bind.blocks.tolist())
+            self._reports.append(Loaded(bind.request_id, report.ok, report.code, report.detail, blocks, report.push))

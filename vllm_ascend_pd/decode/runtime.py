@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's worker at run time: the core (core/loads.py), its listener, gates and timers, all on one loop thread.
+
+The engine's thread only posts to the loop and collects reports; leases and fences go on while the engine does not step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_ascend_pd.channel.listener import Listener
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.core.loads import Event, Loaded, Loads
+from vllm_ascend_pd.decode.decisions import DecodeStep
+from vllm_ascend_pd.decode.verifier import Verifier
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import Caches
+from vllm_ascend_pd.errors import PdError, one_line
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
+from vllm_ascend_pd.shared.loop import LoopThread
+from vllm_ascend_pd.shared.wake import Ringer
+from vllm_ascend_pd.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+GATE_POLL_S = 0.001
+START_S = 10.0
+CLOSE_GRACE_S = 5.0
+REVOKE_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Who and where this worker is."""
+
+    incarnation: str
+    rank: int
+    model: str
+    host: str
+    port: int
+    advertise_host: str
+
+
+class ReceiveRuntime:
+    """Owns the core, the loop thread, the listener and the transfer engine of one D worker."""
+
+    core_type = Loads
+
+    def __init__(
+        self,
+        config: PushConfig,
+        site: Site,
+        caches: Caches,
+        device: Device,
+        transport: Transport,
+        secrets: Secrets | None,
+    ) -> None:
+        self._caches, self._device, self._transport = caches, device, transport
+        self._reports: deque[Loaded] = deque()
+        self._ringer = Ringer()
+        self._timer: asyncio.TimerHandle | None = None
+        self._gate_timer: asyncio.TimerHandle | None = None
+        self._verifier = Verifier(caches, device, site.rank) if config.wire.verify == "full" else None
+        self.core = self.core_type(
+            config,
+            site.rank,
+            site.model,
+            caches.geometry,
+            self._told_addresses,
+            verify=self._verifier is not None,
+        )
+        transport.register(caches.storages)
+        self._loop = LoopThread(f"pd-receive-{site.rank}")
+        self._listener = Listener(
+            host=site.host,
+            port=site.port,
+            incarnation=site.incarnation,
+            secrets=secrets,
+            on_message=self._on_message,
+            on_gone=self._on_gone,
+            on_back=self._on_back,
+        )
+        self._loop.post(device.attach_thread)  # gates are looked at and transfer engines opened there
+        try:
+            bound = self._loop.call(self._listener.start(), timeout=START_S)
+        except (PdError, TimeoutError):
+            self._loop.stop(CLOSE_GRACE_S)
+            transport.close()
+            raise
+        self.endpoint = Endpoint(site.advertise_host or bound.host, bound.port)
+
+    # -- the engine's thread
+
+    def step(self, step: DecodeStep) -> None:
+        """A step's metadata was bound: everything it says happens on the loop thread, in this order."""
+        if step.empty:
+            return
+        gate = self._device.record() if step.binds else None
+        self._loop.post(self._apply, step, gate)
+
+    def take_reports(self) -> list[Loaded]:
+        """Transfers that ended since the last call."""
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
+
+    def close(self) -> None:
+        """Idempotent. Stops listening, then closes the transfer engine: nothing lands after that."""
+        if self._loop.alive:
+            try:
+                self._loop.call(self._listener.close(), timeout=CLOSE_GRACE_S)
+            except TimeoutError:
+                log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
+        self._loop.stop(CLOSE_GRACE_S)
+        self._ringer.close()
+        self._transport.close()
+
+    # -- the loop thread
+
+    def _apply(self, step: DecodeStep, gate: Event | None) -> None:
+        self._ringer.aim(step.wake)
+        with self._deciding():
+            self.core.step(time.monotonic(), step, gate)
+        self._look_again()
+
+    def _look(self) -> None:
+        with self._deciding():
+            self.core.look(time.monotonic())
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._gate_timer is not None:
+            self._gate_timer.cancel()
+        self._gate_timer = self._loop.loop.call_later(GATE_POLL_S, self._look) if self.core.gates else None
+
+    def _on_message(self, peer: Hashable, message: Message) -> None:
+        with self._deciding():
+            self.core.message(time.monotonic(), peer, message)
+
+    def _on_gone(self, incarnation: str) -> None:
+        with self._deciding():
+            self.core.peer_gone(time.monotonic(), incarnation)
+
+    def _on_back(self, incarnation: str) -> None:
+        with self._deciding():
+            self.core.peer_back(time.monotonic(), incarnation)
+
+    def _tick(self) -> None:
+        self._timer = None
+        with self._deciding():
+            self.core.tick(time.monotonic())
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Do what the core asks for once it has decided, also what that makes it ask for; set the timer."""
+        try:
+            yield
+        finally:
+            while effects := self.core.take_effects():
+                for effect in effects:
+                    try:
+                        self._handlers[type(effect)](self, effect)
+                    except Exception:  # what else was decided still happens, and the timer is set
+                        log.exception("not done: %s", type(effect).__name__)
+            self._arm()
+
+    def _arm(self) -> None:
+        wake = self.core.next_wake()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wake is not None:
+            self._timer = self._loop.loop.call_later(max(0.0, wake - time.monotonic()), self._tick)
+
+    def _send(self, action: act.Send) -> None:
+        self._listener.send(action.peer, action.message)
+
+    def _report(self, action: act.Report) -> None:
+        if not action.ok:
+            log.warning("transfer %s failed: %s %s", action.transfer, action.code, one_line(action.detail))
+        reports = self.core.take_reports()
+        self._reports.extend(reports)
+        if reports:
+            self._ringer.ring()
+
+    def _verify(self, action: act.Verify) -> None:
+        if self._verifier is None:
+            return
+        try:
+            wrong = self._verifier.first_difference(self.core.binds[action.transfer], action.sums)
+        except Exception as error:  # else the transfer would wait for its deadline
+            log.exception("transfer %s cannot be compared with its checksums", action.transfer)
+            wrong = f"unknown (this worker cannot read its cache: {error})"
+        self.core.verified(time.monotonic(), action.transfer, wrong)
+
+    def _revoke(self, action: act.Revoke) -> None:
+        log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
+        try:
+            self._transport.revoke()
+        except PdError as error:  # the old engine is closed, so nothing lands; but there is no other one yet
+            log.error("%s", error)
+            self._loop.loop.call_later(REVOKE_AGAIN_S, self._revoke_again, action)
+            return
+        self.core.revoked(time.monotonic(), self._addresses())
+
+    def _revoke_again(self, action: act.Revoke) -> None:
+        with self._deciding():
+            self._revoke(action)
+
+    def _note(self, action: act.Note) -> None:
+        trace.emit(action.stage, **action.facts)
+
+    _handlers: ClassVar[dict[type, Callable[..., None]]] = {
+        act.Send: _send,
+        act.Report: _report,
+        act.Verify: _verify,
+        act.Revoke: _revoke,
+        act.Note: _note,
+    }
+
+    def _told_addresses(self) -> LayerAddresses:
+        return self._addresses()
+
+    def _addresses(self) -> LayerAddresses:
+        return LayerAddresses(self._transport.session, self._caches.num_blocks, self._caches.bases)

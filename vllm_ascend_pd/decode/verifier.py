@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify: full` on D: every block is summed again where it arrived (geometry/digest.py).
+
+For tests and for hunting a bad link: it reads everything once more on both sides, on the threads that move the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm_ascend_pd.decode.decisions import Bind
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheBytes, Caches
+from vllm_ascend_pd.geometry.digest import cache_digest
+
+
+class Verifier:
+    """D: compares its memory with the contributors' sums."""
+
+    def __init__(self, caches: Caches, device: Device, rank: int) -> None:
+        self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
+
+    def first_difference(self, bind: Bind, sums: Mapping[str, int]) -> str | None:
+        """The first layer whose bytes are not what was sent; None if all are."""
+        if not sums:
+            return f"{self._geometry.layers[0]} (prefill sent no checksums: set verify to full there too)"
+        for index, name in enumerate(self._geometry.layers):
+            found = cache_digest(
+                lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
+                self._geometry,
+                self._rank,
+                self._geometry.head_range(self._rank),
+                range(bind.first, bind.end),
+                bind.blocks,
+                bind.first // self._geometry.block_size,
+            )
+            if sums.get(name) != found:
+                return name
+        return None

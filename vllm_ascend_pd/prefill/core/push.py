@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One push as P's worker knows it: the request's blocks, its pairs, what is planned, staged and missing of it.
+
+Plans are byte offsets made once per step; a layer only adds its base addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.plan import Job, JobPlan
+from vllm_ascend_pd.prefill.core.staging import StagingSlot
+from vllm_ascend_pd.prefill.decisions import PushSlice, PushStart
+from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.protocol.pair import Pair
+
+
+class Unit(NamedTuple):
+    """One layer (own index) of one step. `part` is the sub-step of an exchange, 0 for what is pushed directly."""
+
+    step: int
+    layer: int
+    part: int = 0
+
+
+Share = tuple[Unit, int]  # an exchange, and the slot's index in its plan
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A push's share of a staging slot: its writes, as offsets into the slot, and its checksum where one is wanted."""
+
+    slot: StagingSlot
+    writes: tuple[Spans, ...]
+    checksum: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spans.nbytes for spans in self.writes)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Push:
+    """Remembered until it has closed here and the scheduler has said that it is over."""
+
+    name: str
+    request_id: str
+    reservation: Reservation
+    fits: bool  # the two geometries match; equal on all ranks
+    exchanges: bool  # the ranks of P regroup before they write; equal on all ranks
+    layer_index: tuple[int, ...]  # own layer → index in D's layer list
+    ranks: tuple[int, ...]  # D ranks that this worker writes to
+    d_blocks: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+    opened: float
+    known: int = 0  # blocks
+    sealed_at: float = 0.0  # when the last layer was announced
+    final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
+    pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D rank; the protocol's own records
+    plans: dict[int, JobPlan] = field(default_factory=dict)  # of steps that are pushed directly
+    exchanged: set[int] = field(default_factory=set)  # steps whose bytes come through exchanges
+    pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D rank and unit
+    owed: set[Share] = field(default_factory=set)  # missed exchanges that are to be made again
+    held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
+    sealing: bool = False  # the last layer was announced, but an exchange is still owed
+    closed: bool = False  # here: nothing of it is out, and nothing will be
+    over: bool = False  # everywhere: the scheduler has done with it
+
+    @classmethod
+    def of(
+        cls, now: float, start: PushStart, own: CacheGeometry, ranks: tuple[int, ...], *, fits: bool, exchanges: bool
+    ) -> Push:
+        reservation = start.reservation
+        d_layers = {name: index for index, name in enumerate(reservation.geometry.layers)}
+        return cls(
+            name=start.push,
+            request_id=start.request_id,
+            reservation=reservation,
+            fits=fits,
+            exchanges=exchanges,
+            layer_index=tuple(d_layers[name] for name in own.layers) if fits else (),
+            ranks=ranks,
+            d_blocks=np.frombuffer(reservation.blocks, dtype="<i4"),
+            blocks=np.empty(reservation.prompt_length // own.block_size + 2, dtype=np.int32),
+            opened=now,
+        )
+
+    def __repr__(self) -> str:
+        """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 pieces, owes 1, held; D rank 0 push 3 out>"""
+        words = [f"{self.known} blocks"]
+        words += [f"{len(self.pieces)} pieces"] if self.pieces else []
+        words += [f"owes {len(self.owed)}"] if self.owed else []
+        words += [word for word in ("held", "sealing", "closed", "over") if getattr(self, word)]
+        pairs = [
+            f"D rank {rank} {pair.state.value}" + (f" {len(pair.coverage.out)} out" if pair.coverage.out else "")
+            for rank, pair in self.pairs.items()
+        ]
+        return (
+            f"<Push {self.name} of {self.reservation.transfer}: {', '.join(words)}; {', '.join(pairs) or 'no D rank'}>"
+        )
+
+    @property
+    def transfer(self) -> str:
+        return str(self.reservation.transfer)
+
+    @property
+    def out(self) -> int:
+        """Writes that have not come home."""
+        return sum(len(pair.coverage.out) for pair in self.pairs.values())
+
+    def wants(self, step: int) -> bool:
+        """Whether bytes that an exchange of this step brings are still of use here."""
+        return not self.closed and step in self.exchanged
+
+    def endpoint(self, d_rank: int) -> Endpoint:
+        return self.reservation.endpoints[d_rank]
+
+    def extend(self, step: int, piece: PushSlice) -> None:
+        """Take in a step's new blocks."""
+        end = self.known + len(piece.new_blocks)
+        if end > len(self.blocks):
+            grown = np.empty(2 * end, dtype=np.int32)
+            grown[: self.known] = self.blocks[: self.known]
+            self.blocks = grown
+        self.blocks[self.known : end] = piece.new_blocks
+        self.known = end
+        if piece.final:
+            self.final_step = step
+
+    def forget(self) -> None:
+        """The blocks are lost: what was planned with them must not be read."""
+        self.known = 0
+        self.final_step = None
+        self.sealing = False
+        self.plans.clear()
+        self.exchanged.clear()
+
+    def job(self, lo: int, hi: int, instance: int = 0) -> Job:
+        """`instance` tells D engines of equal geometry apart within a step."""
+        d = self.reservation
+        return Job(
+            d=d.geometry,
+            first=d.first,
+            lo=lo,
+            hi=hi,
+            p_blocks=self.blocks[: self.known],
+            d_blocks=self.d_blocks,
+            instance=instance,
+        )

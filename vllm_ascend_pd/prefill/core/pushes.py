@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every push of one P worker as one machine: events in, effects out.
+
+It plans steps, offers computed and staged bytes to the protocol's machine, seals, turns claims into batches, and knows
+which pushes have closed. `now` is an argument; whoever calls it holds its lock, takes the effects, and acts on them
+once the lock is free. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
+from vllm_ascend_pd.geometry.regroup import Room
+from vllm_ascend_pd.prefill.core.batches import Bases, Batch, grouped, joined, spans_of, staged, unit_of
+from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
+from vllm_ascend_pd.prefill.core.orders import OrderBook
+from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
+from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
+from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.push import Claim, Sender
+from vllm_ascend_pd.transport.base import WriteState
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT = 2  # batches per destination: one on the wire, one behind it
+MOST_WORDS = 200  # of another library's error that D is told
+
+Sums = Mapping[int, int]  # by member of an exchange
+Digest = Callable[[Push, Unit, int], int]  # of what a push's unit reads from the cache for a D rank
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A fact for the metric of that name."""
+
+    metric: str
+    value: float
+
+
+Effect: TypeAlias = act.Action | Told
+
+
+@dataclass(frozen=True, slots=True)
+class PushSite:
+    """Who this worker is."""
+
+    incarnation: str
+    contributor: Contributor
+    model: str
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker tells the times of a push for all."""
+        return self.contributor == Contributor(0, 0)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step's layers will bring, and which exchanges are made again before them."""
+
+    number: int
+    direct: bool = False
+    parts: list[SubStep] = field(default_factory=list)
+    final: list[Push] = field(default_factory=list)  # whose last tokens this step computes
+    again: list[Run] = field(default_factory=list)
+
+
+class Pushes:
+    """`staging` and `room` are what exchanges use, None without them. `digest` is asked with `verify: full` only."""
+
+    sender_type = Sender
+
+    def __init__(
+        self,
+        config: PushConfig,
+        site: PushSite,
+        own: CacheGeometry,
+        bases: Bases,
+        staging: Staging | None = None,
+        room: Room | None = None,
+        digest: Digest | None = None,
+        tracing: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._config, self._site, self._own, self._bases = config, site, own, bases
+        self._staging, self._room, self._digest = staging, room, digest
+        self._tracing = tracing  # whether anybody reads the notes that cost something
+        self._pushes: dict[str, Push] = {}
+        self._reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
+        self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
+        self._failures: list[tuple[str, str]] = []  # transfer and code, not told to the scheduler yet
+        self._direct: dict[int, list[Push]] = {}  # by step: whose layers are pushed without an exchange
+        self._effects: list[Effect] = []
+        self._sender: Sender | None = None
+        self._planner: StepPlanner | None = None
+        self._orders: OrderBook | None = None
+        self._first_layer = 0  # of this stage, counted through the whole engine
+        self.exchanges: Exchanges | None = None
+        self.dead = ""  # why nothing can be written any more
+
+    def take_effects(self) -> list[Effect]:
+        """In order, each once."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # -- the engine's steps
+
+    def begin(self, now: float, step: PrefillStep) -> StepPlan:
+        """Take in a step's metadata and plan what its layers will push."""
+        if self._sender is None and step.engine is not None:
+            self._open_engine(step.engine)
+        for abort in step.aborts:
+            self.abort(now, abort.push, abort.code, abort.detail)
+        for start in step.starts:
+            self._start(now, start)
+        plan = self._plan(now, step) if step.slices else StepPlan(step.rotation)
+        over = [push for name in step.ended if (push := self._pushes.get(name)) is not None]
+        for push in over:
+            push.over = True
+            self._forget_if_done(push)
+        if self.exchanges is not None:
+            self.exchanges.over(over)
+            # Layers are told apart by their place in the whole engine: each stage makes its own exchanges again.
+            units = [Unit(number, layer - self._first_layer, part) for number, layer, part in step.catch_ups]
+            plan.again = self.exchanges.again(self._due(units))
+        return plan
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Before blocks are overwritten: nothing of these pushes is submitted until they start over."""
+        for push in self._open(names):
+            push.held = True
+
+    def out(self, names: Iterable[str]) -> int:
+        """Writes of these pushes that have not come home."""
+        return sum(push.out for push in self._open(names))
+
+    def start_over(self, now: float, names: Iterable[str]) -> None:
+        """The blocks are lost: what was pushed is pushed again. A push that still writes fails instead."""
+        for push in self._open(names):
+            push.held = False
+            writes_out = push.out > 0
+            self._forget_exchanged(push)
+            push.forget()
+            if writes_out:  # what is being written keeps its staging slot
+                self.abort(now, push.name, "PD-XFER-001", "writes did not return before preemption")
+            else:
+                self._drop_pieces(now, push)
+                self._do(now, self._machine.restart(now, push.name))
+
+    def abort(self, now: float, name: str, code: str, detail: str) -> None:
+        for push in self._open([name]):
+            self._do(now, self._machine.abort(now, push.name, code, detail))
+
+    def abort_all(self, now: float, code: str, detail: str) -> None:
+        for name in [push.name for push in self._pushes.values() if not push.closed]:
+            self.abort(now, name, code, detail)
+
+    def take_finished(self, ended: Iterable[str]) -> set[str]:
+        """Requests whose pushes are closed, each once; `ended` are requests that vLLM has finished."""
+        self._ended.update(request for request in ended if request in self._reported_to)
+        ready = {request for request in self._ended if self._reported_to[request].closed}
+        self._ended -= ready
+        for request in ready:
+            del self._reported_to[request]
+        return ready
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Transfers whose push failed here, with the code, since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def take_missed(self, now: float) -> list[Exchanged]:
+        """Exchanges that this worker wants to be made again."""
+        wanted = self.exchanges.wanted(now) if self.exchanges is not None else []
+        return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in wanted]
+
+    def check(self) -> None:
+        """Raise PD-XFER-007 once a dead writer has left nothing open: blocks are free, and nothing can be pushed again."""
+        if self.dead and all(push.closed for push in self._pushes.values()):
+            raise PdError("PD-XFER-007", why=self.dead)
+
+    # -- what was computed and exchanged, in the order of the device
+
+    def computed(self, now: float, step: int, layer: int) -> None:
+        """A layer of a step is in the cache: offer it to every destination of the step's pushes."""
+        unit = Unit(step, layer)
+        for push in self._direct.get(step, ()):
+            plan = push.plans.get(step)
+            if plan is not None and not push.closed:
+                for rank in plan.by_rank:
+                    self._do(now, self._machine.offer(now, push.name, rank, unit, plan.nbytes(rank)))
+
+    def staged(self, now: float, item: Staged, strangers: Sequence[list[int]], sums: Sequence[Sums]) -> None:
+        """An exchange is done; bytes of pushes that ended or started over meanwhile are dropped. By slot: `strangers`
+        are the ranks that did not give their part, `sums` the checksums of what came, where they are wanted."""
+        if self.exchanges is None:
+            return
+        run = item.run
+        if self._site.leads:
+            self._effects.append(Told("regroup_time_seconds", item.waited))
+        if item.error is not None:
+            self._fail_exchanged(now, run.part.members, str(item.error)[:MOST_WORDS])
+        for index, (slot, ranks) in enumerate(zip(item.slots, strangers, strict=True)):
+            if slot is None:
+                continue
+            if ranks:
+                why = f"prefill ranks {', '.join(map(str, ranks))} did not give their part"
+                self._fail_exchanged(now, run.part.pushes(index), why)
+            elif item.error is None:
+                self._offer_staged(now, run, index, slot, sums[index])
+            if not slot.users:
+                self.exchanges.staging.release(slot)
+            self.exchanges.missed.arrived((run.unit, index))
+        self.exchanges.made += 1
+        if run.again:
+            self.exchanges.missed.made_again(run.unit)
+        self._seal(now, run.part.members)
+        self._note("staged", item.facts)
+
+    def announced(self, step: int) -> None:
+        """Every layer of a step was offered to what is pushed directly."""
+        self._direct.pop(step, None)
+
+    def sealed(self, now: float, step: int, names: Iterable[str], announced_at: float) -> None:
+        """These pushes get nothing more after this step."""
+        for push in self._open(names):
+            if push.final_step == step:  # else it was preempted and starts over
+                push.sealing, push.sealed_at = True, announced_at
+                self._seal(now, [push])
+
+    # -- exchanges, before they are made
+
+    def patience(self, now: float, run: Run, index: int) -> float:
+        """For how many seconds to wait before `slot` is asked."""
+        return self.exchanges.patience(now, run, index) if self.exchanges is not None else 0.0
+
+    def slot(self, now: float, run: Run, index: int) -> StagingSlot | None:
+        return self.exchanges.slot(now, run, index) if self.exchanges is not None else None
+
+    # -- writing
+
+    def claim(self, now: float, busy: Mapping[Hashable, int]) -> list[Batch]:
+        """What may be written now, by destination and layer; destinations with enough in flight wait."""
+        if self._sender is None:
+            return []
+        claims: list[Claim] = []
+        for claim in self._sender.claim(now, lambda peer: busy.get(peer, 0) < IN_FLIGHT):
+            if self._pushes[claim.push].held:
+                self._do(now, self._sender.returned(now, claim))
+            else:
+                claims.append(claim)
+        groups = grouped(claims, self._pushes, self._config.wire.fuse_layers, self._session)
+        batches = [self._batch(now, peer, group) for peer, group in groups]
+        return [batch for batch in batches if batch is not None]
+
+    def submitted(self, now: float, batch: Batch) -> None:
+        for claim in batch.claims:
+            self._do(now, self._machine.submitted(now, claim))
+        self._note("layer_submitted", batch.facts)
+
+    def finished(self, now: float, batch: Batch, state: WriteState) -> None:
+        """The transport has an outcome. Of what was never issued nothing can land: no block waits for it."""
+        landed = state is WriteState.LANDED
+        self._note("layer_pushed", lambda: {"ok": landed, "took": now - batch.submitted_at, **batch.facts()})
+        if landed:
+            self._effects.append(Told("bytes_transferred", sum(batch.size)))
+            self._effects.append(Told("num_descriptors", len(batch.size)))
+        for claim in batch.claims:
+            if state is WriteState.UNISSUED:
+                self._do(now, self._machine.returned(now, claim))
+            else:
+                self._written(now, claim, landed)
+                self._do(now, self._machine.wrote(now, claim, landed))
+        if state is WriteState.UNISSUED:
+            for name in dict.fromkeys(claim.push for claim in batch.claims):
+                self.abort(now, name, "PD-XFER-003", f"{batch.peer} does not take writes, nothing was sent")
+
+    def died(self, now: float, why: str) -> None:
+        """The writer has ended by an error: fail every push, and every later one."""
+        self.dead = why
+        self._effects.append(Told("writers_dead", 1))
+        self.abort_all(now, "PD-XFER-003", f"the pusher died: {why}")
+
+    # -- the side channel and time
+
+    def message(self, now: float, peer: Endpoint, message: Message) -> None:
+        if self._sender is not None:  # else it is for whoever lived at our address before
+            self._do(now, self._sender.message(now, peer, message))
+
+    def unreachable(self, now: float, peer: Endpoint, detail: str) -> None:
+        self._do(now, self._machine.unreachable(now, peer, detail))
+
+    def tick(self, now: float) -> None:
+        if self._sender is not None:
+            self._do(now, self._sender.tick(now))
+
+    def next_wake(self) -> float | None:
+        """When `tick` must be called at the latest."""
+        return self._sender.next_wake() if self._sender is not None else None
+
+    def heard(self, peer: Endpoint) -> float | None:
+        """When `peer` last said anything."""
+        return self._machine.heard(peer)
+
+    # -- what is held, for whoever looks
+
+    def pushes(self) -> list[Push]:
+        return list(self._pushes.values())
+
+    def stats(self, now: float) -> dict[str, int]:
+        """Of the exchanges: counts since the start, and what is held at this moment. Empty without them."""
+        if self.exchanges is None:
+            return {}
+        pushes = self._pushes.values()
+        return {
+            **self.exchanges.stats(now),
+            "pieces": sum(len(push.pieces) for push in pushes),
+            "unsealed": sum(push.sealing for push in pushes),
+        }
+
+    # -- starting and planning
+
+    @property
+    def _machine(self) -> Sender:
+        if self._sender is None:
+            raise LocalProtocolError("the machine is asked before its first step")
+        return self._sender
+
+    def _open_engine(self, engine: CacheGeometry) -> None:
+        me = self._site.contributor
+        self._first_layer = sum(len(names) for names in engine.stages[: me.stage])
+        self._orders = OrderBook(engine, self._own, me.rank, self._config.regroup, self._room)
+        self._planner = StepPlanner(engine, me.rank)
+        if self._staging is not None and self._room is not None:
+            self.exchanges = Exchanges.of(engine, me.rank, len(self._own.layers), self._staging, self._room)
+        self._sender = self.sender_type(
+            incarnation=self._site.incarnation,
+            contributor=me,
+            model=self._site.model,
+            geometry=engine,
+            timers=self._config.timers,
+            quiet_s=self._config.quiet_s,
+        )
+
+    def _start(self, now: float, start: PushStart) -> None:
+        if self._orders is None:
+            raise LocalProtocolError("a push was scheduled before the engine's geometry was known")
+        push, order, differences = self._orders.take(now, start)
+        self._pushes[push.name] = self._reported_to[push.request_id] = push
+        opened = self._machine.open(now, order)
+        push.pairs = self._machine.pairs(push.name)
+        self._do(now, opened)
+        if differences:
+            self.abort(now, push.name, "PD-GEO-001", str(differences[0]))
+        if self.dead:
+            self.abort(now, push.name, "PD-XFER-003", f"the pusher died: {self.dead}")
+
+    def _plan(self, now: float, step: PrefillStep) -> StepPlan:
+        """Plan the step once for all its pushes; the plans wait for the layers."""
+        planned = StepPlan(step.rotation)
+        direct: list[tuple[Push, Job]] = []
+        exchanged: list[tuple[Push, Job]] = []
+        instances: dict[tuple[Endpoint, ...], int] = {}
+        for piece in step.slices:
+            push = self._pushes.get(piece.push)
+            if push is None or not self._takes_part(push):
+                continue
+            if piece.restart and push.known:
+                self.start_over(now, [push.name])  # its preemption was not told: what still reads the blocks fails
+                push.forget()
+            push.extend(step.rotation, piece)
+            if piece.final:
+                planned.final.append(push)
+            r = push.reservation
+            lo, hi = push_range(r.first, r.end, piece.before, piece.after, r.geometry.block_size)
+            facts = {"step": step.rotation, "before": piece.before, "after": piece.after, "tokens": hi - lo}
+            self._effects.append(act.Note("step", {"transfer": push.transfer, **facts}))
+            if hi > lo:
+                job = push.job(lo, hi, instances.setdefault(r.endpoints, len(instances)))
+                if push.exchanges:
+                    exchanged.append((push, job))
+                elif not self.dead:  # else nothing would use the plan
+                    direct.append((push, job))
+        if direct and self._planner is not None:
+            plans = self._planner.plan([job for _, job in direct], step.rotation)
+            for (push, _), plan in zip(direct, plans, strict=True):
+                push.plans[step.rotation] = plan
+            self._direct[step.rotation] = [push for push, _ in direct]
+            planned.direct = True
+        if exchanged and self.exchanges is not None:
+            pushes = [push for push, _ in exchanged]
+            planned.parts = self.exchanges.plan(step.rotation, pushes, [job for _, job in exchanged])
+            for push in pushes:
+                push.exchanged.add(step.rotation)
+        return planned
+
+    def _takes_part(self, push: Push) -> bool:
+        """Whatever this rank knows of the push: ranks share the tokens of all jobs, so all must plan the same jobs."""
+        return push.fits
+
+    def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Of what the scheduler orders again: all, also what this rank has, because other ranks need its part."""
+        return units
+
+    # -- offering and sealing
+
+    def _offer_staged(self, now: float, run: Run, index: int, slot: StagingSlot, sums: Sums) -> None:
+        planned, unit = run.part.plan.slots[index], run.unit
+        for member, writes in planned.writes.items():
+            push, piece = run.part.members[member], Piece(slot, writes, sums.get(member))
+            key = planned.d_rank, unit
+            if piece.nbytes and push.wants(unit.step) and key not in push.pieces:
+                slot.users += 1
+                push.pieces[key] = piece
+                self._do(now, self._machine.offer(now, push.name, planned.d_rank, unit, piece.nbytes))
+
+    def _fail_exchanged(self, now: float, pushes: Iterable[Push], why: str) -> None:
+        for push in pushes:
+            self.abort(now, push.name, "PD-XFER-006", why)
+
+    def _seal(self, now: float, pushes: Iterable[Push]) -> None:
+        """Seal what is complete; a push that missed an exchange waits until that was made again."""
+        for push in pushes:
+            if push.sealing and not self._owes(push):
+                push.sealing = False
+                self._do(now, self._machine.seal(now, push.name))
+
+    def _owes(self, push: Push) -> bool:
+        return bool(push.owed)
+
+    # -- batches
+
+    def _session(self, claim: Claim) -> str | None:
+        return self._machine.session(claim)
+
+    def _batch(self, now: float, peer: Endpoint, claims: list[Claim]) -> Batch | None:
+        """The spans of these claims as one batch. A claim that cannot be written fails its push."""
+        parts, taken, session = [], [], ""
+        for claim in claims:
+            push, theirs = self._pushes[claim.push], self._machine.addresses(claim.push, claim.d_rank)
+            try:
+                if theirs is None:
+                    raise PdError("PD-CTRL-002", why="READY brought no addresses")
+                spans = spans_of(push, claim, self._bases, theirs)
+                self._add_checksum(push, claim)
+            except PdError as error:
+                self._unwritten(now, claim, error.code, error.sentence)
+                continue
+            except Exception as error:  # of one request's plan or memory: the others go on
+                log.exception("a write for push %s cannot be prepared", claim.push)
+                self._unwritten(now, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MOST_WORDS])
+                continue
+            parts.append(spans)
+            session = theirs.session
+            taken.append(claim)
+        if not taken:
+            return None
+        triples = joined(parts)
+        transfers = sorted({self._pushes[claim.push].transfer for claim in taken})
+        return Batch(peer, session, taken, transfers, triples.src.tolist(), triples.dst.tolist(), triples.size.tolist())
+
+    def _add_checksum(self, push: Push, claim: Claim) -> None:
+        if self._digest is None:
+            return
+        unit = unit_of(claim)
+        value = staged(push, claim).checksum if unit.part else self._digest(push, unit, claim.d_rank)
+        if value is not None:
+            self._machine.checksum(claim.push, claim.d_rank, self._own.layers[unit.layer], value)
+
+    def _unwritten(self, now: float, claim: Claim, code: str, why: str) -> None:
+        """Nothing of the claim is out: its push fails, and waits for nothing."""
+        self._do(now, self._machine.returned(now, claim))
+        self.abort(now, claim.push, code, why)
+
+    # -- staging slots: one goes back when the last of its pieces is written or dropped
+
+    def _written(self, now: float, claim: Claim, landed: bool) -> None:
+        piece = self._pushes[claim.push].pieces.pop((claim.d_rank, unit_of(claim)), None)
+        if piece is not None:
+            piece.slot.tainted |= not landed  # what failed may go on reading
+            self._let_go(now, piece.slot)
+
+    def _drop_pieces(self, now: float, push: Push) -> None:
+        pieces, push.pieces = push.pieces, {}
+        for piece in pieces.values():
+            self._let_go(now, piece.slot)
+
+    def _let_go(self, now: float, slot: StagingSlot) -> None:
+        slot.users -= 1
+        if slot.users or self._staging is None:
+            return
+        if slot.tainted:
+            self._staging.quarantine(slot, now + self._config.quiet_s)
+        else:
+            self._staging.release(slot)
+
+    def _forget_exchanged(self, push: Push) -> None:
+        if self.exchanges is not None:
+            self.exchanges.missed.forget(push)
+
+    # -- records and effects
+
+    def _open(self, names: Iterable[str]) -> list[Push]:
+        found = [self._pushes.get(name) for name in names]
+        return [push for push in found if push is not None and not push.closed]
+
+    def _note(self, stage: str, facts: Callable[[], Mapping[str, object]]) -> None:
+        if self._tracing():
+            self._effects.append(act.Note(stage, facts()))
+
+    def _do(self, now: float, actions: Iterable[act.Action]) -> None:
+        """The protocol's actions are effects; what it says of this worker's own records is done at once."""
+        for action in actions:
+            self._effects.append(action)
+            if isinstance(action, act.Closed):
+                self._close(now, action)
+            elif isinstance(action, act.Note) and action.stage == "ready" and self._site.leads:
+                waited = action.facts.get("waited")
+                if isinstance(waited, float):
+                    self._effects.append(Told("ready_wait_seconds", waited))
+
+    def _close(self, now: float, closed: act.Closed) -> None:
+        push = self._pushes.get(closed.push)
+        if push is None or push.closed:
+            raise LocalProtocolError(f"push {closed.push} closed twice, or was never opened")
+        push.closed, push.sealing = True, False
+        push.plans.clear()
+        self._forget_exchanged(push)
+        self._drop_pieces(now, push)
+        self._forget_if_done(push)
+        facts = {"transfer": push.transfer, "ok": closed.ok, "code": closed.code, "detail": closed.detail}
+        self._effects.append(act.Note("push_closed", facts))
+        if not closed.ok:
+            self._failures.append((push.transfer, closed.code))
+        elif self._site.leads:
+            exposed = max(0.0, now - push.sealed_at) if push.sealed_at else 0.0
+            self._effects.append(Told("xfer_time_seconds", now - push.opened))
+            self._effects.append(Told("exposed_time_seconds", exposed))
+
+    def _forget_if_done(self, push: Push) -> None:
+        if push.closed and push.over:
+            self._pushes.pop(push.name, None)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging slots: registered memory in which an owner assembles what it will write into one D rank.
+
+The number and the size of the slots are fixed at start. A destination has a quota, so that one that stalls cannot take
+the slots of the others. A slot whose write failed may still be read for a while: it is quarantined, and a spare takes
+its place; without a spare it goes on counting against the destination that spoiled it. Nothing grows: without a slot
+the bytes are dropped, and exchanged again later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_ascend_pd.errors import LocalProtocolError
+
+PATIENCE_S = 0.05  # how long one step's exchanges may wait for the slots of one destination
+
+
+class Memory(Protocol):
+    """Flat bytes of a device; a slice of them is a slot's."""
+
+    def numel(self) -> int: ...
+    def data_ptr(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StagingSlot:
+    """One slot while it is taken. `memory` is a flat view of bytes."""
+
+    number: int
+    destination: Hashable
+    memory: Any
+    users: int = 0  # pieces that lie in it
+    tainted: bool = False  # a write of one of them failed
+
+    def __repr__(self) -> str:
+        """<slot 3 for 10.0.0.2:5600, 2 pieces, tainted>"""
+        return f"<slot {self.number} for {self.destination}, {self.users} pieces{', tainted' if self.tainted else ''}>"
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoiled:
+    until: float
+    number: int
+    destination: Hashable
+    replaced: bool  # by a spare
+
+
+class Staging:
+    """The slots of one worker.
+
+    `slot_bytes` is what a step may plan for a slot; `stride`, where it is larger, what a slot has. With `waits` false
+    nobody ever waits for a slot: where exchanges are launched by the engine's own thread.
+    """
+
+    def __init__(
+        self, memory: Memory, slot_bytes: int, quota: int, spares: int, *, stride: int = 0, waits: bool = True
+    ) -> None:
+        self.slot_bytes, self.stride, self.waits = slot_bytes, stride or slot_bytes, waits
+        self.count = memory.numel() // self.stride  # spares included: it never changes
+        if not 0 <= spares < self.count:
+            raise LocalProtocolError(f"{spares} spares of {self.count} slots")
+        self.taken = 0
+        self._memory, self._quota = memory, quota
+        self._free = list(range(self.count - spares))
+        self._spare = list(range(self.count - spares, self.count))
+        self._held: Counter[Hashable] = Counter()  # taken, or spoiled and not replaced, by destination
+        self._spoiled: list[_Spoiled] = []
+        self._patience: dict[Hashable, float] = {}  # what is left of it in this step
+        self._since: dict[Hashable, float] = {}  # who is being waited for, since when
+        self._stalled: set[Hashable] = set()  # let us wait in vain and have returned nothing since
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """What the transfer engine must register."""
+        return self._memory.data_ptr(), self._memory.numel()
+
+    @property
+    def sample(self) -> Any:
+        """Memory like every slot's, for what depends on its size and device."""
+        return self._memory[: self.stride]
+
+    def quarantined(self, now: float) -> int:
+        self._pardon(now)
+        return len(self._spoiled)
+
+    def new_step(self) -> None:
+        """Patience is there again, but not for destinations that are stalled."""
+        self._stalled = {destination for destination in self._stalled if self._held[destination]}
+        self._patience = dict.fromkeys(self._stalled, 0.0)
+        self._since.clear()
+
+    def patience(self, now: float, destination: Hashable) -> float:
+        """For how many seconds to wait for a slot before `take`; in all exchanges of a step together PATIENCE_S."""
+        since = self._since.pop(destination, None)
+        left = self._patience.get(destination, PATIENCE_S if self.waits else 0.0)
+        if since is not None:
+            left -= now - since
+        room = self.room(now, destination) > 0
+        if since is not None:
+            self._patience[destination] = max(0.0, left)
+            if left <= 0.0 and not room:
+                self._stalled.add(destination)
+        if room or left <= 0.0:
+            return 0.0
+        self._since[destination] = now
+        return left
+
+    def take(self, now: float, destination: Hashable, nbytes: int) -> StagingSlot | None:
+        """A slot, or None when there is none for this destination."""
+        if nbytes > self.slot_bytes:
+            raise LocalProtocolError(f"{nbytes} bytes are staged in slots of {self.slot_bytes}")
+        if not self.room(now, destination):
+            return None
+        number = self._free.pop()
+        self._held[destination] += 1
+        self.taken += 1
+        return StagingSlot(number, destination, self._memory[number * self.stride : (number + 1) * self.stride])
+
+    def release(self, slot: StagingSlot) -> None:
+        """Its writes have landed, or were never started."""
+        self.taken -= 1
+        self._let_go(slot.destination)
+        self._free.append(slot.number)
+
+    def quarantine(self, slot: StagingSlot, until: float) -> None:
+        """A write that read it failed and may go on reading until then; a spare takes its place."""
+        self.taken -= 1
+        replaced = bool(self._spare)
+        if replaced:
+            self._let_go(slot.destination)
+            self._free.append(self._spare.pop())
+        self._spoiled.append(_Spoiled(until, slot.number, slot.destination, replaced))
+
+    def room(self, now: float, destination: Hashable) -> int:
+        """How many slots this destination would get now."""
+        self._pardon(now)
+        return max(0, min(len(self._free), self._quota - self._held[destination]))
+
+    def _pardon(self, now: float) -> None:
+        """Quarantine ends by time alone: slots come back as what they were."""
+        for spoiled in [spoiled for spoiled in self._spoiled if spoiled.until <= now]:
+            self._spoiled.remove(spoiled)
+            if spoiled.replaced:
+                self._spare.append(spoiled.number)
+            else:
+                self._let_go(spoiled.destination)
+                self._free.append(spoiled.number)
+
+    def _let_go(self, destination: Hashable) -> None:
+        self._held[destination] -= 1
+        self._stalled.discard(destination)
+        if self._held[destination] <= 0:
+            del self._held[destination]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the exchanges that the core has planned: takes slots, calls the collective, hands over what came.
+
+On a thread of its own, or in the layer's hook on a side stream where the device says so. Whatever fails here, the
+collective is called and the result handed over: other ranks wait for it, and a push must not be sealed without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.core.exchanges import Event, Run, Staged
+from vllm_ascend_pd.prefill.core.pushes import StepPlan
+from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
+from vllm_ascend_pd.prefill.writer import Deciding, News, Sealed
+from vllm_ascend_pd.regroup.exchange import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class Exchange(Protocol):
+    """This rank's buffers and its process group (regroup/exchange.py)."""
+
+    collectives: int
+    seconds: float
+    nbytes: int
+
+    def prepare(self, plan: Any, slot: Any) -> Any: ...
+    def run(self, rows: Any, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome: ...
+    def break_off(self) -> None: ...
+
+
+class Exchanger:
+    """Owns the exchange thread. `wait` gives the core's lock up until something has changed, or for so many seconds."""
+
+    def __init__(
+        self,
+        name: str,
+        deciding: Deciding,
+        clock: Callable[[], float],
+        wait: Callable[[float], object],
+        exchange: Exchange,
+        staging: Staging,
+        device: Device,
+        put: Callable[[News], None],
+    ) -> None:
+        self._deciding, self._clock, self._wait = deciding, clock, wait
+        self._exchange, self._staging, self._device, self._put = exchange, staging, device, put
+        self._broken: Exception | None = None
+        self._inbox: queue.SimpleQueue[tuple[Run, Event] | Sealed | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if not device.exchanges_inline:
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    # -- the engine's thread
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Make a step's plans ready for this rank's buffers, once for all layers."""
+        if plan.parts:
+            with self._device.planning():
+                for part in plan.parts:
+                    part.rows = self._exchange.prepare(part.plan, self._staging.sample)
+
+    def make(self, run: Run, event: Event) -> None:
+        """After everything that was asked for before, once `event` is done."""
+        if self._thread is not None:
+            self._inbox.put((run, event))
+        else:
+            with self._device.side_stream(event):
+                self._make(run, event)
+
+    def forward(self, item: Sealed) -> None:
+        """To the writer, after everything that was asked for before."""
+        if self._thread is not None:
+            self._inbox.put(item)
+        else:
+            self._put(item)
+
+    def stats(self) -> dict[str, int | float]:
+        made = self._exchange
+        return {"collectives": made.collectives, "collective_seconds": made.seconds, "exchanged_bytes": made.nbytes}
+
+    def close(self, timeout: float) -> None:
+        """Idempotent. Exchanges that are due are made first, else other ranks would wait for this one; a thread that is
+        still inside a collective when the time is over leaves it when the group's timeout or its members' end comes."""
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                log.error("thread %s is still inside a collective", self._thread.name)
+
+    # -- the exchange's thread, or the hook's
+
+    def _run(self) -> None:
+        trouble = self._attach()
+        while (item := self._inbox.get()) is not None:
+            try:
+                if isinstance(item, Sealed):
+                    self._put(item)
+                else:
+                    self._make(*item, trouble)
+            except Exception:  # this thread ends only when it is told to: other ranks wait for it
+                log.exception("after an exchange")
+
+    def _attach(self) -> Exception | None:
+        try:
+            self._device.attach_thread()
+        except Exception as failed:
+            log.exception("the exchange thread cannot use the device")
+            return failed
+        return None
+
+    def _make(self, run: Run, event: Event, trouble: Exception | None = None) -> None:
+        slots: list[StagingSlot | None] = [None] * len(run.part.plan.slots)
+        trouble = trouble or self._broken or self._take_slots(run, slots)
+        outcome = self._exchanged(run, slots)
+        error = trouble or self._broken or outcome.error
+        try:
+            event = self._device.record()
+        except Exception as failed:
+            log.exception("no event could be recorded behind an exchange")
+            error = error or failed
+        self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
+        if trace.enabled():
+            facts = {**run.unit._asdict(), "bytes": sum(run.part.rows.send_splits), "waited": outcome.waited}
+            trace.emit("exchanged", **facts, again=run.again, ok=error is None)
+
+    def _take_slots(self, run: Run, slots: list[StagingSlot | None]) -> Exception | None:
+        try:
+            if run.first:
+                with self._deciding():
+                    self._staging.new_step()
+            for index in range(len(slots)):
+                with self._deciding() as core:
+                    while (left := core.patience(self._clock(), run, index)) > 0:
+                        self._wait(left)
+                    slots[index] = core.slot(self._clock(), run, index)
+        except Exception as failed:
+            log.exception("a staging slot could not be taken")
+            return failed
+        return None
+
+    def _exchanged(self, run: Run, slots: Sequence[StagingSlot | None]) -> Outcome:
+        if self._broken is None:
+            try:
+                return self._exchange.run(run.part.rows, run.unit.layer, slots)
+            except Exception as failed:
+                # The group is of no use from here on: a rank is gone, the collective timed out, or could not be called.
+                log.exception("an exchange failed: every regrouped push of this engine fails from now on")
+                self._broken = failed
+                self._break_off()
+        return Outcome(0, self._broken, 0.0)
+
+    def _break_off(self) -> None:
+        """This rank comes to no exchange any more: the others must not wait for it until the group's timeout."""
+        try:
+            self._exchange.break_off()
+        except Exception:  # whatever the backend makes of it, this rank's pushes must be failed
+            log.exception("the process group could not be broken off: other ranks may wait for its timeout")

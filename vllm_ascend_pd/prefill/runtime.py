@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's worker at run time: the core (core/pushes.py) behind one lock, and the threads around it.
+
+The engine's thread plans steps and announces layers (steps.py), the writer's thread writes (writer.py), the exchange's
+thread exchanges (exchanger.py), the loop thread talks to D's workers and keeps the timers. Each decides in `deciding()`:
+the lock is held while the core is asked, and what it wants done is done once the lock is free. The engine's thread waits
+only in `preempt`, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import Caches
+from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.observe.tally import Tally
+from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Told
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
+from vllm_ascend_pd.prefill.exchanger import Exchanger
+from vllm_ascend_pd.prefill.steps import Steps
+from vllm_ascend_pd.prefill.sums import Summer
+from vllm_ascend_pd.prefill.writer import TransportWire, Writer, WriterThread
+from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.shared.loop import LoopThread
+from vllm_ascend_pd.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 5.0
+
+
+class PushRuntime:
+    """Owns the core, its lock, all threads of one P worker, and the transfer engine."""
+
+    core_type = Pushes
+
+    def __init__(
+        self,
+        config: PushConfig,
+        site: PushSite,
+        caches: Caches,
+        device: Device,
+        transport: Transport,
+        secrets: Secrets | None,
+        regroup: RegroupParts | None = None,
+    ) -> None:
+        self._config, self._transport = config, transport
+        self.tally = Tally()
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)  # a write came home, a slot is free
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed = float("inf")
+        staging = regroup.staging if regroup is not None else None
+        transport.register([*caches.storages, *([staging.region] if staging is not None else [])])
+        summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
+        self.core = self.core_type(
+            config,
+            site,
+            caches.geometry,
+            caches.bases,
+            staging,
+            regroup.room if regroup is not None else None,
+            digest=summer.direct if summer is not None else None,
+            tracing=trace.enabled,
+        )
+        self._loop = LoopThread(f"pd-push-{site.contributor}")
+        self._dialer = Dialer(
+            incarnation=site.incarnation,
+            name=str(site.contributor),
+            secrets=secrets,
+            on_message=self._on_message,
+            on_unreachable=self._on_unreachable,
+        )
+        sums = summer.staged if summer is not None else None
+        self._writer = Writer(self.deciding, TransportWire(transport), time.monotonic, sums)
+        transport.listen(self._heard)
+        self._writing = WriterThread(f"pd-writer-{site.contributor}", self._writer, device)
+        self._exchanger: Exchanger | None = None
+        if regroup is not None:
+            name = f"pd-regroup-{site.contributor.rank}"
+            asked = self.deciding, time.monotonic, self._changed.wait
+            self._exchanger = Exchanger(name, *asked, regroup.exchange, regroup.staging, device, self._writing.put)
+        layers = caches.geometry.layers
+        self._steps = Steps(layers, self.deciding, device.record, self._writing.put, time.monotonic, self._exchanger)
+
+    # -- the engine's thread
+
+    def begin_step(self, step: PrefillStep) -> None:
+        self._steps.begin(step)
+
+    def layer_computed(self, name: str) -> None:
+        self._steps.computed(name)
+
+    def end_step(self) -> None:
+        self._steps.end()
+
+    def preempt(self, pushes: Collection[str]) -> None:
+        """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
+        deadline = time.monotonic() + self._config.timers.preempt_drain_s
+        with self.deciding() as core:
+            core.hold(pushes)
+            while core.out(pushes) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            core.start_over(time.monotonic(), pushes)
+
+    def missed_exchanges(self) -> list[Exchanged]:
+        """Exchanges that this worker wants to be made again."""
+        with self.lock:
+            now = time.monotonic()
+            if self.core.exchanges is not None:
+                self.tally.level("staging_quarantined", self.core.exchanges.staging.quarantined(now))
+            return self.core.take_missed(now)
+
+    def stats(self) -> dict[str, int | float]:
+        """Of the exchanges: counts since the start, and what is held at this moment. Empty without a regrouper."""
+        with self.lock:
+            stats = self.core.stats(time.monotonic())
+        return {**stats, **self._exchanger.stats()} if stats and self._exchanger is not None else {}
+
+    def check(self) -> None:
+        """Raises PdError when this worker can never push again and has nothing left to end."""
+        with self.lock:
+            self.core.check()
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        """Transfers whose push failed here, with the code, since the last call."""
+        with self.lock:
+            return self.core.take_failures()
+
+    def take_finished(self, ended: Iterable[str]) -> set[str]:
+        """Requests whose pushes are closed, each once; `ended` are requests that vLLM has finished."""
+        with self.lock:
+            return self.core.take_finished(ended)
+
+    def close(self) -> None:
+        """Idempotent. Tells peers what is cut off, stops the threads, closes the transfer engine."""
+        with self.deciding() as core:
+            core.abort_all(time.monotonic(), "PD-XFER-004", "the prefill engine shuts down")
+        if self._exchanger is not None:
+            self._exchanger.close(CLOSE_GRACE_S)
+        # Once the thread has ended nothing of ours lands any more: D need not revoke to be sure of it.
+        quiet = self._writing.stop(CLOSE_GRACE_S)
+        self._transport.close()
+        if self._loop.alive:
+            try:
+                self._loop.call(self._dialer.close(quiet=quiet), timeout=CLOSE_GRACE_S)
+            except TimeoutError:
+                log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
+        self._loop.stop(CLOSE_GRACE_S)
+
+    # -- deciding under the lock, acting after it
+
+    @contextmanager
+    def deciding(self) -> Iterator[Pushes]:
+        """Hold the lock while the core decides; do what it asks for once the lock is free.
+
+        What was decided before something raised holds as well: a push that has closed must be reported.
+        """
+        effects: list[Effect] = []
+        wake: float | None = None
+        try:
+            with self.lock:
+                try:
+                    yield self.core
+                finally:
+                    effects = self.core.take_effects()
+                    wake = self._earlier()
+                    self._changed.notify_all()
+        finally:
+            for effect in effects:
+                self._act(effect)
+            if wake is not None:
+                self._loop.post(self._arm, wake)
+
+    def _earlier(self) -> float | None:
+        """Under the lock. When to wake, if that is earlier than the timer is armed for."""
+        wake = self.core.next_wake()
+        if wake is None or wake >= self._armed - 0.001:
+            return None
+        self._armed = wake
+        return wake
+
+    def _act(self, effect: Effect) -> None:
+        if isinstance(effect, act.Send):
+            self._loop.post(self._dialer.send, effect.peer, effect.message)
+        elif isinstance(effect, act.Note):
+            trace.emit(effect.stage, **effect.facts)
+            if effect.stage == "push_closed" and not effect.facts["ok"]:
+                words = "{transfer} failed: {code} {detail}".format(**effect.facts)
+                log.warning("push of transfer %s", one_line(words))
+        elif isinstance(effect, Told):
+            self.tally.tell(effect.metric, effect.value)
+
+    # -- the loop thread
+
+    def _on_message(self, endpoint: Endpoint, message: Message) -> None:
+        with self.deciding() as core:
+            core.message(time.monotonic(), endpoint, message)
+        self._writing.nudge()
+
+    def _on_unreachable(self, endpoint: Endpoint, detail: str) -> None:
+        with self.deciding() as core:
+            core.unreachable(time.monotonic(), endpoint, detail)
+
+    def _tick(self) -> None:
+        self._timer, self._armed = None, float("inf")
+        with self.deciding() as core:
+            core.tick(time.monotonic())
+        self._writing.nudge()
+
+    def _arm(self, wake: float) -> None:
+        """Only ever earlier: two threads that decide one after the other may post in the other order."""
+        loop = self._loop.loop
+        at = loop.time() + max(0.0, wake - time.monotonic())
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(at, self._tick)
+
+    # -- the writer's thread
+
+    def _heard(self, session: str) -> float | None:
+        """Asked by the transport: when the D rank behind a session last said anything."""
+        peer = next((batch.peer for batch in self._writer.flying if batch.session == session), None)
+        if peer is None:
+            return None
+        with self.lock:
+            return self.core.heard(peer)

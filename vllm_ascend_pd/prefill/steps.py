@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine step as P's worker lives it: its metadata comes, its layers are computed, it ends.
+
+For the engine's thread alone. A layer's hook takes no lock and waits for nothing: one event, and an entry in the
+writer's queue; exchanges are made in registered order, whatever the order of the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.core.exchanges import Event, Run
+from vllm_ascend_pd.prefill.core.push import Unit
+from vllm_ascend_pd.prefill.core.pushes import StepPlan
+from vllm_ascend_pd.prefill.decisions import PrefillStep
+from vllm_ascend_pd.prefill.writer import Computed, Deciding, News, Sealed
+
+
+class Exchanging(Protocol):
+    """Who makes exchanges, in the order of the calls; `forward` hands over to the writer what comes after them."""
+
+    def prepare(self, plan: StepPlan) -> None: ...
+    def make(self, run: Run, event: Event) -> None: ...
+    def forward(self, item: Sealed) -> None: ...
+
+
+class _Layers:
+    """The step that the engine is computing."""
+
+    def __init__(self, plan: StepPlan, layers: int) -> None:
+        self.plan = plan
+        self.missing = set(range(layers)) if plan.direct or plan.parts else set()
+        self.events: dict[int, Event] = {}  # of layers that wait for earlier ones to be exchanged
+        self.next = 0
+
+
+class Steps:
+    def __init__(
+        self,
+        layers: Sequence[str],
+        deciding: Deciding,
+        record: Callable[[], Event],
+        put: Callable[[News], None],
+        clock: Callable[[], float],
+        exchanging: Exchanging | None,
+    ) -> None:
+        self._layers = {name: index for index, name in enumerate(layers)}
+        self._deciding, self._record, self._put, self._clock = deciding, record, put, clock
+        self._exchanging = exchanging
+        self._current: _Layers | None = None
+
+    def begin(self, step: PrefillStep) -> None:
+        """Take in a step's metadata and plan what its layers will push."""
+        self.end()  # of the step before, if nobody said that it was over
+        if step.empty:
+            return
+        with self._deciding() as core:
+            plan = core.begin(self._clock(), step)
+        if self._exchanging is not None:
+            self._exchanging.prepare(plan)
+            event = self._record() if plan.again else None
+            for run in plan.again:
+                if event is not None:
+                    self._exchanging.make(run, event)
+        self._current = _Layers(plan, len(self._layers)) if step.slices else None
+
+    def computed(self, name: str) -> None:
+        """A layer's hook fired. Layers whose name nobody knows are swept up when the step ends."""
+        current, index = self._current, self._layers.get(name)
+        if current is not None and index is not None and index in current.missing:
+            self._mark(current, index)
+            if not current.missing:  # nothing is pushed after this layer: D need not wait for the rest of the forward
+                self.end()
+
+    def end(self) -> None:
+        """Sweep up layers whose hook did not fire, and seal."""
+        current, self._current = self._current, None
+        if current is None:
+            return
+        for index in sorted(current.missing):
+            self._mark(current, index)
+        plan, now = current.plan, self._clock()
+        direct = tuple(push.name for push in plan.final if not push.exchanges)
+        self._put(Sealed(plan.number, direct, now))
+        if self._exchanging is not None:
+            exchanged = tuple(push.name for push in plan.final if push.exchanges)
+            self._exchanging.forward(Sealed(plan.number, exchanged, now, behind_exchanges=True))
+
+    def _mark(self, current: _Layers, index: int) -> None:
+        plan, event = current.plan, self._record()
+        current.missing.discard(index)
+        if trace.enabled():
+            trace.emit("layer_computed", step=plan.number, layer=index, of=len(self._layers))
+        if plan.direct:
+            self._put(Computed(plan.number, index, event))
+        if self._exchanging is None or not plan.parts:
+            return
+        current.events[index] = event
+        while (ready := current.events.pop(current.next, None)) is not None:
+            for part in plan.parts:
+                first = current.next == 0 and part.number == 1
+                self._exchanging.make(Run(Unit(plan.number, current.next, part.number), part, first=first), ready)
+            current.next += 1

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that writes: takes computed layers, claims what may be written, submits batches, polls them.
+
+One batch holds everything that goes to one D rank for one layer, all requests of the step together; a writer that lags
+puts several ready layers into one batch. Nobody else touches the transfer engine's submit and poll.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.prefill.core.batches import Batch
+from vllm_ascend_pd.prefill.core.exchanges import Event, Staged
+from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
+from vllm_ascend_pd.transport.base import Transport, WriteState
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+IDLE_S = 1.0
+
+Deciding: TypeAlias = Callable[[], AbstractContextManager[Pushes]]  # the core, locked; its effects follow the block
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A layer of a step is computed once `event` is done."""
+
+    step: int
+    layer: int
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Every layer of a step was announced; these pushes get nothing more."""
+
+    step: int
+    pushes: tuple[str, ...]
+    announced_at: float
+    behind_exchanges: bool = False
+
+
+News: TypeAlias = Computed | Staged | Sealed
+
+
+class Wire(Protocol):
+    def submit(self, batch: Batch) -> int: ...
+    def poll(self, handle: int) -> WriteState: ...
+
+
+class Writer:
+    """What the thread does in a turn. Starts no thread, reads no clock of its own: the simulator runs it too."""
+
+    def __init__(
+        self,
+        deciding: Deciding,
+        wire: Wire,
+        clock: Callable[[], float],
+        sums: Callable[[Staged], Sequence[Sums]] | None = None,
+    ) -> None:
+        self._deciding, self._wire, self._clock, self._sums = deciding, wire, clock, sums
+        # What is pushed directly does not wait for exchanges, which hang on other ranks.
+        self._computed: deque[News] = deque()
+        self._exchanged: deque[News] = deque()
+        self.flying: list[Batch] = []
+
+    def put(self, item: News) -> None:
+        behind = isinstance(item, Staged) or (isinstance(item, Sealed) and item.behind_exchanges)
+        (self._exchanged if behind else self._computed).append(item)
+
+    @property
+    def busy(self) -> bool:
+        """Whether to look again soon; else only news can change anything."""
+        return bool(self.flying or self._computed or self._exchanged)
+
+    def turn(self) -> None:
+        self._poll()  # first: a write that came home makes room, and nobody tells of it again
+        self._announce(self._computed)
+        self._announce(self._exchanged)
+        self._submit()
+
+    def died(self, error: Exception) -> None:
+        """Something raised: fail everything. What is out may still land: the machine keeps it fenced."""
+        with self._deciding() as core:
+            core.died(self._clock(), str(error))
+        flying, self.flying = self.flying, []
+        for batch in flying:
+            self._finished(batch, WriteState.FAILED)
+        self._computed.clear()  # they hold events of the device
+        self._exchanged.clear()
+
+    def _poll(self) -> None:
+        for batch in list(self.flying):
+            state = self._wire.poll(batch.handle)
+            if state is not WriteState.PENDING:
+                self.flying.remove(batch)  # before it is told: each batch is told once, whatever raises
+                self._finished(batch, state)
+
+    def _finished(self, batch: Batch, state: WriteState) -> None:
+        with self._deciding() as core:
+            core.finished(self._clock(), batch, state)
+
+    def _announce(self, waiting: deque[News]) -> None:
+        while waiting:
+            head = waiting[0]
+            if not isinstance(head, Sealed) and not head.event.done():
+                return
+            self._tell(head)
+            waiting.popleft()
+
+    def _tell(self, item: News) -> None:
+        if isinstance(item, Staged):
+            strangers = item.strangers()
+            sums = self._sums(item) if self._sums is not None else [{} for _ in item.slots]
+            with self._deciding() as core:
+                core.staged(self._clock(), item, strangers, sums)
+            return
+        with self._deciding() as core:
+            if isinstance(item, Computed):
+                core.computed(self._clock(), item.step, item.layer)
+            else:
+                if not item.behind_exchanges:
+                    core.announced(item.step)
+                core.sealed(self._clock(), item.step, item.pushes, item.announced_at)
+
+    def _submit(self) -> None:
+        busy: Counter[Hashable] = Counter(batch.peer for batch in self.flying)
+        with self._deciding() as core:
+            batches = core.claim(self._clock(), busy)
+        self.flying.extend(batches)  # claimed: they count as out even if a submission raises
+        for batch in batches:
+            self._send(batch)
+
+    def _send(self, batch: Batch) -> None:
+        batch.submitted_at = self._clock()
+        batch.handle = self._wire.submit(batch)
+        with self._deciding() as core:
+            core.submitted(self._clock(), batch)
+
+
+class TransportWire:
+    """A batch as the transfer engine takes it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def submit(self, batch: Batch) -> int:
+        return self._transport.submit(batch.session, batch.src, batch.dst, batch.size)
+
+    def poll(self, handle: int) -> WriteState:
+        return self._transport.poll(handle)
+
+
+class WriterThread:
+    """Owns the thread. `put` and `nudge` may be called from any thread; they never wait."""
+
+    def __init__(self, name: str, writer: Writer, device: Device) -> None:
+        self._writer, self._device = writer, device
+        self._inbox: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._stop = self._dead = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: News) -> None:
+        if not self._dead:  # else nobody would take it out
+            self._inbox.put(item)
+
+    def nudge(self) -> None:
+        """Something may be writable now."""
+        if not self._dead:
+            self._inbox.put(None)
+
+    def stop(self, timeout: float) -> bool:
+        """Idempotent; what is in flight is left to the transfer engine's own close. Whether the thread has ended."""
+        self._stop = True
+        self._inbox.put(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            log.error("thread %s did not end within %.1f s", self._thread.name, timeout)
+            return False
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._device.attach_thread()
+            while not self._stop:
+                self._take_news(POLL_S if self._writer.busy else IDLE_S)
+                self._writer.turn()
+        except Exception as error:
+            log.exception("the pusher thread died")
+            self._dead = True
+            self._writer.died(error)
+            self._forget_news()
+
+    def _take_news(self, timeout: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            item = self._inbox.get(timeout=timeout)
+            while True:
+                if item is not None:
+                    self._writer.put(item)
+                item = self._inbox.get_nowait()
+
+    def _forget_news(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()
