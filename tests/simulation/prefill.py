@@ -26,7 +26,7 @@ from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
 from vllm_ascend_pd.protocol.push import Claim, Sender
-from vllm_ascend_pd.protocol.tables import PairState
+from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.runtime.batches import Triples, aimed, grouped, spans_of, unit_of
 from vllm_ascend_pd.runtime.orders import OrderBook

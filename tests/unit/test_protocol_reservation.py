@@ -37,11 +37,12 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.protocol.actions import Action, Report, Verify
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Ack, Cancel, Ready, Refused, layout_hash
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import ReservationState
+from vllm_ascend_pd.protocol.states import ReservationState
 from vllm_ascend_pd.protocol.timing import hold_s, lapse_s, settled_s
 
 LAPSE = lapse_s(TIMERS.lease_s, TIMERS.margin_s)
@@ -391,7 +392,7 @@ def test_a_wrong_checksum_fails_the_transfer() -> None:
     r.message(0.1, "p1", done(ONE))
     r.message(0.2, "p2", done(TWO))
     (report,) = reports(r.verified(0.3, T, LAYERS[1]))
-    assert (report.ok, report.code, report.detail) == (False, "PD-WIRE-004", LAYERS[1])
+    assert (report.ok, report.failure) == (False, Failure("PD-WIRE-004", LAYERS[1]))
 
 
 def test_a_verdict_that_comes_after_a_cancel_changes_nothing() -> None:
@@ -413,7 +414,7 @@ def test_one_failed_contributor_fails_the_transfer_and_the_others_are_fenced() -
     assert told(actions) == "ack:failed cancel"
     assert messages(actions, Cancel)[0].contributor == TWO
     (report,) = reports(r.message(0.2, "p2", done(TWO)))
-    assert (report.ok, report.code) == (False, "PD-XFER-003")
+    assert (report.ok, report.failure.code) == (False, "PD-XFER-003")
 
 
 def test_a_loud_failure_is_not_a_quiet_one() -> None:
@@ -436,7 +437,7 @@ def test_the_deadline_counts_from_the_bind() -> None:
     assert r.next_wake() == 15.0
     assert told(r.tick(14.99)) == ""
     (report,) = reports(r.tick(15.0))
-    assert (report.code, report.detail) == ("PD-XFER-001", "gated")
+    assert report.failure == Failure("PD-XFER-001", "gated")
 
 
 def test_settle_shortens_the_deadline_to_a_lease_and_never_lengthens_it() -> None:

@@ -37,7 +37,7 @@ from protocol_rig import (
 from vllm_ascend_pd.protocol.actions import Closed, Report, Revoke
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
-from vllm_ascend_pd.protocol.tables import PairState, ReservationState
+from vllm_ascend_pd.protocol.states import PairState, ReservationState
 
 transfers = st.sampled_from(
     [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
@@ -134,7 +135,9 @@ class ReservationGuards:
             return e.EARLY_DONE if state is WriterState.AWAITED else e.LATE_DONE
         if message.plan_digest != record.plan_digest:
             return e.WRONG_PLAN_DONE
-        if any(w.state is not WriterState.DONE for w in record.writers.values() if w.contributor != message.contributor):
+        if any(
+            w.state is not WriterState.DONE for w in record.writers.values() if w.contributor != message.contributor
+        ):
             return e.DONE
         return e.LAST_DONE_TO_VERIFY if self.verify else e.LAST_DONE
 
@@ -149,7 +152,9 @@ class ReservationGuards:
 
 
 OPEN = (PairState.ASK, PairState.PUSH)
-Layouts = Mapping[Hashable, tuple[str, LayerAddresses]]  # by peer: what its addresses are called, and where they are
+Layouts = OrderedDict[
+    Hashable, tuple[str, LayerAddresses]
+]  # by peer: what its addresses are called, and where they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +164,10 @@ class PairGuards:
     clock: RunningClock
     layouts: Layouts
 
-    def event(self, now: float, pair: Pair, message: Message) -> PairEvent:
-        if isinstance(message, Ready) and pair.state in OPEN:
+    def event(self, now: float, pair: Pair | None, message: Message) -> PairEvent:
+        if pair is not None and isinstance(message, Ready) and pair.state in OPEN:
             return self._ready(now, pair, message)
-        if isinstance(message, Ack) and pair.said is not None:
+        if pair is not None and isinstance(message, Ack) and pair.said is not None:
             ours = message.seq == pair.said.seq and message.kind == type(pair.said).__name__.lower()
             return PairEvent.ACK if ours else PairEvent.ACK_OF_ANOTHER
         return TO_PREFILL[type(message)]

@@ -53,6 +53,14 @@ class Claim:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A unit that is computed."""
+
+    unit: Hashable
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Coverage:
     """The units of one pair in one epoch."""
@@ -65,6 +73,11 @@ class Coverage:
 
     def knows(self, unit: Hashable) -> bool:
         return unit in self.pending or unit in self.out or unit in self.covered
+
+    def owe(self, unit: Hashable) -> None:
+        """It was out, and has not been written."""
+        self.pending[unit] = self.out.pop(unit)
+
 
 @dataclass(slots=True, repr=False)
 class Pair:
@@ -139,6 +152,11 @@ class Push:
         words += f", failed: {self.failure}" if self.failure else ""
         pairs = ", ".join(f"D{rank} {pair.state.value}" for rank, pair in self.pairs.items())
         return f"<Push {words}; {pairs or 'goes nowhere'}>"
+
+    @property
+    def cause(self) -> Failure:
+        """What to tell of a push that was not delivered."""
+        return self.failure or Failure("PD-XFER-002", "unknown")
 
     @property
     def delivered(self) -> bool:

@@ -74,6 +74,7 @@ class Receiver:
     # What the simulator replaces when it takes a rule out.
     table = RESERVATION_TABLE
     guards = ReservationGuards
+    machine = ReservationMachine
     fence = Fence
 
     def __init__(
@@ -91,7 +92,7 @@ class Receiver:
         self._rank = rank
         self._fence_of = self.fence(timers, quiet_s)
         guards = self.guards(rank, model, geometry, verify, self._fence_of)
-        self._machine = ReservationMachine(self.table, guards, incarnation, addresses, timers)
+        self._machine = self.machine(self.table, guards, incarnation, addresses, timers)
         self._agenda = ReservationAgenda(self._fence_of)
         self._transfers, self._parking = self._machine.transfers, self._machine.parking
         self.counters = self._machine.counters
@@ -249,7 +250,7 @@ class Receiver:
         for writer in record.leased():
             if writer.cancel is not None and writer.cancel_at is not None and now >= writer.cancel_at:
                 writer.cancel.again(now)
-                self._machine.tell_failure(record, writer)
+                self._machine.cancel(writer, record.failure)
 
     def _running_due(self, now: float, record: Transfer) -> None:
         if record.state is ReservationState.OPEN:
@@ -261,4 +262,5 @@ class Receiver:
             self._machine.fire(ReservationEvent.PROVEN, now, record)
             if not self._fence_of.revoking and any(self._fence_of.must_revoke(w) for w in record.leased()):
                 self._fence_of.revoking = True
-                self._machine.note_revoking(record)
+                self._machine.note("revoking", record)
+                self._machine.actions.append(Revoke())

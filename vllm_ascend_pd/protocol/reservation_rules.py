@@ -77,7 +77,7 @@ class ReservationMachine:
         event, came = self.guards.event(record, heard)
         self.fire(event, now, record, came)
 
-    def _note(self, stage: str, record: Transfer, **facts: object) -> None:
+    def note(self, stage: str, record: Transfer, **facts: object) -> None:
         about = {"transfer": str(record.transfer), "push": record.push, "d_rank": self.guards.rank}
         self.actions.append(Note(stage, {**about, **facts}))
 
@@ -106,7 +106,7 @@ class ReservationMachine:
 
     def bind(self, now: float, record: Transfer, came: None) -> None:
         self.watermark = record.transfer.n
-        self._note("bound", record)
+        self.note("bound", record)
         for transfer in self.parking.transfers():
             if self.lookup(transfer).state is ReservationState.OVER or transfer.incarnation != self.incarnation:
                 self.unpark(now, Transfer(transfer, ReservationState.OVER))  # skipped by the scheduler: over
@@ -115,7 +115,7 @@ class ReservationMachine:
             self.hear(now, record, Heard(failed.peer, failed.message))
 
     def open(self, now: float, record: Transfer, came: None) -> None:
-        self._note("gate", record)
+        self.note("gate", record)
         self.unpark(now, record)
 
     def settle(self, now: float, record: Transfer, came: None) -> None:
@@ -140,7 +140,7 @@ class ReservationMachine:
         begin = heard.message
         record.author(begin).peer = heard.peer
         self.actions.append(Send(heard.peer, ready(begin, self._timers.lease_s, self.layout, self.addresses)))
-        self._note("ready", record, contributor=str(begin.contributor), seq=begin.seq)
+        self.note("ready", record, contributor=str(begin.contributor), seq=begin.seq)
 
     # -- ending well
 
@@ -150,7 +150,7 @@ class ReservationMachine:
         writer = record.author(done)
         writer.on(WriterEvent.DONE)
         writer.checksums = done.checksums
-        self._note("done", record, contributor=str(done.contributor), bytes=done.bytes)
+        self.note("done", record, contributor=str(done.contributor), bytes=done.bytes)
 
     def finish_last(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
         self.finish(now, record, heard)
@@ -158,6 +158,9 @@ class ReservationMachine:
 
     def finish_and_verify(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
         self.finish(now, record, heard)
+        self.compare(now, record, None)
+
+    def compare(self, now: float, record: Transfer, came: None) -> None:
         sums: dict[str, int] = {}
         for writer in record.writers.values():
             for layer, value in writer.checksums:
@@ -184,25 +187,26 @@ class ReservationMachine:
     def fail_cut(self, now: float, record: Transfer, came: None) -> None:
         """Access was revoked: every contributor that could write before is quiet now."""
         cut = record.leased()
-        for writer in cut:
-            self._send_cancel(writer, "access was revoked")
-            writer.on(WriterEvent.REVOKED)
         who = ", ".join(str(writer.contributor) for writer in cut)
-        self.fence(now, record, Failure("PD-XFER-004", f"access of {who} was revoked"))
+        failure = Failure("PD-XFER-004", f"access of {who} was revoked")
+        for writer in cut:
+            self.cancel(writer, failure)
+            writer.on(WriterEvent.REVOKED)
+        self.fence(now, record, failure)
 
     def fence(self, now: float, record: Transfer, failure: Failure) -> None:
         """No new authority; wait until every contributor that had any is quiet."""
         record.failure, record.deadline = failure, None
-        self._note("fencing", record, code=failure.code, detail=failure.detail)
+        self.note("fencing", record, code=failure.code, detail=failure.detail)
         for writer in record.leased():
             if writer.state is WriterState.LEASED:
                 writer.cancel = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
-                self.tell_failure(record, writer)
+                self.cancel(writer, failure)
         self.unpark(now, record)
         self.prove(now, record, None)
         self._close_if_quiet(now, record)
 
-    def fence_corrupt(self, now: float, record: Transfer, failure: Failure) -> None:
+    def report_corrupt(self, now: float, record: Transfer, failure: Failure) -> None:
         record.failure = failure
         self.report(now, record, None)
 
@@ -228,7 +232,7 @@ class ReservationMachine:
 
     def _quiet(self, now: float, record: Transfer, writer: Writer, event: WriterEvent, proof: str) -> None:
         writer.on(event)
-        self._note("quiet", record, contributor=str(writer.contributor), proof=proof)
+        self.note("quiet", record, contributor=str(writer.contributor), proof=proof)
         self._close_if_quiet(now, record)
 
     def _close_if_quiet(self, now: float, record: Transfer) -> None:
@@ -238,7 +242,7 @@ class ReservationMachine:
     def report(self, now: float, record: Transfer, came: None) -> None:
         record.deadline = None
         failure = record.failure
-        self._note("reported", record, ok=failure is None, code=failure.code if failure else "")
+        self.note("reported", record, ok=failure is None, code=failure.code if failure else "")
         self.actions.append(Report(record.transfer, failure, record.push))
 
     def drop(self, now: float, record: Transfer, came: None) -> None:
@@ -262,12 +266,9 @@ class ReservationMachine:
         self.counters["refused_" + code.value] += 1
         self.actions.append(Send(heard.peer, refused(heard.message, code, detail)))
 
-    def tell_failure(self, record: Transfer, writer: Writer) -> None:
-        """CANCEL, for the first time or once more."""
-        self._send_cancel(writer, str(record.failure))
-
-    def _send_cancel(self, writer: Writer, cause: str) -> None:
-        if writer.granted is None:
-            raise LocalProtocolError(f"{writer!r} was never granted anything")
+    def cancel(self, writer: Writer, failure: Failure | None) -> None:
+        """For the first time or once more."""
+        if writer.granted is None or failure is None:
+            raise LocalProtocolError(f"{writer!r} was never granted anything, or nothing has failed")
         self._seq += 1
-        self.actions.append(Send(writer.peer, cancel(writer.granted, self._seq, cause)))
+        self.actions.append(Send(writer.peer, cancel(writer.granted, self._seq, failure)))

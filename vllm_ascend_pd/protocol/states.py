@@ -161,8 +161,7 @@ Table = Mapping[S, Mapping[E, Cell[S]]]
 
 
 def enter(table: Table[S, E], state: S, event: E, counters: Counter[str], of: object) -> Cell[S]:
-    """The cell, counted. An event without one is illegal and changes nothing: a remote one cannot be, since every
-    state has a cell for every message."""
+    """The cell, counted. Illegal events have none and change nothing; every state has one for every message."""
     cell = table[state].get(event)
     if cell is None:
         raise LocalProtocolError(f"{event.value} in state {state.value} of {of}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import (
     Ack,
@@ -26,7 +28,7 @@ MAX_TEXT = 1000
 
 @dataclass(frozen=True, slots=True)
 class PrefillWords:
-    """What one P worker says."""
+    """What one P worker says: the next of a pair."""
 
     incarnation: str
     contributor: Contributor
@@ -34,7 +36,7 @@ class PrefillWords:
     geometry: CacheGeometry
     quiet_s: float
 
-    def begin(self, pair: Pair, seq: int, known_layout: str) -> Begin:
+    def begin(self, pair: Pair, known_layout: str) -> Begin:
         order, to = pair.push.order, pair.destination
         return Begin(
             transfer=order.transfer,
@@ -43,7 +45,7 @@ class PrefillWords:
             d_incarnation=order.transfer.incarnation,
             contributor=self.contributor,
             d_rank=to.d_rank,
-            seq=seq,
+            seq=pair.seq + 1,
             model=self.model,
             geometry=self.geometry,
             contributors=to.contributors,
@@ -52,7 +54,7 @@ class PrefillWords:
             known_layout=known_layout,
         )
 
-    def done(self, pair: Pair, seq: int) -> Done:
+    def done(self, pair: Pair) -> Done:
         order, to = pair.push.order, pair.destination
         return Done(
             transfer=order.transfer,
@@ -61,7 +63,7 @@ class PrefillWords:
             d_incarnation=order.transfer.incarnation,
             contributor=self.contributor,
             d_rank=to.d_rank,
-            seq=seq,
+            seq=pair.seq + 1,
             layers=order.layers,
             tokens=order.tokens,
             bytes=pair.coverage.nbytes,
@@ -69,7 +71,7 @@ class PrefillWords:
             checksums=tuple(pair.coverage.checksums.items()),
         )
 
-    def failed(self, pair: Pair, seq: int, *, quiescent: bool, cause: str) -> Failed:
+    def failed(self, pair: Pair, *, quiescent: bool) -> Failed:
         order = pair.push.order
         return Failed(
             transfer=order.transfer,
@@ -78,9 +80,9 @@ class PrefillWords:
             d_incarnation=order.transfer.incarnation,
             contributor=self.contributor,
             d_rank=pair.destination.d_rank,
-            seq=seq,
+            seq=pair.seq + 1,
             quiescent=quiescent,
-            cause=cause[:MAX_TEXT],
+            cause=str(pair.push.cause)[:MAX_TEXT],
         )
 
     def gone(self, message: Message) -> Failed:
@@ -94,7 +96,7 @@ class PrefillWords:
             d_rank=message.d_rank,
             seq=message.seq,
             quiescent=True,
-            cause="PD-XFER-002 the push is over",
+            cause=str(Failure("PD-XFER-002", "the push is over")),
         )
 
 
@@ -141,7 +143,7 @@ def ack(message: Done | Failed) -> Ack:
     )
 
 
-def cancel(begin: Begin, seq: int, cause: str) -> Cancel:
+def cancel(begin: Begin, seq: int, failure: Failure) -> Cancel:
     """`begin` is what the contributor was granted."""
     return Cancel(
         transfer=begin.transfer,
@@ -151,5 +153,16 @@ def cancel(begin: Begin, seq: int, cause: str) -> Cancel:
         contributor=begin.contributor,
         d_rank=begin.d_rank,
         seq=seq,
-        cause=cause[:MAX_TEXT],
+        cause=str(failure)[:MAX_TEXT],
     )
+
+
+def failure_of(message: Refused | Failed | Cancel) -> Failure:
+    """What the other side says went wrong. Version 1 of the wire has texts: what `str` of a Failure makes, or anything."""
+    if isinstance(message, Refused):
+        code = "PD-GEO-001" if message.code == RefusalCode.MISMATCH else "PD-XFER-005"
+        return Failure(code, f"{message.code}: {message.detail}")
+    if isinstance(message, Cancel):
+        return Failure("PD-XFER-002", message.cause)
+    code, _, detail = message.cause.partition(" ")
+    return Failure(code, detail) if code in CATALOGUE else Failure("PD-META-006", message.cause)

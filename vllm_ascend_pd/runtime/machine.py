@@ -23,6 +23,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.protocol.push import PushOrder, Sender
@@ -198,14 +199,15 @@ class PushMachine:
         self._closed.add(action.push)
         self._on_closed(action.push)
         transfer = str(work.reservation.transfer)
-        trace.emit("push_closed", transfer=transfer, ok=action.ok, code=action.code, detail=action.detail)
+        why = action.failure or Failure("")
+        trace.emit("push_closed", transfer=transfer, ok=action.ok, code=why.code, detail=why.detail)
         now = time.monotonic()
         if action.ok and self.leads:
             self.tally.time("xfer_time_seconds", now - work.opened)
             self.tally.time("exposed_time_seconds", max(0.0, now - work.sealed) if work.sealed else 0.0)
         if not action.ok:
-            self._failures.append((transfer, action.code))
-            log.warning("push of transfer %s", one_line(f"{transfer} failed: {action.code} {action.detail}"))
+            self._failures.append((transfer, why.code))
+            log.warning("push of transfer %s", one_line(f"{transfer} failed: {why}"))
 
     # -- the loop thread
 

@@ -24,10 +24,11 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import ReservationState
+from vllm_ascend_pd.protocol.states import ReservationState
 from vllm_ascend_pd.runtime.loop import LoopThread
 from vllm_ascend_pd.runtime.verify import Verifier
 from vllm_ascend_pd.runtime.wake import Ringer
@@ -173,7 +174,7 @@ class ReceiveRuntime:
         """Fence what writers may know of. What the machine does not know no writer does: that is reported at once."""
         self._gates.pop(transfer, None)
         if self._machine is None or self._machine.state(transfer) in UNKNOWN:
-            self._report(act.Report(transfer, False, "PD-XFER-002", why, ""))
+            self._report(act.Report(transfer, Failure("PD-XFER-002", why)))
             self._binds.pop(transfer, None)
             return
         try:
@@ -262,12 +263,13 @@ class ReceiveRuntime:
 
     def _report(self, action: act.Report) -> None:
         bind = self._binds.get(action.transfer)
-        trace.emit("closed", transfer=str(action.transfer), ok=action.ok, code=action.code, detail=action.detail)
+        why = action.failure or Failure("")
+        trace.emit("closed", transfer=str(action.transfer), ok=action.ok, code=why.code, detail=why.detail)
         if not action.ok:
-            log.warning("transfer %s failed: %s %s", action.transfer, action.code, one_line(action.detail))
+            log.warning("transfer %s failed: %s", action.transfer, one_line(str(why)))
         if bind is not None:
             blocks = () if action.ok else tuple(bind.blocks.tolist())
-            self._reports.append(Loaded(bind.request_id, action.ok, action.code, action.detail, blocks, action.push))
+            self._reports.append(Loaded(bind.request_id, action.ok, why.code, why.detail, blocks, action.push))
             self._ringer.ring()
 
     def _verify(self, action: act.Verify) -> list[act.Action]:
