@@ -31,6 +31,7 @@ from vllm_ascend_pd.protocol.auth import (
     sessions,
     unseal,
 )
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Endpoint, Reservation
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
@@ -323,6 +324,11 @@ def test_a_message_above_the_limit_is_refused_unread() -> None:
         {"quiet_s": 1e9},
         {"model": "m" * 1025},
         {"quiet_s": float("nan")},
+        {"contributor": Contributor(-1, 0)},
+        {"contributor": Contributor(0, 1 << 16)},
+        {"transfer": TransferId("decode-1", -1, "u")},
+        {"transfer": TransferId("decode-1", 1, "u" * 65)},
+        {"transfer": TransferId("d" * 65, 1, "u")},
     ],
     ids=str,
 )
