@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -24,6 +25,12 @@ from vllm_ascend_pd.protocol.messages import (
 from vllm_ascend_pd.protocol.pair import Pair
 
 MAX_TEXT = 1000
+_HEAD = ("transfer", "push", "p_incarnation", "d_incarnation", "contributor", "d_rank", "seq")
+
+
+def _head(of: Message) -> dict[str, Any]:
+    """Whom a message is about, for its answer."""
+    return {field: getattr(of, field) for field in _HEAD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,125 +43,70 @@ class PrefillWords:
     geometry: CacheGeometry
     quiet_s: float
 
+    def _next(self, pair: Pair) -> dict[str, Any]:
+        order = pair.push.order
+        return {
+            "transfer": order.transfer,
+            "push": order.push,
+            "p_incarnation": self.incarnation,
+            "d_incarnation": order.transfer.incarnation,
+            "contributor": self.contributor,
+            "d_rank": pair.destination.d_rank,
+            "seq": pair.seq + 1,
+        }
+
     def begin(self, pair: Pair, known_layout: str) -> Begin:
-        order, to = pair.push.order, pair.destination
         return Begin(
-            transfer=order.transfer,
-            push=order.push,
-            p_incarnation=self.incarnation,
-            d_incarnation=order.transfer.incarnation,
-            contributor=self.contributor,
-            d_rank=to.d_rank,
-            seq=pair.seq + 1,
+            **self._next(pair),
             model=self.model,
             geometry=self.geometry,
-            contributors=to.contributors,
-            plan_digest=to.plan_digest,
+            contributors=pair.destination.contributors,
+            plan_digest=pair.destination.plan_digest,
             quiet_s=self.quiet_s,
             known_layout=known_layout,
         )
 
     def done(self, pair: Pair) -> Done:
-        order, to = pair.push.order, pair.destination
         return Done(
-            transfer=order.transfer,
-            push=order.push,
-            p_incarnation=self.incarnation,
-            d_incarnation=order.transfer.incarnation,
-            contributor=self.contributor,
-            d_rank=to.d_rank,
-            seq=pair.seq + 1,
-            layers=order.layers,
-            tokens=order.tokens,
+            **self._next(pair),
+            layers=pair.push.order.layers,
+            tokens=pair.push.order.tokens,
             bytes=pair.coverage.nbytes,
-            plan_digest=to.plan_digest,
+            plan_digest=pair.destination.plan_digest,
             checksums=tuple(pair.coverage.checksums.items()),
         )
 
     def failed(self, pair: Pair, *, quiescent: bool) -> Failed:
-        order = pair.push.order
-        return Failed(
-            transfer=order.transfer,
-            push=order.push,
-            p_incarnation=self.incarnation,
-            d_incarnation=order.transfer.incarnation,
-            contributor=self.contributor,
-            d_rank=pair.destination.d_rank,
-            seq=pair.seq + 1,
-            quiescent=quiescent,
-            cause=str(pair.push.cause)[:MAX_TEXT],
-        )
+        return Failed(**self._next(pair), quiescent=quiescent, cause=_text(pair.push.cause))
 
     def gone(self, message: Message) -> Failed:
         """The answer for a push that is not known here (any more): nothing of it is out."""
-        return Failed(
-            transfer=message.transfer,
-            push=message.push,
-            p_incarnation=self.incarnation,
-            d_incarnation=message.d_incarnation,
-            contributor=self.contributor,
-            d_rank=message.d_rank,
-            seq=message.seq,
-            quiescent=True,
-            cause=str(Failure("PD-XFER-002", "the push is over")),
-        )
+        mine = {"p_incarnation": self.incarnation, "contributor": self.contributor}
+        over = Failure("PD-XFER-002", "the push is over")
+        return Failed(**{**_head(message), **mine}, quiescent=True, cause=_text(over))
 
 
 def ready(begin: Begin, lease_s: float, layout: str, addresses: LayerAddresses) -> Ready:
     """Addresses are told only to a P that does not know them."""
-    return Ready(
-        transfer=begin.transfer,
-        push=begin.push,
-        p_incarnation=begin.p_incarnation,
-        d_incarnation=begin.d_incarnation,
-        contributor=begin.contributor,
-        d_rank=begin.d_rank,
-        seq=begin.seq,
-        lease_s=lease_s,
-        layout=layout,
-        addresses=None if begin.known_layout == layout else addresses,
-    )
+    told = None if begin.known_layout == layout else addresses
+    return Ready(**_head(begin), lease_s=lease_s, layout=layout, addresses=told)
 
 
 def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:
-    return Refused(
-        transfer=message.transfer,
-        push=message.push,
-        p_incarnation=message.p_incarnation,
-        d_incarnation=message.d_incarnation,
-        contributor=message.contributor,
-        d_rank=message.d_rank,
-        seq=message.seq,
-        code=code.value,
-        detail=detail[:MAX_TEXT],
-    )
+    return Refused(**_head(message), code=code.value, detail=detail[:MAX_TEXT])
 
 
 def ack(message: Done | Failed) -> Ack:
-    return Ack(
-        transfer=message.transfer,
-        push=message.push,
-        p_incarnation=message.p_incarnation,
-        d_incarnation=message.d_incarnation,
-        contributor=message.contributor,
-        d_rank=message.d_rank,
-        seq=message.seq,
-        kind=type(message).__name__.lower(),
-    )
+    return Ack(**_head(message), kind=type(message).__name__.lower())
 
 
 def cancel(begin: Begin, seq: int, failure: Failure) -> Cancel:
     """`begin` is what the contributor was granted."""
-    return Cancel(
-        transfer=begin.transfer,
-        push=begin.push,
-        p_incarnation=begin.p_incarnation,
-        d_incarnation=begin.d_incarnation,
-        contributor=begin.contributor,
-        d_rank=begin.d_rank,
-        seq=seq,
-        cause=str(failure)[:MAX_TEXT],
-    )
+    return Cancel(**{**_head(begin), "seq": seq}, cause=_text(failure))
+
+
+def _text(failure: Failure) -> str:
+    return str(failure)[:MAX_TEXT]
 
 
 def failure_of(message: Refused | Failed | Cancel) -> Failure:

@@ -22,7 +22,7 @@ from vllm_ascend_pd.errors import LocalProtocolError
 PATIENCE_S = 0.05  # how long one step's exchanges may wait for the slots of one destination
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StagingSlot:
     """One slot while it is taken. `memory` is a flat view of bytes."""
 
@@ -30,6 +30,11 @@ class StagingSlot:
     destination: Hashable
     memory: torch.Tensor
     users: int = 0  # writes that read it
+
+    def __repr__(self) -> str:
+        """<StagingSlot 3 for d0:4711, 1024 bytes at 0x7f00, read by 2>"""
+        where = f"{self.memory.numel()} bytes at {self.address:#x}"
+        return f"<StagingSlot {self.number} for {self.destination}, {where}, read by {self.users}>"
 
     @property
     def address(self) -> int:
