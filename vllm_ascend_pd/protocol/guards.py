@@ -135,9 +135,7 @@ class ReservationGuards:
             return e.EARLY_DONE if state is WriterState.AWAITED else e.LATE_DONE
         if message.plan_digest != record.plan_digest:
             return e.WRONG_PLAN_DONE
-        if any(
-            w.state is not WriterState.DONE for w in record.writers.values() if w.contributor != message.contributor
-        ):
+        if sum(writer.state is not WriterState.DONE for writer in record.writers.values()) > 1:
             return e.DONE
         return e.LAST_DONE_TO_VERIFY if self.verify else e.LAST_DONE
 
