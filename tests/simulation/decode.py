@@ -21,7 +21,7 @@ from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook, Ticket, 
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
-from vllm_ascend_pd.protocol.tables import ReservationState
+from vllm_ascend_pd.protocol.states import ReservationState
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster

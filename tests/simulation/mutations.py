@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol with one rule taken out at a time. The simulator must find each of them: that is how we know that it
-looks. Nothing of this is in the package: rules are removed by subclassing the machines."""
+looks. Nothing of this is in the package: rules are removed by replacing a machine, a guard, a cell or the fence."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,19 +22,19 @@ from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
-from vllm_ascend_pd.protocol.fence import Fence, Writer
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.fence import Fence
+from vllm_ascend_pd.protocol.guards import PairGuards, ReservationGuards
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
 from vllm_ascend_pd.protocol.pair import Claim, Pair
 from vllm_ascend_pd.protocol.push import Sender
+from vllm_ascend_pd.protocol.push_rules import PairMachine
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import (
-    RESERVATION_TABLE,
-    ReservationEvent,
-    ReservationState,
-    Rule,
-    WriterState,
-)
+from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
+from vllm_ascend_pd.protocol.states import Cell, Heard, ReservationEvent, ReservationState, WriterState
+from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
+from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 from vllm_ascend_pd.protocol.words import ready
 from vllm_ascend_pd.transport.base import WriteState
 
@@ -55,53 +55,70 @@ class Mutation:
     world: Callable[[Settings], Settings] = lambda settings: settings  # in which the rule is needed often enough
 
 
-def _anywhere() -> Mapping[ReservationState, Mapping[ReservationEvent, Rule[ReservationState]]]:
-    """The table without its check of where an event may lead: a removed rule is to be found by what it does."""
-    everywhere = frozenset(ReservationState)
+def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any:
+    """The table, with what `machine` does in place of what the package's does."""
     return {
-        state: {event: Rule(rule.handler, everywhere) for event, rule in rules.items()}
-        for state, rules in RESERVATION_TABLE.items()
+        state: {event: replace(cell, effect=getattr(machine, cell.effect.__name__)) for event, cell in cells.items()}
+        for state, cells in table.items()
     }
 
 
 class FreeBeforeFence(Receiver):
     """D reports a failure without waiting for anybody."""
 
-    def _fence(self, now: float, record: Any, cue: Any) -> None:
-        for writer in record.leased():
-            writer.state = WriterState.QUIET
-        super()._fence(now, record, cue)
+    class Machine(ReservationMachine):
+        def fence(self, now: float, record: Transfer, failure: Failure) -> None:
+            for writer in record.leased():
+                writer.state = WriterState.QUIET
+            super().fence(now, record, failure)
+
+    machine, table = Machine, _of(Machine, RESERVATION_TABLE)
 
 
 class ReadyBeforeBind(Receiver):
     """D grants authority before the blocks' earlier life has ended."""
 
-    def _park(self, now: float, record: Any, cue: Any) -> None:
-        if isinstance(cue.message, Begin):
-            granted = ready(cue.message, self._timers.lease_s, self._layout, self._addresses)
-            self._actions.append(Send(cue.peer, granted))
-        super()._park(now, record, cue)
+    class Machine(ReservationMachine):
+        def park(self, now: float, record: Transfer, heard: Heard[Any]) -> None:
+            if isinstance(heard.message, Begin):
+                granted = ready(heard.message, self._timers.lease_s, self.layout, self.addresses)
+                self.actions.append(Send(heard.peer, granted))
+            super().park(now, record, heard)
+
+    machine, table = Machine, _of(Machine, RESERVATION_TABLE)
+
+
+def _conclude(machine: Any, now: float, record: Transfer) -> None:
+    """As if the last contributor had said DONE."""
+    record.state = ReservationState.VERIFYING if machine.guards.verify else ReservationState.CLOSED_OK
+    (machine.compare if machine.guards.verify else machine.report)(now, record, None)
 
 
 class DoneCountedTwice(Receiver):
     """D counts messages instead of contributors."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._dones: Counter[Any] = Counter()
+    class Machine(ReservationMachine):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._dones: Counter[Any] = Counter()
 
-    def _finish(self, now: float, record: Any, cue: Any) -> None:
-        self._dones[record.transfer] += 1
-        super()._finish(now, record, cue)
-        if record.state is ReservationState.OPEN and self._dones[record.transfer] >= len(record.writers) > 0:
-            self._conclude(now, record)
+        def hear(self, now: float, record: Transfer, heard: Heard[Any]) -> None:
+            self._dones[record.transfer] += record.state is ReservationState.OPEN and isinstance(heard.message, Done)
+            super().hear(now, record, heard)
+            if record.state is ReservationState.OPEN and self._dones[record.transfer] >= len(record.writers) > 0:
+                _conclude(self, now, record)
+
+    machine = Machine
 
 
 class AnyIncarnationReceiver(Receiver):
     """D believes whoever answers at the address."""
 
-    def _same_process(self, writer: Writer, p_incarnation: str) -> bool:
-        return True
+    class Guards(ReservationGuards):
+        def same_process(self, writer: Writer, p_incarnation: str) -> bool:
+            return True
+
+    guards = Guards
 
 
 class AnyIncarnationSender(Sender):
@@ -115,24 +132,35 @@ class AnyIncarnationSender(Sender):
 class SuccessInSpiteOfFailed(Receiver):
     """D takes FAILED for an end like any other."""
 
-    table = _anywhere()
+    class Machine(ReservationMachine):
+        def end(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
+            self.acknowledge(now, record, heard)
+            if record.bound and heard.message.quiescent:
+                record.author(heard.message).state = WriterState.DONE
+                if all(writer.state is WriterState.DONE for writer in record.writers.values()):
+                    _conclude(self, now, record)
 
-    def _fail_by_peer(self, now: float, record: Any, cue: Any) -> None:
-        self._acknowledge(cue)
-        writer = self._author(record, cue)
-        if writer is not None and isinstance(cue.message, Failed) and cue.message.quiescent:
-            writer.state = WriterState.DONE
-            if self._complete(record):
-                self._conclude(now, record)
+    machine = Machine
+    table: ClassVar[Any] = {
+        **RESERVATION_TABLE,
+        ReservationState.OPEN: {
+            **RESERVATION_TABLE[ReservationState.OPEN],
+            ReservationEvent.FAILED: Cell(ReservationState.OPEN, Machine.end),
+            ReservationEvent.LOUD_FAILED: Cell(ReservationState.OPEN, Machine.end),
+            ReservationEvent.EARLY_FAILED: Cell(ReservationState.OPEN, Machine.end),
+        },
+    }
 
 
 class LeaseNotChecked(Sender):
     """P writes as long as it likes, once it was allowed to."""
 
-    def _authorise(self, now: float, pair: Pair, cue: Any) -> None:
-        super()._authorise(now, pair, cue)
-        if pair.authority is not None:
+    class Machine(PairMachine):
+        def extend(self, now: float, pair: Pair, heard: Heard[Any]) -> None:
+            super().extend(now, pair, heard)
             pair.authority = now + 1e6
+
+    machine, table = Machine, _of(Machine, PAIR_TABLE)
 
 
 class CancelNotAcknowledged(Sender):
@@ -172,16 +200,21 @@ class CancelAnsweredAtOnce(Sender):
 class QuarantineSkipped(Sender):
     """P calls itself quiet as soon as the transport has given up."""
 
-    def _settled(self, pair: Pair) -> bool:
-        return not pair.coverage.out
+    class Guards(PairGuards):
+        def settled(self, pair: Pair) -> bool:
+            return not pair.coverage.out
+
+    guards = Guards
 
 
 class DoneFromLostSource(Sender):
     """P says DONE although the blocks were overwritten while it was writing, or a unit was never offered."""
 
-    def _close(self, now: float, pair: Pair) -> None:
-        pair.owing = False
-        super()._close(now, pair)
+    class Guards(PairGuards):
+        def delivered(self, pair: Pair) -> bool:
+            return pair.complete and pair.authority is not None
+
+    guards = Guards
 
 
 class SealedPushRestarted(Sender):
@@ -229,14 +262,12 @@ class _Trusting(Fence):
 class AnswerBelievedAfterStop(Receiver):
     """D believes FAILED(quiescent) at once, though its own buffers may still hold what was written before."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._fence_of = _Trusting(self._timers, kwargs["quiet_s"])
+    fence = _Trusting
 
 
 class _HoldOnly(Fence):
     def proven_at(self, writer: Writer) -> float | None:
-        if not writer.answered and self.is_gone(writer.p_incarnation):
+        if writer.state is not WriterState.ANSWERED and self.is_gone(writer.p_incarnation):
             return writer.hold_at
         return super().proven_at(writer)
 
@@ -244,22 +275,17 @@ class _HoldOnly(Fence):
 class GoneIsQuiet(Receiver):
     """D asks only for the hold once a writer's process is gone, even if it ended a moment ago."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._fence_of = _HoldOnly(self._timers, kwargs["quiet_s"])
+    fence = _HoldOnly
 
 
 class TimeAloneFrees(Receiver):
     """D takes an expired hold for a proof."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    class Impatient(Fence):
+        def proven_at(self, writer: Writer) -> float | None:
+            return super().proven_at(writer) or writer.hold_at
 
-        class Impatient(Fence):
-            def proven_at(self, writer: Writer) -> float | None:
-                return super().proven_at(writer) or writer.hold_at
-
-        self._fence_of = Impatient(self._timers, kwargs["quiet_s"])
+    fence = Impatient
 
 
 class SlotsReused(Pushes):

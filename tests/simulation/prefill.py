@@ -34,7 +34,7 @@ from vllm_ascend_pd.prefill.writer import News, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
-from vllm_ascend_pd.protocol.tables import PairState
+from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.transport.base import WriteState
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from vllm_ascend_pd.protocol.auth import (
     sessions,
     unseal,
 )
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Endpoint, Reservation
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Endpoint, LayerAddresses, Reservation
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
 KEY = b"k" * 32
@@ -323,12 +324,23 @@ def test_a_message_above_the_limit_is_refused_unread() -> None:
         {"quiet_s": 1e9},
         {"model": "m" * 1025},
         {"quiet_s": float("nan")},
+        {"contributor": Contributor(-1, 0)},
+        {"contributor": Contributor(0, 1 << 16)},
+        {"transfer": TransferId("decode-1", -1, "u")},
+        {"transfer": TransferId("decode-1", 1, "u" * 65)},
+        {"transfer": TransferId("d" * 65, 1, "u")},
     ],
     ids=str,
 )
 def test_values_out_of_bounds_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
         decode_message(encode(begin(**changes)))
+
+
+def test_more_addresses_than_any_cache_has_are_refused() -> None:
+    for bases in (((0,),) * 4097, ((0,) * 65,)):
+        with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
+            decode_message(encode(ready(addresses=LayerAddresses("s", 1, bases))))
 
 
 def test_addresses_travel_with_ready() -> None:

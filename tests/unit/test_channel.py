@@ -44,7 +44,7 @@ async def test_one_connection_per_endpoint_is_made_and_reused() -> None:
 async def test_large_messages_pass_once_the_peer_is_proven(secrets) -> None:
     from vllm_ascend_pd.protocol.messages import LayerAddresses, Ready
 
-    addresses = LayerAddresses("s", 1, tuple((2**40 + n, 2**41 + n) for n in range(20_000)))
+    addresses = LayerAddresses("s", 1, tuple(tuple(2**40 + n + at for at in range(10)) for n in range(4096)))
     ready = Ready(
         **{name: getattr(message(3), name) for name in Ready.__struct_fields__ if hasattr(message(), name)},
         lease_s=1.0,

@@ -14,7 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 
@@ -243,13 +245,6 @@ REFUSED = [
     ("PD-META-005", {"blocks": b"\0" * 13}),
     ("PD-META-005", {"endpoints": ()}),
     ("PD-META-005", {"endpoints": (Endpoint("a", 1),) * 3}),
-    ("PD-META-005", {"transfer": TransferId("d" * 65, 1, "u")}),
-    ("PD-META-005", {"geometry": msgspec.structs.replace(D, block_size=0)}),
-    ("PD-META-005", {"geometry": msgspec.structs.replace(D, block_size=-4)}),
-    ("PD-META-005", {"geometry": msgspec.structs.replace(D, tp_size=0), "endpoints": ()}),
-    ("PD-META-005", {"geometry": msgspec.structs.replace(D, tp_size=5000), "endpoints": (Endpoint("a", 1),) * 5000}),
-    ("PD-META-005", {"geometry": msgspec.structs.replace(D, regions=(msgspec.structs.replace(D.regions[0], block_stride=1 << 63), D.regions[1]))}),
-    ("PD-META-005", {"geometry": msgspec.structs.replace(D, regions=(msgspec.structs.replace(D.regions[0], head_stride=-8), D.regions[1]))}),
     ("PD-GEO-001", {"geometry": msgspec.structs.replace(D, kv_heads=4)}),
     ("PD-GEO-001", {"geometry": msgspec.structs.replace(D, dtype="float32")}),
     ("PD-GEO-001", {"geometry": msgspec.structs.replace(D, stages=(("another layer",),))}),
@@ -266,6 +261,23 @@ def test_a_reservation_that_does_not_fit_is_refused_and_leaves_nothing(code: str
     assert refused is not None and refused.code == code
     assert not book.tracks("r") and book.open_count() == 0
     assert book.admit("r", reservation(10), 10, "h", "push", D) is None
+
+
+IMPOSSIBLE = [
+    {"transfer": TransferId("d" * 65, 1, "u")},
+    {"geometry": msgspec.structs.replace(D, block_size=0)},
+    {"geometry": msgspec.structs.replace(D, block_size=-4)},
+    {"geometry": msgspec.structs.replace(D, tp_size=0), "endpoints": ()},
+    {"geometry": msgspec.structs.replace(D, tp_size=5000), "endpoints": (Endpoint("a", 1),) * 5000},
+    {"geometry": msgspec.structs.replace(D, regions=(msgspec.structs.replace(D.regions[0], block_stride=1 << 63), D.regions[1]))},
+    {"geometry": msgspec.structs.replace(D, regions=(msgspec.structs.replace(D.regions[0], head_stride=-8), D.regions[1]))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE, ids=lambda value: next(iter(value)))
+def test_a_reservation_of_no_engine_is_refused_where_it_is_decoded(changes: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
+        unseal(seal(reservation(10, **changes), None), None)
 
 
 def test_a_range_that_starts_inside_an_opaque_block_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.protocol import agreement, auth, fence, parking, timing
 from vllm_ascend_pd.protocol.messages import Message, RefusalCode
-from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE, PairState, ReservationState
+from vllm_ascend_pd.protocol.states import PairState, ReservationState
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
@@ -59,18 +59,6 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert "more than 120 s" in TEXT
     assert timing.MAX_QUIET_S == 120
     assert timing.DRIFT == 0.001
-
-
-@pytest.mark.parametrize("table", [RESERVATION_TABLE, PAIR_TABLE], ids=["decode", "prefill"])
-def test_every_rule_names_a_handler_of_its_machine(table: typing.Any) -> None:
-    from vllm_ascend_pd.protocol.push import Sender
-    from vllm_ascend_pd.protocol.reservation import Receiver
-
-    machine = Receiver if table is RESERVATION_TABLE else Sender
-    for rules in table.values():
-        for rule in rules.values():
-            # Answers to unknown pushes are not about a pair: the machine reads them off the UNATTACHED row itself.
-            assert rule.handler == "_answer_gone" or callable(getattr(machine, rule.handler))
 
 
 def test_pure_modules_import_nothing_that_waits_or_speaks() -> None:

@@ -31,7 +31,7 @@ from vllm_ascend_pd.protocol.actions import Closed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, layout_hash
 from vllm_ascend_pd.protocol.push import Sender
-from vllm_ascend_pd.protocol.tables import PairState
+from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import authority_until, hold_s, settled_s
 
 AUTHORITY = authority_until(0.0, TIMERS.lease_s)
@@ -297,7 +297,7 @@ def test_a_lost_write_is_quiet_only_after_the_quiet_time() -> None:
     actions = run_until(s, quiet_at - 0.01, quiet_at + 0.01)
     assert told(actions) == "failed:quiet closed:failed"
     (closed,) = [a for a in actions if isinstance(a, Closed)]
-    assert closed.code == "PD-XFER-003"
+    assert closed.failure.code == "PD-XFER-003"
 
 
 def test_a_stopped_prefill_does_not_count_the_time_it_was_stopped() -> None:
@@ -332,7 +332,7 @@ def test_decode_can_stop_a_push(message: object) -> None:
     assert told(actions) == "failed:quiet closed:failed"
     (closed,) = [a for a in actions if isinstance(a, Closed)]
     if not isinstance(message, type(cancel())):
-        assert (closed.code, "dtype" in closed.detail) == ("PD-GEO-001", True)
+        assert (closed.failure.code, "dtype" in closed.failure.detail) == ("PD-GEO-001", True)
 
 
 def test_cancel_of_a_push_that_is_covered_is_answered_with_done() -> None:

@@ -33,15 +33,17 @@ from protocol_rig import (
     told,
 )
 
-from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.protocol.actions import Action, Report, Verify
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
+from vllm_ascend_pd.protocol.auth import decode_message, encode
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Ack, Cancel, Ready, Refused, layout_hash
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import ReservationState
+from vllm_ascend_pd.protocol.states import ReservationState
 from vllm_ascend_pd.protocol.timing import hold_s, lapse_s, settled_s
 
 LAPSE = lapse_s(TIMERS.lease_s, TIMERS.margin_s)
@@ -126,17 +128,32 @@ def test_what_is_parked_is_bounded_in_bytes_too() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"tp_size": 0}, "tp_size"),
+        ({"tp_size": 1 << 40}, "tp_size"),
+        ({"kv_heads": 0}, "kv_heads"),
+        ({"kv_heads": 65537}, "kv_heads"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": (1 << 20) + 1}, "block_size"),
         ({"stages": (("layer",),) * 1025}, "stages"),
-        ({"stages": (tuple(map(str, range(4097))),)}, "layers"),
+        ({"stages": (tuple(map(str, range(4097))),)}, "stages"),
         ({"regions": (Region("kv", 4096, 1024, 64, 64),) * 65}, "regions"),
-        ({"stages": (("x" * 257,),)}, "too long"),
-        ({"packing": "x" * 257}, "too long"),
+        ({"regions": (Region("kv", 4096, 1024, -1, 64),)}, "regions"),
+        ({"regions": (Region("kv", (1 << 31) + 1, 1024, 64, 64),)}, "regions"),
+        ({"stages": (("x" * 257,),)}, "stages"),
+        ({"packing": "x" * 257}, "packing"),
     ],
 )
 def test_a_cache_larger_than_any_is_refused_before_it_is_compared(changes: dict[str, object], says: str) -> None:
+    """By its decoder, which names the field."""
+    with pytest.raises(RemoteProtocolError, match=f"PD-CTRL-002.*geometry.{says}"):
+        decode_message(encode(begin(geometry=geometry(2, **changes))))
+
+
+def test_more_layers_than_any_model_has_are_refused_whatever_their_stages() -> None:
     r = opened()
-    (answer,) = messages(r.message(0.2, "p1", begin(geometry=geometry(2, **changes))), Refused)
-    assert answer.code == "mismatch" and says in answer.detail
+    stages = tuple(tuple(f"{stage}.{layer}" for layer in range(4096)) for stage in range(2))
+    (answer,) = messages(r.message(0.2, "p1", begin(geometry=geometry(2, stages=stages))), Refused)
+    assert (answer.code, answer.detail) == ("mismatch", "layers: prefill 8192, decode accepts at most 4096")
 
 
 def test_of_very_many_contributors_only_some_are_told() -> None:
@@ -214,8 +231,6 @@ def test_addresses_are_told_once() -> None:
             ["cell bytes of kv: prefill 32, decode 64"],
         ),
         ({"geometry": geometry(2, dtype="fp16", packing="kv")}, ["dtype: ", "packing: "]),
-        ({"geometry": geometry(0)}, ["tp_size: prefill 0"]),
-        ({"geometry": geometry(1 << 40)}, ["tp_size: "]),
         ({"quiet_s": 121.0}, ["quiet time: prefill 121, decode at most 120"]),
         ({"contributors": SET[:1]}, ["contributors: prefill P0.0, decode P0.0 P0.1"]),
         ({"plan_digest": "0" * 64}, ["plan: prefill 0000", DIGEST]),
@@ -391,7 +406,7 @@ def test_a_wrong_checksum_fails_the_transfer() -> None:
     r.message(0.1, "p1", done(ONE))
     r.message(0.2, "p2", done(TWO))
     (report,) = reports(r.verified(0.3, T, LAYERS[1]))
-    assert (report.ok, report.code, report.detail) == (False, "PD-WIRE-004", LAYERS[1])
+    assert (report.ok, report.failure) == (False, Failure("PD-WIRE-004", LAYERS[1]))
 
 
 def test_a_verdict_that_comes_after_a_cancel_changes_nothing() -> None:
@@ -413,7 +428,7 @@ def test_one_failed_contributor_fails_the_transfer_and_the_others_are_fenced() -
     assert told(actions) == "ack:failed cancel"
     assert messages(actions, Cancel)[0].contributor == TWO
     (report,) = reports(r.message(0.2, "p2", done(TWO)))
-    assert (report.ok, report.code) == (False, "PD-XFER-003")
+    assert (report.ok, report.failure.code) == (False, "PD-XFER-003")
 
 
 def test_a_loud_failure_is_not_a_quiet_one() -> None:
@@ -436,7 +451,7 @@ def test_the_deadline_counts_from_the_bind() -> None:
     assert r.next_wake() == 15.0
     assert told(r.tick(14.99)) == ""
     (report,) = reports(r.tick(15.0))
-    assert (report.code, report.detail) == ("PD-XFER-001", "gated")
+    assert report.failure == Failure("PD-XFER-001", "gated")
 
 
 def test_settle_shortens_the_deadline_to_a_lease_and_never_lengthens_it() -> None:

@@ -37,7 +37,7 @@ from protocol_rig import (
 from vllm_ascend_pd.protocol.actions import Closed, Report, Revoke
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
-from vllm_ascend_pd.protocol.tables import PairState, ReservationState
+from vllm_ascend_pd.protocol.states import PairState, ReservationState
 
 transfers = st.sampled_from(
     [
@@ -68,7 +68,7 @@ to_decode = st.one_of(
     made(
         begin,
         geometry=st.sampled_from(
-            [geometry(2), geometry(4), geometry(2, dtype="x"), geometry(-1), geometry(2, stages=())]
+            [geometry(2), geometry(4), geometry(2, dtype="x"), geometry(1024), geometry(2, stages=())]
         ),
         contributors=st.sampled_from([SET, SET[:1], ()]),
         plan_digest=st.sampled_from([DIGEST, "x"]),

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every state times every event has a decided outcome, and the machines do what is decided.
 
-The outcomes are written out here by hand: state after, and what is sent or asked. None: illegal, changes nothing.
+The outcomes are written out here by hand: the state in the end, and what is sent or asked. None: illegal, changes
+nothing. What runs is the package's table: each of its cells is entered by what really comes from outside.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from protocol_rig import (
+    ADDRESSES,
     END,
     FIRST,
     NEW_ADDRESSES,
@@ -25,6 +30,7 @@ from protocol_rig import (
     done,
     failed,
     order,
+    p_incarnation,
     ready,
     receiver,
     refused,
@@ -34,23 +40,49 @@ from protocol_rig import (
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action
-from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.guards import TO_DECODE, TO_PREFILL
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.messages import LayerAddresses, layout_hash
 from vllm_ascend_pd.protocol.push import Claim, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import (
-    PAIR_MESSAGES,
-    PAIR_TABLE,
-    RESERVATION_MESSAGES,
-    RESERVATION_TABLE,
+from vllm_ascend_pd.protocol.states import (
+    Cell,
     PairEvent,
     PairState,
     ReservationEvent,
     ReservationState,
-    Rule,
+    WriterEvent,
+    WriterState,
+    enter,
 )
+from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
+from vllm_ascend_pd.protocol.transfer import WRITER_TABLE, Writer
 
 S, E = ReservationState, ReservationEvent
 Outcome = tuple[ReservationState, str] | None
+FAILURE = Failure("PD-XFER-001", "test")
+
+
+def watched(table: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The table, and a list of the cells that are entered, in order."""
+    entered: list[tuple[Any, Any]] = []
+
+    def noted(state: Any, event: Any, cell: Cell[Any]) -> Cell[Any]:
+        def effect(*args: Any) -> None:
+            entered.append((state, event))
+            cell.effect(*args)
+
+        return replace(cell, effect=effect)
+
+    return {s: {e: noted(s, e, cell) for e, cell in cells.items()} for s, cells in table.items()}, entered
+
+
+def led(table: Any, entered: list[tuple[Any, Any]]) -> Any:
+    """Where the last cell that was entered leads: nothing but the table changes a state."""
+    state, event = entered[-1]
+    return table[state][event].into
+
 
 # The canonical OPEN and FENCING: ONE is leased, TWO has not been heard of. VERIFYING and CLOSED_OK: both are done.
 RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
@@ -72,13 +104,31 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.OPEN: {
         E.BEGIN: (S.OPEN, "ready"),
+        E.FIRST_BEGIN: (S.OPEN, "ready"),
+        E.BEGIN_AGAIN: (S.OPEN, "ready"),
+        E.LATE_BEGIN: (S.OPEN, ""),
+        E.BEGIN_OF_GONE: (S.OPEN, ""),
+        E.BEGIN_OF_ANOTHER: (S.OPEN, "refused:bound"),
+        E.BEGIN_UNFIT: (S.OPEN, "refused:mismatch"),
+        E.BEGIN_IN_REVOCATION: (S.OPEN, ""),
         E.DONE: (S.OPEN, "ack:done"),
+        E.LAST_DONE: (S.CLOSED_OK, "ack:done report:ok"),
+        E.LAST_DONE_TO_VERIFY: (S.VERIFYING, "ack:done verify"),
+        E.WRONG_PLAN_DONE: (S.CLOSED_FAILED, "ack:done report:failed"),
+        E.LATE_DONE: (S.OPEN, "ack:done"),
+        E.EARLY_DONE: (S.OPEN, "ack:done"),
         E.FAILED: (S.CLOSED_FAILED, "ack:failed report:failed"),
+        E.LOUD_FAILED: (S.FENCING, "ack:failed cancel"),
+        E.LATE_FAILED: (S.OPEN, "ack:failed"),
+        E.EARLY_FAILED: (S.FENCING, "ack:failed cancel"),
+        E.WORD_OF_STRANGER: (S.OPEN, "ack:done"),
+        E.WORD_OF_ANOTHER: (S.OPEN, "ack:done"),
         E.CANCEL: (S.FENCING, "cancel"),
         E.SETTLE: (S.OPEN, ""),
         E.DEADLINE: (S.FENCING, "cancel"),
         E.LAPSE: (S.FENCING, "cancel"),
-        E.REVOKED: (S.CLOSED_FAILED, "cancel report:failed"),
+        E.REVOKED: (S.OPEN, ""),  # before anybody was granted anything
+        E.CUT: (S.CLOSED_FAILED, "cancel report:failed"),
     },
     S.VERIFYING: {
         E.BEGIN: (S.VERIFYING, "refused:over"),
@@ -87,13 +137,19 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
         E.CANCEL: (S.CLOSED_FAILED, "report:failed"),
         E.SETTLE: (S.VERIFYING, ""),
         E.VERIFIED: (S.CLOSED_OK, "report:ok"),
+        E.CORRUPT: (S.CLOSED_FAILED, "report:failed"),
         E.DEADLINE: (S.CLOSED_FAILED, "report:failed"),
         E.REVOKED: (S.VERIFYING, ""),
     },
     S.FENCING: {
         E.BEGIN: (S.FENCING, "refused:cancelled"),
         E.DONE: (S.CLOSED_FAILED, "ack:done report:failed"),
+        E.LATE_DONE: (S.FENCING, "ack:done"),
         E.FAILED: (S.CLOSED_FAILED, "ack:failed report:failed"),
+        E.LOUD_FAILED: (S.FENCING, "ack:failed"),
+        E.WORD_OF_STRANGER: (S.FENCING, "ack:done"),
+        E.WORD_OF_ANOTHER: (S.FENCING, "ack:done"),
+        E.ALL_QUIET: (S.CLOSED_FAILED, "ack:done report:failed"),
         E.GATE_OPEN: (S.FENCING, ""),
         E.CANCEL: (S.FENCING, ""),
         E.SETTLE: (S.FENCING, ""),
@@ -117,6 +173,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
         E.CANCEL: (S.CLOSED_FAILED, ""),
         E.SETTLE: (S.CLOSED_FAILED, ""),
         E.VERIFIED: (S.CLOSED_FAILED, ""),
+        E.CORRUPT: (S.CLOSED_FAILED, ""),
         E.OVER: (S.OVER, ""),
         E.REVOKED: (S.CLOSED_FAILED, ""),
     },
@@ -125,77 +182,128 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
         E.DONE: (S.OVER, "ack:done"),
         E.FAILED: (S.OVER, "ack:failed"),
         E.VERIFIED: (S.OVER, ""),
+        E.CORRUPT: (S.OVER, ""),
     },
 }
 
 
-def decode_in(state: ReservationState) -> Receiver:
-    """A Receiver that holds T in `state`, at time 0 or a little later."""
-    r = receiver(verify=state is S.VERIFYING)
+UNASKED = (E.FIRST_BEGIN, E.REVOKED)  # happen to an OPEN that nobody has said BEGIN to
+
+
+def decode_in(state: ReservationState, event: ReservationEvent | None = None) -> Receiver:
+    """A Receiver that holds T in `state`, at time 0 or a little later, as `event` needs it."""
+    r = receiver(verify=state is S.VERIFYING or event is E.LAST_DONE_TO_VERIFY)
     if state is S.UNBOUND:
         return r
     r.bind(0.0, T, FIRST, END, 300.0)
     if state is S.GATED:
+        r._fence_of.revoking = event is E.REVOKED
         return r
     r.gate_open(0.0, T)
+    if state is S.OPEN and event in UNASKED:
+        r._fence_of.revoking = event is E.REVOKED
+        return r
     r.message(0.0, "p1", begin(ONE))
     if state in (S.VERIFYING, S.CLOSED_OK, S.OVER):
         r.message(0.0, "p2", begin(TWO))
         r.message(0.0, "p1", done(ONE))
         r.message(0.0, "p2", done(TWO))
+    if state is S.OPEN and event in (E.LAST_DONE, E.LAST_DONE_TO_VERIFY):
+        r.message(0.0, "p2", begin(TWO))
+        r.message(0.0, "p2", done(TWO))
+    if state is S.OPEN and event in (E.LATE_DONE, E.LATE_FAILED):
+        r.message(0.0, "p1", done(ONE))
     if state in (S.FENCING, S.CLOSED_FAILED):
         r.cancel(0.0, T, "PD-XFER-002", "test")
     if state is S.CLOSED_FAILED:
         r.message(0.0, "p1", failed(ONE))
     if state is S.OVER:
         r.over(0.0, T)
+    if state is S.OPEN and event is E.BEGIN_OF_GONE:
+        r.peer_gone(0.0, p_incarnation(ONE))
+    r._fence_of.revoking = event in (E.REVOKED, E.CUT, E.BEGIN_IN_REVOCATION)
     return r
 
 
-def fire(r: Receiver, event: ReservationEvent) -> list[Action]:
-    """The event through the interface, or straight into the machine where the interface has its own condition."""
-    if event is E.REVOKED:
-        record = r._lookup(T)
-        r._fence_of.revoking = False
-        r._addresses = NEW_ADDRESSES
-        r._fire(event, 0.1, record)
-        return r._taken(record)
-    if event in (E.DEADLINE, E.LAPSE, E.PROVEN) or (event is E.BIND and r.state(T) is not S.UNBOUND):
-        record = r._lookup(T)
-        r._fire(event, 0.1, record)
-        return r._taken(record)
+def straight(r: Receiver, event: ReservationEvent) -> list[Action]:
+    """Into the machine, where the interface has its own condition, or would not let it come."""
+    record = r._machine.lookup(T)
+    r._machine.fire(event, 0.1, record, FAILURE)
+    return r._taken(record)
+
+
+def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[Action]:
+    late = TWO if state is S.FENCING else ONE  # of FENCING's, TWO was never granted anything
     calls: dict[ReservationEvent, Callable[[], list[Action]]] = {
         E.BEGIN: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
+        E.FIRST_BEGIN: lambda: r.message(0.1, "p1", begin(ONE)),
+        E.BEGIN_AGAIN: lambda: r.message(0.1, "p1", begin(ONE)),
+        E.LATE_BEGIN: lambda: r.message(0.1, "p1", begin(ONE, seq=0)),
+        E.BEGIN_OF_GONE: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
+        E.BEGIN_OF_ANOTHER: lambda: r.message(0.1, "p2", begin(TWO, push="push-2")),
+        E.BEGIN_UNFIT: lambda: r.message(0.1, "p2", begin(TWO, model="another")),
+        E.BEGIN_IN_REVOCATION: lambda: r.message(0.1, "p2", begin(TWO)),
         E.DONE: lambda: r.message(0.1, "p1", done(ONE)),
+        E.LAST_DONE: lambda: r.message(0.1, "p1", done(ONE)),
+        E.LAST_DONE_TO_VERIFY: lambda: r.message(0.1, "p1", done(ONE)),
+        E.ALL_QUIET: lambda: r.message(0.1, "p1", done(ONE)),
+        E.WRONG_PLAN_DONE: lambda: r.message(0.1, "p1", done(ONE, plan_digest="another")),
+        E.LATE_DONE: lambda: r.message(0.1, "p1", done(late)),
+        E.EARLY_DONE: lambda: r.message(0.1, "p2", done(TWO)),
         E.FAILED: lambda: r.message(0.1, "p1", failed(ONE)),
+        E.LOUD_FAILED: lambda: r.message(0.1, "p1", failed(ONE, quiescent=False)),
+        E.LATE_FAILED: lambda: r.message(0.1, "p1", failed(ONE)),
+        E.EARLY_FAILED: lambda: r.message(0.1, "p2", failed(TWO)),
+        E.WORD_OF_STRANGER: lambda: r.message(0.1, "p1", done(Contributor(5, 5))),
+        E.WORD_OF_ANOTHER: lambda: r.message(0.1, "p1", done(ONE, p_incarnation="another")),
         E.BIND: lambda: r.bind(0.1, T, FIRST, END, 300.0),
         E.GATE_OPEN: lambda: r.gate_open(0.1, T),
         E.CANCEL: lambda: r.cancel(0.1, T, "PD-XFER-002", "test"),
         E.SETTLE: lambda: r.settle(0.1, T),
         E.VERIFIED: lambda: r.verified(0.1, T, None),
+        E.CORRUPT: lambda: r.verified(0.1, T, "layer.0"),
         E.OVER: lambda: r.over(0.1, T),
+        E.REVOKED: lambda: r.revoked(0.1, NEW_ADDRESSES),
+        E.CUT: lambda: r.revoked(0.1, NEW_ADDRESSES),
     }
-    return calls[event]()
+    return calls.get(event, lambda: straight(r, event))()
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(S, E)), ids=lambda x: x.value)
-def test_decode_does_what_is_decided(state: ReservationState, event: ReservationEvent) -> None:
+def test_decode_does_what_is_decided(
+    state: ReservationState, event: ReservationEvent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = RESERVATION[state].get(event)
     assert (event in RESERVATION_TABLE[state]) == (expected is not None), "the table and the decisions differ"
-    r = decode_in(state)
+    table, entered = watched(RESERVATION_TABLE)
+    monkeypatch.setattr(Receiver, "table", table)
+    r = decode_in(state, event if expected is not None else None)
     assert r.state(T) is state
+    entered.clear()
     if expected is None:
         with pytest.raises(LocalProtocolError):
-            fire(r, event)
-        assert r.state(T) is state
+            straight(r, event)
+        assert r.state(T) is state and entered == []
     else:
-        actions = fire(r, event)
+        actions = fire(r, state, event)
         assert (r.state(T), told(actions)) == expected
+        assert (state, event) in entered and led(RESERVATION_TABLE, entered) is expected[0]
+
+
+@pytest.mark.parametrize("event", [E.BIND, E.GATE_OPEN, E.SETTLE, E.VERIFIED, E.OVER], ids=lambda e: e.value)
+@pytest.mark.parametrize("state", S, ids=lambda s: s.value)
+def test_decode_is_not_told_what_cannot_be(state: ReservationState, event: ReservationEvent) -> None:
+    if event in RESERVATION_TABLE[state]:
+        return
+    r = decode_in(state)
+    with pytest.raises(LocalProtocolError):
+        fire(r, state, event)
+    assert r.state(T) is state
 
 
 @pytest.mark.parametrize("state", S, ids=lambda s: s.value)
 def test_no_message_is_illegal_for_decode(state: ReservationState) -> None:
-    assert set(RESERVATION_TABLE[state]) >= RESERVATION_MESSAGES
+    assert set(RESERVATION_TABLE[state]) >= set(TO_DECODE.values())
 
 
 @pytest.mark.parametrize("state", S, ids=lambda s: s.value)
@@ -235,6 +343,10 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
         PE.READY: (PS.PUSH, ""),
         PE.REFUSED: (PS.CLOSED, "failed:quiet closed:failed"),
         PE.CANCEL: (PS.CLOSED, "failed:quiet closed:failed"),
+        PE.READY_UNASKED: (PS.ASK, ""),
+        PE.READY_LATE: (PS.ASK, ""),
+        PE.READY_BARE: (PS.ASK, ""),
+        PE.READY_UNFIT: (PS.CLOSED, "failed:quiet closed:failed"),
         PE.ACK: (PS.ASK, ""),
         PE.OFFER: (PS.ASK, ""),
         PE.SEAL: (PS.ASK, ""),
@@ -248,25 +360,33 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
         PE.READY: (PS.PUSH, ""),
         PE.REFUSED: (PS.DRAIN, "failed:loud"),
         PE.CANCEL: (PS.DRAIN, "failed:loud"),
+        PE.READY_UNASKED: (PS.PUSH, ""),
+        PE.READY_LATE: (PS.PUSH, ""),
+        PE.READY_BARE: (PS.PUSH, ""),
+        PE.READY_MOVED: (PS.DRAIN, "failed:loud"),
+        PE.READY_UNFIT: (PS.DRAIN, "failed:loud"),
         PE.ACK: (PS.PUSH, ""),
         PE.OFFER: (PS.PUSH, ""),
         PE.SEAL: (PS.PUSH, ""),
-        PE.RESTART: None,  # a unit is out: see below
+        PE.RESTART: (PS.PUSH, ""),  # not while a unit is out: see below
         PE.CLAIM: (PS.PUSH, ""),
         PE.RETURN: (PS.PUSH, ""),
         PE.SUBMITTED: (PS.PUSH, ""),
+        PE.SUBMITTED_LATE: (PS.DRAIN, "failed:loud"),
         PE.LANDED: (PS.PUSH, ""),
         PE.LOST: (PS.DRAIN, "failed:loud"),
         PE.FAIL: (PS.DRAIN, "failed:loud"),
         PE.UNREACHABLE: (PS.PUSH, ""),
         PE.RENEW: (PS.PUSH, "begin"),
         PE.AUTHORITY_OVER: (PS.DRAIN, "failed:loud"),
+        PE.COMPLETE: (PS.CLOSED, "done closed:ok"),
     },
     PS.DRAIN: {
         PE.READY: (PS.DRAIN, ""),
         PE.REFUSED: (PS.DRAIN, ""),
         PE.CANCEL: (PS.DRAIN, ""),
         PE.ACK: (PS.DRAIN, ""),
+        PE.ACK_OF_ANOTHER: (PS.DRAIN, ""),
         PE.OFFER: (PS.DRAIN, ""),
         PE.SEAL: (PS.DRAIN, ""),
         PE.RESTART: (PS.DRAIN, ""),
@@ -276,13 +396,15 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
         PE.LOST: (PS.DRAIN, ""),
         PE.FAIL: (PS.DRAIN, ""),
         PE.UNREACHABLE: (PS.DRAIN, ""),
-        PE.QUIET: (PS.DRAIN, ""),  # asked while a write is out
+        PE.QUIET: (PS.CLOSED, "failed:quiet closed:failed"),
+        PE.COMPLETE: (PS.CLOSED, "done closed:ok"),
     },
     PS.CLOSED: {
         PE.READY: (PS.CLOSED, ""),
         PE.REFUSED: (PS.CLOSED, ""),
         PE.CANCEL: (PS.CLOSED, "failed:quiet"),
-        PE.ACK: (PS.CLOSED, ""),
+        PE.ACK: (PS.UNATTACHED, ""),  # closed, acknowledged: forgotten
+        PE.ACK_OF_ANOTHER: (PS.CLOSED, ""),
         PE.OFFER: (PS.CLOSED, ""),
         PE.SEAL: (PS.CLOSED, ""),
         PE.RESTART: (PS.CLOSED, ""),
@@ -292,8 +414,11 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
 }
 
 
-def prefill_in(state: PairState) -> tuple[Sender, Claim]:
-    """A Sender whose only pair is in `state`, and the claim that is or was out."""
+LESS = LayerAddresses("session-1", 10, ((0,),))  # than the layers that were planned for
+
+
+def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender, Claim]:
+    """A Sender whose only pair is in `state`, as `event` needs it, and the claim that is or was out."""
     s = sender()
     claim = Claim(PUSH, 0, "unit", 0)
     if state is PS.UNATTACHED:
@@ -304,65 +429,108 @@ def prefill_in(state: PairState) -> tuple[Sender, Claim]:
         return s, claim
     s.message(0.0, "d0", ready())
     claim = claim_of(s, 0.0)
-    if state in (PS.DRAIN, PS.CLOSED):
+    if state is PS.PUSH and event in (PE.READY, PE.READY_BARE, PE.READY_MOVED, PE.READY_UNFIT):
+        straight_pair(s, PE.RENEW)  # a question that a READY may answer
+    if state is PS.PUSH and event is PE.RESTART:
+        s.returned(0.0, claim)
+    if event is PE.COMPLETE:
+        s.seal(0.0, PUSH)
+    if state is PS.DRAIN and event is PE.COMPLETE:
+        s.message(0.0, "d0", cancel())
+    elif state in (PS.DRAIN, PS.CLOSED):
         s.abort(0.0, PUSH, "PD-XFER-002", "test")
     if state is PS.CLOSED:
         s.wrote(0.0, claim, True)
     return s, claim
 
 
+def straight_pair(s: Sender, event: PairEvent) -> list[Action]:
+    pair = s._pair(PUSH, 0)
+    if pair is None:
+        enter(s.table, PS.UNATTACHED, event, Counter(), PUSH)
+        raise AssertionError("only messages and `open` come without a pair")
+    s._machine.fire(event, 0.1, pair, FAILURE)
+    return s._taken()
+
+
 def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
     pair = s._pair(PUSH, 0)
-    internal = (PE.RENEW, PE.READY_TIMEOUT, PE.AUTHORITY_OVER, PE.QUIET, PE.FAIL, PE.RESTART, PE.SEAL, PE.CLAIM)
-    if event in internal or (event is PE.OPEN and pair is not None):
-        if pair is None:
-            raise LocalProtocolError("no such pair")
-        if event is PE.RESTART and pair.coverage.out:
-            return s.restart(0.1, PUSH)
-        s._fire(event, 0.1, pair)
-        return s._taken()
+    asked = pair.seq if pair is not None and pair.said is None else 1
+    said = pair.said if pair is not None else None
+    moved, less = layout_hash(NEW_ADDRESSES), layout_hash(ADDRESSES)
     calls: dict[PairEvent, Callable[[], list[Action]]] = {
-        PE.READY: lambda: s.message(0.1, "d0", ready()),
+        PE.READY: lambda: s.message(0.2, "d0", ready(asked)),
+        PE.READY_UNASKED: lambda: s.message(0.2, "d0", ready(77)),
+        PE.READY_LATE: lambda: s.message(14.97, "d0", ready(1)),
+        PE.READY_BARE: lambda: s.message(0.2, "d0", ready(asked, layout="unknown", addresses=None)),
+        PE.READY_MOVED: lambda: s.message(0.2, "d0", ready(asked, layout=moved, addresses=NEW_ADDRESSES)),
+        PE.READY_UNFIT: lambda: s.message(0.2, "d0", ready(asked, layout=less, addresses=LESS)),
         PE.REFUSED: lambda: s.message(0.1, "d0", refused()),
         PE.CANCEL: lambda: s.message(0.1, "d0", cancel()),
-        PE.ACK: lambda: s.message(0.1, "d0", ack("done", 1)),
+        PE.ACK: lambda: s.message(0.1, "d0", ack("failed", said.seq) if said is not None else ack("done", 1)),
+        PE.ACK_OF_ANOTHER: lambda: s.message(0.1, "d0", ack("done", 1)),
         PE.OPEN: lambda: s.open(0.1, order()),
         PE.OFFER: lambda: s.offer(0.1, PUSH, 0, "another", 10),
+        PE.SEAL: lambda: s.seal(0.1, PUSH),
+        PE.RESTART: lambda: s.restart(0.1, PUSH),
         PE.RETURN: lambda: s.returned(0.1, claim),
         PE.SUBMITTED: lambda: s.submitted(0.1, claim),
+        PE.SUBMITTED_LATE: lambda: s.submitted(14.97, claim),
         PE.LANDED: lambda: s.wrote(0.1, claim, True),
         PE.LOST: lambda: s.wrote(0.1, claim, False),
-        PE.UNREACHABLE: lambda: _unreachable(s),
+        PE.COMPLETE: lambda: s.wrote(0.1, claim, True),
+        PE.QUIET: lambda: s.wrote(0.1, claim, True),
+        PE.UNREACHABLE: lambda: s.unreachable(0.1, "d0", "refused"),
     }
-    return calls[event]()
-
-
-def _unreachable(s: Sender) -> list[Action]:
-    if s._pair(PUSH, 0) is None:
-        raise LocalProtocolError("nothing is open towards this peer")  # the interface then has nobody to tell
-    return s.unreachable(0.1, "d0", "refused")
+    if pair is not None and pair.state in (PS.DRAIN, PS.CLOSED) and event in (PE.SEAL, PE.RESTART):
+        return straight_pair(s, event)  # the interface tells a push that has failed or closed something else
+    return calls.get(event, lambda: straight_pair(s, event))()
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(PS, PE)), ids=lambda x: x.value)
-def test_prefill_does_what_is_decided(state: PairState, event: PairEvent) -> None:
+def test_prefill_does_what_is_decided(state: PairState, event: PairEvent, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = PAIR[state].get(event)
-    s, claim = prefill_in(state)
+    assert (event in PAIR_TABLE[state]) == (expected is not None), "the table and the decisions differ"
+    table, entered = watched(PAIR_TABLE)
+    monkeypatch.setattr(Sender, "table", table)
+    s, claim = prefill_in(state, event if expected is not None else None)
     assert s.state(PUSH, 0) is state
+    entered.clear()
     if expected is None:
         with pytest.raises(LocalProtocolError):
-            fire_pair(s, claim, event)
-        assert s.state(PUSH, 0) is state
-        if (state, event) != (PS.PUSH, PE.RESTART):
-            assert event not in PAIR_TABLE[state], "the table and the decisions differ"
+            straight_pair(s, event)
+        assert s.state(PUSH, 0) is state and entered == []
     else:
         actions = fire_pair(s, claim, event)
         assert (s.state(PUSH, 0), told(actions)) == expected
-        assert event in PAIR_TABLE[state]
+        assert (state, event) in entered
+        assert led(PAIR_TABLE, entered) is (PS.CLOSED if (state, event) == (PS.CLOSED, PE.ACK) else expected[0])
+
+
+@pytest.mark.parametrize("event", [PE.OPEN, PE.OFFER, PE.RETURN, PE.SUBMITTED, PE.LANDED, PE.LOST])
+@pytest.mark.parametrize("state", PS, ids=lambda s: s.value)
+def test_prefill_is_not_told_what_cannot_be(state: PairState, event: PairEvent) -> None:
+    if event in PAIR_TABLE[state]:
+        return
+    s, claim = prefill_in(state)
+    with pytest.raises(LocalProtocolError):
+        fire_pair(s, claim, event)
+    assert s.state(PUSH, 0) is state
+
+
+def test_nothing_starts_over_or_ends_while_a_unit_is_out() -> None:
+    s, _ = prefill_in(PS.PUSH)
+    with pytest.raises(LocalProtocolError):
+        s.restart(0.1, PUSH)
+    assert s.state(PUSH, 0) is PS.PUSH
+    s, _ = prefill_in(PS.DRAIN)
+    s._machine.end(0.1, s._pair(PUSH, 0), None)
+    assert s.state(PUSH, 0) is PS.DRAIN
 
 
 @pytest.mark.parametrize("state", PS, ids=lambda s: s.value)
 def test_no_message_is_illegal_for_prefill(state: PairState) -> None:
-    assert set(PAIR_TABLE[state]) >= PAIR_MESSAGES
+    assert set(PAIR_TABLE[state]) >= set(TO_PREFILL.values())
 
 
 @pytest.mark.parametrize("state", PS, ids=lambda s: s.value)
@@ -375,13 +543,35 @@ def test_a_message_for_an_earlier_process_is_counted_and_not_answered(state: Pai
     assert sum(s.counters.values()) == 1
 
 
-@pytest.mark.parametrize(
-    ("state", "event"), [(state, event) for state in S for event in RESERVATION_TABLE[state]], ids=lambda x: x.value
-)
-def test_a_rule_of_decode_that_leads_elsewhere_is_noticed(state: ReservationState, event: ReservationEvent) -> None:
-    """The machine checks itself after every event."""
-    rule = RESERVATION_TABLE[state][event]
-    r = decode_in(state)
-    r.table = {state: {event: Rule(rule.handler, frozenset())}}
-    with pytest.raises(LocalProtocolError):
-        fire(r, event)
+# ---- one writer of a transfer
+
+WS, WE = WriterState, WriterEvent
+WRITER: dict[WriterState, dict[WriterEvent, WriterState]] = {
+    WS.AWAITED: {WE.GRANTED: WS.LEASED, WE.ANSWER: WS.AWAITED},
+    WS.LEASED: {
+        WE.GRANTED: WS.LEASED,
+        WE.DONE: WS.DONE,
+        WE.ANSWER: WS.ANSWERED,
+        WE.PROVEN: WS.QUIET,
+        WE.REVOKED: WS.QUIET,
+    },
+    WS.ANSWERED: {WE.DONE: WS.DONE, WE.ANSWER: WS.ANSWERED, WE.PROVEN: WS.QUIET, WE.REVOKED: WS.QUIET},
+    WS.DONE: {WE.ANSWER: WS.DONE},
+    WS.QUIET: {WE.ANSWER: WS.QUIET},
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(WS, WE)), ids=lambda x: x.value)
+def test_a_writer_goes_where_is_decided(state: WriterState, event: WriterEvent) -> None:
+    expected, writer = WRITER[state].get(event), Writer(ONE, state)
+    assert WRITER_TABLE[state].get(event) is expected
+    if expected is None:
+        with pytest.raises(LocalProtocolError):
+            writer.on(event)
+    else:
+        writer.on(event)
+    assert writer.state is (expected or state)
+
+
+def test_only_a_writer_that_may_still_write_is_waited_for() -> None:
+    assert {state for state in WS if Writer(ONE, state).waited_for} == {WS.LEASED, WS.ANSWERED}

@@ -14,7 +14,9 @@ from typing import Annotated, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Name, Text, Token
+from vllm_ascend_pd.geometry.layout import Name
+from vllm_ascend_pd.protocol.identity import Token
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Text
 
 CLEAR = 0x01
 GUARDED = 0x02

@@ -188,7 +188,7 @@ class ReceiveRuntime:
 
     def _report(self, action: act.Report) -> None:
         if not action.ok:
-            log.warning("transfer %s failed: %s %s", action.transfer, action.code, one_line(action.detail))
+            log.warning("transfer %s failed: %s", action.transfer, one_line(str(action.failure)))
         reports = self.core.take_reports()
         self._reports.extend(reports)
         if reports:

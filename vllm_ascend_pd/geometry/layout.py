@@ -10,17 +10,27 @@ is the whole plane.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+MAX_LAYERS = 4096
+MAX_REGIONS = 64
+
+# What one field can bound is bound where it is decoded: a made-up cache must not reach the share arithmetic.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # in bytes; times any block id it fits 64 bits
+Stage = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor of a layer: packed K‖V, K or V alone, an MLA latent."""
 
-    name: str
-    block_stride: int
-    head_stride: int
-    token_stride: int
-    cell_bytes: int
+    name: Name
+    block_stride: Stride
+    head_stride: Stride
+    token_stride: Stride
+    cell_bytes: Stride
 
     @property
     def opaque(self) -> bool:
@@ -34,13 +44,13 @@ class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads `head_range(r)`.
     """
 
-    block_size: int
-    kv_heads: int
-    tp_size: int
-    dtype: str
-    packing: str
-    regions: tuple[Region, ...]
-    stages: tuple[tuple[str, ...], ...]  # layer names by pipeline stage
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    kv_heads: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    dtype: Name
+    packing: Name
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=1024)]  # layer names by pipeline stage
 
     @property
     def opaque(self) -> bool:

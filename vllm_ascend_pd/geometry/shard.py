@@ -91,7 +91,7 @@ def destinations(p: CacheGeometry, d: CacheGeometry, rank: int) -> tuple[int, ..
     return tuple(d_rank for d_rank in range(d.tp_size) if rank in contributors(p, d, d_rank))
 
 
-def shared_stages(p: CacheGeometry, d: CacheGeometry, d_stage: int = 0) -> tuple[int, ...]:
-    """The pipeline stages of P that have a layer in common with D's stage."""
-    wanted = set(d.stages[d_stage])
+def shared_stages(p: CacheGeometry, d: CacheGeometry) -> tuple[int, ...]:
+    """The pipeline stages of P that have a layer in common with D."""
+    wanted = set(d.layers)
     return tuple(index for index, names in enumerate(p.stages) if not wanted.isdisjoint(names))

@@ -16,15 +16,11 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
-from vllm_ascend_pd.protocol.agreement import MAX_TP
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
 Blocks = NDArray[np.int32]
 
-MAX_BLOCK_TOKENS = 1 << 20
-MAX_BLOCK_BYTES = 1 << 31  # times any block id it fits 64 bits
-MAX_NAME = 64
 LOOKS = 8  # steps that follow catch-up exchanges at once: their slots are free again soon, for what else was missed
 
 
@@ -247,14 +243,7 @@ class PushBook:
 
 def _malformed(reservation: Reservation) -> str:
     """What no decode engine reserves. Whoever made it up must not reach the arithmetic of the workers."""
-    d, transfer = reservation.geometry, reservation.transfer
-    if not (1 <= d.block_size <= MAX_BLOCK_TOKENS and 1 <= d.tp_size <= MAX_TP):
-        return f"block size {d.block_size}, TP {d.tp_size}"
-    strides = [s for r in d.regions for s in (r.block_stride, r.head_stride, r.token_stride, r.cell_bytes)]
-    if not all(0 <= stride <= MAX_BLOCK_BYTES for stride in strides):
-        return f"strides {strides}"
-    if max(len(transfer.incarnation), len(transfer.uuid)) > MAX_NAME:
-        return "a name that is too long"
+    d = reservation.geometry
     if reservation.end > reservation.prompt_length:
         return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
     if len(reservation.endpoints) != d.tp_size:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Message
 
@@ -24,10 +25,12 @@ class Report:
     """D: this rank has finished with the transfer and nothing can land any more. Once per transfer."""
 
     transfer: TransferId
-    ok: bool
-    code: str = ""
-    detail: str = ""
+    failure: Failure | None = None
     push: str = ""  # the one that was granted authority, if any was
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,11 @@ class Closed:
     """P: every pair of this push has closed; its blocks may go. Once per push."""
 
     push: str
-    ok: bool
-    code: str = ""
-    detail: str = ""
+    failure: Failure | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.plan import plan_digest
-from vllm_ascend_pd.geometry.shard import contributors
+from vllm_ascend_pd.geometry.shard import contributors, shared_stages
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
-from vllm_ascend_pd.protocol.messages import MAX_LAYERS, Begin
+from vllm_ascend_pd.protocol.messages import Begin
 from vllm_ascend_pd.protocol.timing import MAX_QUIET_S
 
 PLAN_MODES = ("direct", "regroup")
-MAX_TP = 1024
-MAX_HEADS = 65536
-MAX_STAGES = 1024
-MAX_REGIONS = 64
-MAX_NAME = 256
 
 
 def contributor_pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[Contributor, ...]:
@@ -27,10 +22,8 @@ def contributor_pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[
 
     A D rank that would receive nothing still hears of the transfer: from P's leader rank.
     """
-    wanted = set(d.layers)
-    stages = [index for index, names in enumerate(p.stages) if not wanted.isdisjoint(names)]
     ranks = contributors(p, d, d_rank)
-    found = tuple(Contributor(stage, rank) for stage in stages for rank in ranks)
+    found = tuple(Contributor(stage, rank) for stage in shared_stages(p, d) for rank in ranks)
     return found or (Contributor(0, 0),)
 
 
@@ -41,9 +34,9 @@ def differences(begin: Begin, model: str, d: CacheGeometry, d_rank: int, first: 
     _compare(found, "model", begin.model, model)
     if begin.quiet_s > MAX_QUIET_S:
         found.append(f"quiet time: prefill {begin.quiet_s:g}, decode at most {MAX_QUIET_S:g}")
-    impossible = _impossible(begin.geometry)
-    if impossible:
-        return [*found, impossible]
+    layers = sum(map(len, begin.geometry.stages))
+    if layers > MAX_LAYERS:
+        return [*found, f"layers: prefill {layers}, decode accepts at most {MAX_LAYERS}"]
     found.extend(_mismatches(begin.geometry, d))
     if not found:
         # Only now: shares and plans of caches that do not fit each other mean nothing.
@@ -63,20 +56,6 @@ def _compare(found: list[str], field: str, prefill: object, decode: object) -> N
 
 def _set(contributors: tuple[Contributor, ...]) -> str:
     return " ".join(map(str, contributors))
-
-
-def _impossible(p: CacheGeometry) -> str:
-    """Sizes that no engine has; with them the share arithmetic would run for ever."""
-    sizes = (("tp_size", p.tp_size, MAX_TP), ("kv_heads", p.kv_heads, MAX_HEADS), ("block_size", p.block_size, 1 << 20))
-    for field, size, most in sizes:
-        if not 1 <= size <= most:
-            return f"{field}: prefill {size}, decode accepts 1 to {most}"
-    counts = (("stages", len(p.stages), MAX_STAGES), ("regions", len(p.regions), MAX_REGIONS))
-    for field, count, most in (*counts, ("layers", sum(map(len, p.stages)), MAX_LAYERS)):
-        if count > most:
-            return f"{field}: prefill {count}, decode accepts at most {most}"
-    names = (p.dtype, p.packing, *(region.name for region in p.regions), *p.layers)
-    return "a name of the cache is too long" if any(len(name) > MAX_NAME for name in names) else ""
 
 
 @lru_cache(maxsize=64)

@@ -10,40 +10,15 @@ believed, unless we were stopped ourselves a moment ago: what it sent before may
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Begin
-from vllm_ascend_pd.protocol.tables import WriterState
-from vllm_ascend_pd.protocol.timing import Backoff, RunningClock, hold_s, lapse_s, settled_s
+from vllm_ascend_pd.protocol.states import WriterEvent, WriterState
+from vllm_ascend_pd.protocol.timing import RunningClock, hold_s, lapse_s, settled_s
+from vllm_ascend_pd.protocol.transfer import Writer
 
 MAX_GONE = 4096
-
-
-@dataclass(slots=True)
-class Writer:
-    """One contributor of one transfer, as D sees it. `lapse_at` and `hold_at` are on the running clock."""
-
-    contributor: Contributor
-    state: WriterState = WriterState.AWAITED
-    peer: Hashable = None
-    granted: Begin | None = None  # the newest BEGIN that was answered with READY
-    quiet_s: float = 0.0
-    lapse_at: float = 0.0
-    hold_at: float = 0.0
-    checksums: tuple[tuple[str, int], ...] = ()
-    answered: bool = False  # has said FAILED(quiescent)
-    cancel: Backoff | None = None  # set while CANCEL is being repeated
-
-    @property
-    def p_incarnation(self) -> str:
-        return self.granted.p_incarnation if self.granted else ""
-
-    @property
-    def seq(self) -> int:
-        return self.granted.seq if self.granted else 0
 
 
 @dataclass(slots=True)
@@ -63,12 +38,12 @@ class Fence:
 
     def lease(self, writer: Writer, begin: Begin) -> None:
         """A READY leaves now: the writer may write from here on."""
+        writer.on(WriterEvent.GRANTED)
         writer.granted = begin
         writer.quiet_s = max(self.quiet_s, begin.quiet_s)
         lease_s, margin_s = self.timers.lease_s, self.timers.margin_s
         writer.lapse_at = self.clock.seconds + lapse_s(lease_s, margin_s)
         writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)
-        writer.state = WriterState.LEASED
 
     def gone(self, p_incarnation: str) -> None:
         self._gone.setdefault(p_incarnation, self.clock.seconds)
@@ -86,7 +61,7 @@ class Fence:
 
     def proven_at(self, writer: Writer) -> float | None:
         """On the running clock: when what is known of this writer proves that it is quiet; None if it does not."""
-        if writer.answered:
+        if writer.state is WriterState.ANSWERED:
             return self.rested_at
         gone_at = self._gone.get(writer.p_incarnation)
         if gone_at is None:

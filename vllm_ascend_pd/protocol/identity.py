@@ -6,17 +6,23 @@ vLLM's request ids never leave the engine that made them; across engines only th
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 PROTOCOL_VERSION = 1
+
+Token = Annotated[str, msgspec.Meta(max_length=64)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 class TransferId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One attempt to fill one request's blocks. `n` rises with every reservation of one D scheduler."""
 
-    incarnation: str
-    n: int
-    uuid: str
+    incarnation: Token
+    n: Count
+    uuid: Token
 
     def __str__(self) -> str:
         return f"{self.incarnation[:8]}/{self.n}/{self.uuid[:8]}"
@@ -36,8 +42,8 @@ def pusher(push: str) -> str:
 class Contributor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
     """A P worker that writes to a D rank: pipeline stage and tensor-parallel rank."""
 
-    stage: int
-    rank: int
+    stage: Rank
+    rank: Rank
 
     def __str__(self) -> str:
         return f"P{self.stage}.{self.rank}"

@@ -13,17 +13,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, TransferId
+from vllm_ascend_pd.geometry.layout import MAX_LAYERS, MAX_REGIONS, CacheGeometry, Name
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Rank, Token, TransferId
 
 MAX_MESSAGE_BYTES = 4 << 20
-MAX_LAYERS = 4096
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
-Token = Annotated[str, msgspec.Meta(max_length=64)]
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Sum = Annotated[int, msgspec.Meta(ge=0)]  # a 64-bit sum; msgpack itself holds it below 2**64
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
 
@@ -43,7 +38,10 @@ class LayerAddresses(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     session: Name  # the transfer engine's own name
     num_blocks: Count
-    bases: tuple[tuple[Count, ...], ...]
+    bases: Annotated[
+        tuple[Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_REGIONS)], ...],
+        msgspec.Meta(max_length=MAX_LAYERS),
+    ]
 
 
 def layout_hash(addresses: LayerAddresses) -> str:
@@ -72,7 +70,7 @@ class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: Count
     blocks: Annotated[bytes, msgspec.Meta(max_length=4 << 20)]  # int32, block index first//block_size onwards
     geometry: CacheGeometry
-    endpoints: tuple[Endpoint, ...]  # of D's workers, by rank
+    endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=1024)]  # of D's workers, by rank
     deadline_s: Seconds
     prompt_length: Count
     prompt_hash: Token

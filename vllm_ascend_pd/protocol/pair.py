@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Done, Failed, LayerAddresses
-from vllm_ascend_pd.protocol.tables import PairState
+from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import Backoff
 
 MAX_SENT = 128  # BEGINs whose sending time is remembered; older ones could not extend anything
@@ -52,6 +53,14 @@ class Claim:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A unit that is computed."""
+
+    unit: Hashable
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Coverage:
     """The units of one pair in one epoch."""
@@ -65,12 +74,12 @@ class Coverage:
     def knows(self, unit: Hashable) -> bool:
         return unit in self.pending or unit in self.out or unit in self.covered
 
-    @property
-    def complete(self) -> bool:
-        return not self.pending and not self.out
+    def owe(self, unit: Hashable) -> None:
+        """It was out, and has not been written."""
+        self.pending[unit] = self.out.pop(unit)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Pair:
     """One push towards one D rank."""
 
@@ -92,6 +101,16 @@ class Pair:
     speak: Backoff | None = None
     speak_until: float = 0.0
 
+    def __repr__(self) -> str:
+        """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; says DONE, not heard>"""
+        push, units = self.push.order.push, self.coverage
+        until = "" if self.authority is None else f" until {self.authority:.2f}"
+        words = f"{push} to D{self.destination.d_rank} at {self.destination.peer}: {self.state.value}{until}"
+        words += f", units: {len(units.pending)} pending, {len(units.out)} out, {len(units.covered)} covered"
+        if self.said is not None:
+            words += f"; says {type(self.said).__name__.upper()}, {'' if self.acknowledged else 'not '}heard"
+        return f"<Pair {words}>"
+
     @property
     def key(self) -> tuple[str, int]:
         return (self.push.order.push, self.destination.d_rank)
@@ -100,13 +119,21 @@ class Pair:
     def speaking(self) -> bool:
         return self.said is not None and not self.acknowledged
 
+    @property
+    def complete(self) -> bool:
+        """Every unit that it owes was offered, and has landed."""
+        return self.push.sealed and not self.coverage.pending and not self.coverage.out
+
+    def authorised(self, now: float) -> bool:
+        return self.authority is not None and now < self.authority
+
     def sent_begin(self, seq: int, now: float) -> None:
         self.sent[seq] = now
         while len(self.sent) > MAX_SENT:
             del self.sent[next(iter(self.sent))]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Push:
     order: PushOrder
     deadline: float
@@ -114,8 +141,22 @@ class Push:
     pairs: dict[int, Pair] = field(default_factory=dict)
     epoch: int = 0
     sealed: bool = False
-    failure: tuple[str, str] | None = None
+    failure: Failure | None = None
     closed: bool = False
+
+    def __repr__(self) -> str:
+        """<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain, D1 closed>"""
+        words = f"{self.order.push} of {self.order.transfer}"
+        words += f", epoch {self.epoch}" if self.epoch else ""
+        words += ", sealed" if self.sealed else ""
+        words += f", failed: {self.failure}" if self.failure else ""
+        pairs = ", ".join(f"D{rank} {pair.state.value}" for rank, pair in self.pairs.items())
+        return f"<Push {words}; {pairs or 'goes nowhere'}>"
+
+    @property
+    def cause(self) -> Failure:
+        """What to tell of a push that was not delivered."""
+        return self.failure or Failure("PD-XFER-002", "unknown")
 
     @property
     def delivered(self) -> bool:

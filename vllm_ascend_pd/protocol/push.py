@@ -7,29 +7,90 @@ A push goes to one or more D ranks; it succeeds or fails as one, and its blocks 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 
+from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.actions import Action
-from vllm_ascend_pd.protocol.messages import Ack, Cancel, LayerAddresses, Message, Ready, Refused
-from vllm_ascend_pd.protocol.pair import Claim, Destination, Pair, Push, PushOrder
-from vllm_ascend_pd.protocol.push_rules import MAX_LAYOUTS, NOTHING, OPEN, Cue, PushRules
-from vllm_ascend_pd.protocol.tables import PairEvent, PairState
-from vllm_ascend_pd.protocol.timing import Backoff
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.guards import OPEN, TO_PREFILL, PairGuards
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.messages import LayerAddresses, Message
+from vllm_ascend_pd.protocol.pair import Claim, Destination, Offer, Pair, Push, PushOrder
+from vllm_ascend_pd.protocol.push_rules import MAX_LAYOUTS, PairMachine
+from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
+from vllm_ascend_pd.protocol.tables import PAIR_TABLE
+from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock
+from vllm_ascend_pd.protocol.words import PrefillWords
 
 __all__ = ["Claim", "Destination", "PushOrder", "Sender"]
 
 MAX_FINISHED = 65536
-_EVENTS: dict[type, PairEvent] = {
-    Ready: PairEvent.READY,
-    Refused: PairEvent.REFUSED,
-    Cancel: PairEvent.CANCEL,
-    Ack: PairEvent.ACK,
-}
 
 
-class Sender(PushRules):
+class PushAgenda:
+    """When to look at a push or one of its pairs again: on the wall clock, and on the one that counts while we run."""
+
+    def __init__(self, clock: RunningClock, stall_timeout_s: float) -> None:
+        self._clock, self._stall_s = clock, stall_timeout_s
+        self._wall: Agenda[tuple[str, int | None]] = Agenda()
+        self._settling: Agenda[tuple[str, int]] = Agenda()
+
+    def schedule(self, push: Push, *, known: bool) -> None:
+        """Put every timer of this push on the agendas."""
+        running = known and not push.closed and push.failure is None
+        last = min(push.deadline, push.progress + self._stall_s) if running else None
+        self._wall.set((push.order.push, None), last)
+        for pair in push.pairs.values():
+            times: list[float] = []
+            if pair.state in OPEN:
+                times = [pair.begin.at, pair.ready_by if pair.authority is None else pair.authority]
+            if pair.speaking and pair.speak is not None:
+                times.append(pair.speak.at)
+            self._wall.set(pair.key, min(times, default=None) if known else None)
+            waiting = pair.state is PairState.DRAIN and not pair.coverage.out
+            self._settling.set(pair.key, pair.quiet_at if waiting else None)
+
+    def wall_due(self, now: float) -> list[tuple[str, int | None]]:
+        return self._wall.due(now)
+
+    def settled(self) -> list[tuple[str, int]]:
+        return self._settling.due(self._clock.seconds)
+
+    def next(self) -> list[float | None]:
+        settling = self._settling.next()
+        return [self._wall.next(), None if settling is None else self._clock.wake(settling)]
+
+
+class Sender:
     """All pushes of one P worker."""
+
+    # What the simulator replaces when it takes a rule out.
+    table = PAIR_TABLE
+    guards = PairGuards
+    machine = PairMachine
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        contributor: Contributor,
+        model: str,
+        geometry: CacheGeometry,
+        timers: Timers,
+        quiet_s: float,
+    ) -> None:
+        self._timers = timers
+        self._clock = RunningClock()
+        self._words = PrefillWords(incarnation, contributor, model, geometry, quiet_s)
+        guards = self.guards(self._clock, OrderedDict())
+        self._machine = self.machine(self.table, guards, self._words, timers)
+        self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)
+        self._pushes, self.counters = self._machine.pushes, self._machine.counters
+        self._finished: OrderedDict[str, None] = OrderedDict()  # so that late local events are told from wrong ones
+        self._heard: OrderedDict[Hashable, float] = OrderedDict()
 
     # -- what the runtime tells
 
@@ -46,14 +107,14 @@ class Sender(PushRules):
             begin = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
             pair = Pair(push, destination, begin, ready_by=now + self._timers.ready_timeout_s)
             push.pairs[destination.d_rank] = pair
-            self._fire(PairEvent.OPEN, now, pair)
-        self._close_if_done(push)
+            self._machine.fire(PairEvent.OPEN, now, pair)
+        self._machine.close_push(push)
         self._schedule(push)
         return self._taken()
 
     def offer(self, now: float, push: str, d_rank: int, unit: Hashable, nbytes: int) -> list[Action]:
         """`unit` is computed; nobody has to wait for anything to write it but authority."""
-        return self._local(PairEvent.OFFER, now, push, d_rank, Cue(unit=unit, nbytes=nbytes))
+        return self._local(PairEvent.OFFER, now, push, d_rank, Offer(unit, nbytes))
 
     def checksum(self, push: str, d_rank: int, layer: str, value: int) -> None:
         """Add to the sum of `layer` that DONE will carry."""
@@ -71,7 +132,7 @@ class Sender(PushRules):
                 raise LocalProtocolError(f"push {push} is sealed twice")
             record.sealed = True
             for pair in record.pairs.values():
-                self._fire(PairEvent.SEAL, now, pair)
+                self._machine.fire(PairEvent.SEAL, now, pair)
             self._schedule(record)
         return self._taken()
 
@@ -87,14 +148,14 @@ class Sender(PushRules):
             return self._taken()
         if record.failure is not None or record.sealed:
             self._lose_source(record)
-            self._fail(now, record, "PD-XFER-002", "preempted after its last step")
+            self._machine.fail(now, record, Failure("PD-XFER-002", "preempted after its last step"))
         elif any(pair.coverage.out for pair in record.pairs.values()):
             raise LocalProtocolError(f"push {push} is restarted while writes are out")
         else:
             record.epoch += 1
             record.progress = now
             for pair in record.pairs.values():
-                self._fire(PairEvent.RESTART, now, pair)
+                self._machine.fire(PairEvent.RESTART, now, pair)
         self._schedule(record)
         return self._taken()
 
@@ -105,27 +166,29 @@ class Sender(PushRules):
         """
         self._clock.observe(now)
         claims: list[Claim] = []
-        for pair in list(self._claimable.values()):
-            if pair.authority is None or not self._authorised(pair, now):
+        for pair in list(self._machine.claimable.values()):
+            if not pair.authorised(now):
                 continue
             if allow is not None and not allow(pair.destination.peer):
                 continue
             push, d_rank = pair.key
             claims.extend(Claim(push, d_rank, unit, pair.push.epoch) for unit in pair.coverage.pending)
-            self._fire(PairEvent.CLAIM, now, pair)
+            self._machine.fire(PairEvent.CLAIM, now, pair)
         return claims
 
     def returned(self, now: float, claim: Claim) -> list[Action]:
         """The claim was not submitted after all; it may be claimed again."""
-        return self._about(PairEvent.RETURN, now, claim)
+        return self._tell(PairEvent.RETURN, now, self._claimed(claim, "returned"), claim)
 
     def submitted(self, now: float, claim: Claim) -> list[Action]:
         """The submission returned at `now`."""
-        return self._about(PairEvent.SUBMITTED, now, claim)
+        pair = self._claimed(claim, "submitted")
+        return self._tell(self._machine.guards.submission(now, pair), now, pair, claim)
 
     def wrote(self, now: float, claim: Claim, ok: bool) -> list[Action]:
         """The transport has acknowledged the write, or has given it up (then it may still land)."""
-        return self._about(PairEvent.LANDED if ok else PairEvent.LOST, now, claim)
+        event = PairEvent.LANDED if ok else PairEvent.LOST
+        return self._tell(event, now, self._claimed(claim, event.value), claim)
 
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
         self._clock.observe(now)
@@ -133,7 +196,7 @@ class Sender(PushRules):
         self._heard.move_to_end(peer)
         if len(self._heard) > MAX_LAYOUTS:
             self._heard.popitem(last=False)
-        event = _EVENTS.get(type(message))
+        event = TO_PREFILL.get(type(message))
         if event is None:
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
@@ -142,13 +205,13 @@ class Sender(PushRules):
             return self._taken()
         pair = self._pair(message.push, message.d_rank)
         if pair is None:
-            self._answer_unknown(event, now, peer, message)
+            self._machine.hear(now, None, Heard(peer, message))
         elif message.transfer != pair.push.order.transfer or message.d_incarnation != message.transfer.incarnation:
             self.counters["wrong_transfer"] += 1
         elif peer != pair.destination.peer:
             self.counters["wrong_peer"] += 1  # another D: it has no say in this push, and no memory for it
         else:
-            self._fire(event, now, pair, Cue(message=message))
+            self._machine.hear(now, pair, Heard(peer, message))
             self._schedule(pair.push)
         return self._taken()
 
@@ -158,25 +221,25 @@ class Sender(PushRules):
         record = self._record(push)
         if record is not None:
             self._lose_source(record)
-            self._fail(now, record, code, detail)
+            self._machine.fail(now, record, Failure(code, detail))
             self._schedule(record)
         return self._taken()
 
     def unreachable(self, now: float, peer: Hashable, detail: str) -> list[Action]:
         """The channel could not connect to `peer`."""
         self._clock.observe(now)
-        cue = Cue(code="PD-XFER-004", detail=f"{peer}: {detail}")
+        failure = Failure("PD-XFER-004", f"{peer}: {detail}")
         for push in list(self._pushes.values()):
             for pair in push.pairs.values():
                 if pair.destination.peer == peer:
-                    self._fire(PairEvent.UNREACHABLE, now, pair, cue)
+                    self._machine.fire(PairEvent.UNREACHABLE, now, pair, failure)
             self._schedule(push)
         return self._taken()
 
     def tick(self, now: float) -> list[Action]:
         """Whatever is due."""
         self._clock.observe(now)
-        for name, d_rank in self._wall.due(now):
+        for name, d_rank in self._agenda.wall_due(now):
             push = self._pushes.get(name)
             if push is None:
                 continue  # forgotten by an earlier one of this very tick
@@ -185,19 +248,15 @@ class Sender(PushRules):
             else:
                 self._pair_due(now, push.pairs[d_rank])
             self._schedule(push)
-        for name, d_rank in self._settling.due(self._clock.seconds):
+        for name, d_rank in self._agenda.settled():
             push = self._pushes[name]
-            self._fire(PairEvent.QUIET, now, push.pairs[d_rank])
+            self._machine.end(now, push.pairs[d_rank], None)
             self._schedule(push)
         return self._taken()
 
     def next_wake(self) -> float | None:
         """When `tick` must be called at the latest; None while nothing is open."""
-        times = [at for at in (self._wall.next(),) if at is not None]
-        settling = self._settling.next()
-        if settling is not None:
-            times.append(self._clock.wake(settling))
-        return min(times, default=None)
+        return min((at for at in self._agenda.next() if at is not None), default=None)
 
     # -- what the runtime asks
 
@@ -242,22 +301,32 @@ class Sender(PushRules):
 
     # -- finding and telling
 
-    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, cue: Cue) -> list[Action]:
+    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, came: object) -> list[Action]:
         self._clock.observe(now)
         record = self._record(push)
-        if record is not None:
-            pair = record.pairs.get(d_rank)
-            if pair is None:
-                raise LocalProtocolError(f"push {push} has no D rank {d_rank}")
-            self._fire(event, now, pair, cue)
-            self._schedule(record)
+        if record is None:
+            return self._taken()
+        pair = record.pairs.get(d_rank)
+        if pair is None:
+            raise LocalProtocolError(f"push {push} has no D rank {d_rank}")
+        return self._tell(event, now, pair, came)
+
+    def _tell(self, event: PairEvent, now: float, pair: Pair, came: object) -> list[Action]:
+        self._clock.observe(now)
+        self._machine.fire(event, now, pair, came)
+        self._schedule(pair.push)
         return self._taken()
 
-    def _about(self, event: PairEvent, now: float, claim: Claim) -> list[Action]:
+    def _claimed(self, claim: Claim, what: str) -> Pair:
         pair = self._pair(claim.push, claim.d_rank)
         if pair is None or claim.epoch != pair.push.epoch or claim.unit not in pair.coverage.out:
-            raise LocalProtocolError(f"{event.value}: {claim} is not out")
-        return self._local(event, now, claim.push, claim.d_rank, Cue(claim=claim))
+            raise LocalProtocolError(f"{what}: {claim} is not out")
+        return pair
+
+    def _lose_source(self, push: Push) -> None:
+        """The blocks may go at any time now: whatever is still out does not count as delivered."""
+        for pair in push.pairs.values():
+            pair.owing = True
 
     def _record(self, push: str) -> Push | None:
         record = self._pushes.get(push)
@@ -270,53 +339,41 @@ class Sender(PushRules):
         return record.pairs.get(d_rank) if record else None
 
     def _taken(self) -> list[Action]:
-        actions, self._actions = self._actions, []
+        actions, self._machine.actions = self._machine.actions, []
         return actions
 
     # -- time
 
     def _push_due(self, now: float, push: Push) -> None:
         if now >= push.deadline:
-            self._fail(now, push, "PD-XFER-001", f"deadline of {push.order.deadline_s:g} s")
+            self._machine.fail(now, push, Failure("PD-XFER-001", f"deadline of {push.order.deadline_s:g} s"))
         elif now >= push.progress + self._timers.stall_timeout_s:
-            self._fail(now, push, "PD-XFER-001", f"no progress for {self._timers.stall_timeout_s:g} s")
+            why = f"no progress for {self._timers.stall_timeout_s:g} s"
+            self._machine.fail(now, push, Failure("PD-XFER-001", why))
 
     def _pair_due(self, now: float, pair: Pair) -> None:
-        if pair.state is PairState.PUSH and not self._authorised(pair, now):
-            cue = Cue(code="PD-XFER-001", detail="authority ran out: D did not renew it")
-            self._fire(PairEvent.AUTHORITY_OVER, now, pair, cue)
+        if pair.state is PairState.PUSH and not pair.authorised(now):
+            failure = Failure("PD-XFER-001", "authority ran out: D did not renew it")
+            self._machine.fire(PairEvent.AUTHORITY_OVER, now, pair, failure)
         elif pair.state is PairState.ASK and now >= pair.ready_by:
-            cue = Cue(code="PD-XFER-001", detail=f"no READY within {self._timers.ready_timeout_s:g} s")
-            self._fire(PairEvent.READY_TIMEOUT, now, pair, cue)
+            failure = Failure("PD-XFER-001", f"no READY within {self._timers.ready_timeout_s:g} s")
+            self._machine.fire(PairEvent.READY_TIMEOUT, now, pair, failure)
         elif pair.state in OPEN and now >= pair.begin.at:
-            self._fire(PairEvent.RENEW, now, pair)
+            self._machine.fire(PairEvent.RENEW, now, pair)
         if pair.speaking and pair.speak is not None and now >= pair.speak.at:
             if now >= pair.speak_until:
                 pair.acknowledged = True  # nobody listens any more
                 self.counters["unacknowledged"] += 1
             else:
                 pair.speak.again(now)
-                self._repeat(now, pair, NOTHING)
+                self._machine.repeat(now, pair, None)
 
     def _schedule(self, push: Push) -> None:
-        """Put every timer of this push on the agendas, or forget the push."""
+        """Put its timers on the agendas, or forget it."""
         name = push.order.push
         if push.closed and not any(pair.speaking for pair in push.pairs.values()):
             self._pushes.pop(name, None)
             self._finished[name] = None
             if len(self._finished) > MAX_FINISHED:
                 self._finished.popitem(last=False)
-        over = name not in self._pushes
-        failing = over or push.closed or push.failure is not None
-        last = None if failing else min(push.deadline, push.progress + self._timers.stall_timeout_s)
-        self._wall.set((name, None), last)
-        for pair in push.pairs.values():
-            times: list[float] = []
-            if pair.state in OPEN:
-                times.append(pair.begin.at)
-                times.append(pair.ready_by if pair.authority is None else pair.authority)
-            if pair.speaking and pair.speak is not None:
-                times.append(pair.speak.at)
-            self._wall.set(pair.key, None if over else min(times, default=None))
-            waiting = pair.state is PairState.DRAIN and not pair.coverage.out
-            self._settling.set(pair.key, pair.quiet_at if waiting else None)
+        self._agenda.schedule(push, known=name in self._pushes)

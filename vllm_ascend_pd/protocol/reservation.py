@@ -9,36 +9,108 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.actions import Action, Revoke
-from vllm_ascend_pd.protocol.fence import Writer
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.fence import Fence
+from vllm_ascend_pd.protocol.guards import ReservationGuards
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import LayerAddresses, Message, layout_hash
-from vllm_ascend_pd.protocol.reservation_rules import EVENTS, Cue, ReservationRules, Transfer
-from vllm_ascend_pd.protocol.tables import ReservationEvent, ReservationState
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, Message, RefusalCode
+from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
+from vllm_ascend_pd.protocol.states import Heard, ReservationEvent, ReservationState
+from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
+from vllm_ascend_pd.protocol.timing import Agenda
+from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 
 _CLOSED = (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED)
 
 
-class Receiver(ReservationRules):
+class ReservationAgenda:
+    """When to look at a transfer again: on the wall clock, and on the clock that only counts while we run."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence_of = fence
+        self._wall: Agenda[TransferId] = Agenda()
+        self._running: Agenda[TransferId] = Agenda()
+
+    def schedule(self, record: Transfer, *, known: bool) -> None:
+        """Put every timer of this transfer on the agendas."""
+        wall, running, leased = [record.deadline], [], record.leased()
+        wall += [writer.cancel_at for writer in leased]
+        if record.state is ReservationState.OPEN:
+            running = [writer.lapse_at for writer in leased]
+        elif record.state is ReservationState.FENCING:
+            running = [at for writer in leased if (at := self._proof_due(writer)) is not None]
+        times = [at for at in wall if known and at is not None]
+        self._wall.set(record.transfer, min(times, default=None))
+        self._running.set(record.transfer, min(running, default=None) if known else None)
+
+    def _proof_due(self, writer: Writer) -> float | None:
+        """When to look at this silent writer again: its proof, or its hold, after which access is revoked."""
+        proven_at = self._fence_of.proven_at(writer)
+        if proven_at is not None:
+            return proven_at
+        return None if self._fence_of.revoking else writer.hold_at
+
+    def wall_due(self, now: float) -> list[TransferId]:
+        return self._wall.due(now)
+
+    def running_due(self) -> list[TransferId]:
+        return self._running.due(self._fence_of.clock.seconds)
+
+    def next(self) -> list[float | None]:
+        running = self._running.next()
+        return [self._wall.next(), None if running is None else self._fence_of.clock.wake(running)]
+
+
+class Receiver:
     """All transfers of one D worker.
 
     `incarnation` is that of the D engine, as in `TransferId.incarnation`; left empty, the first `bind` tells it.
     """
 
+    # What the simulator replaces when it takes a rule out.
+    table = RESERVATION_TABLE
+    guards = ReservationGuards
+    machine = ReservationMachine
+    fence = Fence
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        rank: int,
+        model: str,
+        geometry: CacheGeometry,
+        addresses: LayerAddresses,
+        timers: Timers,
+        quiet_s: float,
+        verify: bool,
+    ) -> None:
+        self._rank = rank
+        self._fence_of = self.fence(timers, quiet_s)
+        guards = self.guards(rank, model, geometry, verify, self._fence_of)
+        self._machine = self.machine(self.table, guards, incarnation, addresses, timers)
+        self._agenda = ReservationAgenda(self._fence_of)
+        self._transfers, self._parking = self._machine.transfers, self._machine.parking
+        self.counters = self._machine.counters
+
     # -- what the runtime tells
 
     def bind(self, now: float, transfer: TransferId, first: int, end: int, deadline_s: float) -> list[Action]:
         """The scheduler has allocated the blocks for tokens [first, end); the gate is still closed."""
-        self._observe(now)
-        if self._incarnation and transfer.incarnation != self._incarnation:
-            raise LocalProtocolError(f"{transfer} is bound by an engine that is not {self._incarnation}")
-        if transfer.n <= self._watermark:
-            raise LocalProtocolError(f"{transfer} is bound at or below the watermark {self._watermark}")
-        self._incarnation = transfer.incarnation
+        self._fence_of.observe(now)
+        machine = self._machine
+        if machine.incarnation and transfer.incarnation != machine.incarnation:
+            raise LocalProtocolError(f"{transfer} is bound by an engine that is not {machine.incarnation}")
+        if transfer.n <= machine.watermark:
+            raise LocalProtocolError(f"{transfer} is bound at or below the watermark {machine.watermark}")
+        machine.incarnation = transfer.incarnation
         record = Transfer(transfer, ReservationState.UNBOUND, first, end, deadline=now + deadline_s)
         self._transfers[transfer] = record
-        self._fire(ReservationEvent.BIND, now, record)
+        machine.fire(ReservationEvent.BIND, now, record)
         return self._taken(record)
 
     def gate_open(self, now: float, transfer: TransferId) -> list[Action]:
@@ -47,7 +119,7 @@ class Receiver(ReservationRules):
 
     def cancel(self, now: float, transfer: TransferId, code: str, detail: str) -> list[Action]:
         """The scheduler does not want it any more, or knows that it failed elsewhere."""
-        return self._local(ReservationEvent.CANCEL, now, transfer, Cue(code=code, detail=detail))
+        return self._local(ReservationEvent.CANCEL, now, transfer, Failure(code, detail))
 
     def settle(self, now: float, transfer: TransferId) -> list[Action]:
         """Prefill has ended well: what is missing must arrive within a lease."""
@@ -55,64 +127,67 @@ class Receiver(ReservationRules):
 
     def verified(self, now: float, transfer: TransferId, layer: str | None) -> list[Action]:
         """The answer to Verify: the layer whose checksum differs, or None."""
-        return self._local(ReservationEvent.VERIFIED, now, transfer, Cue(layer=layer))
+        if layer is None:
+            return self._local(ReservationEvent.VERIFIED, now, transfer)
+        return self._local(ReservationEvent.CORRUPT, now, transfer, Failure("PD-WIRE-004", layer))
 
     def over(self, now: float, transfer: TransferId) -> list[Action]:
         """The scheduler has heard from all ranks: the record may go."""
         return self._local(ReservationEvent.OVER, now, transfer)
 
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
-        self._observe(now)
-        event = EVENTS.get(type(message))
-        if event is None:
+        self._fence_of.observe(now)
+        if not isinstance(message, Begin | Done | Failed):
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
-        cue = Cue(peer, message)
-        record = self._lookup(message.transfer)
-        if self._incarnation and not message.d_incarnation == message.transfer.incarnation == self._incarnation:
-            self._answer_stale(now, record, cue)
+        machine, heard = self._machine, Heard(peer, message)
+        record = machine.lookup(message.transfer)
+        ours = machine.incarnation
+        if ours and not message.d_incarnation == message.transfer.incarnation == ours:
+            self._turn_away(now, record, heard, RefusalCode.STALE, f"incarnation: decode {ours}")
         elif message.d_rank != self._rank:
-            self._answer_wrong_rank(now, record, cue)
+            why = f"d_rank: prefill {message.d_rank}, decode {self._rank}"
+            self._turn_away(now, record, heard, RefusalCode.MISMATCH, why)
         else:
-            self._fire(event, now, record, cue)
+            machine.hear(now, record, heard)
         return self._taken(record)
 
     def peer_gone(self, now: float, p_incarnation: str) -> list[Action]:
         """The kernel has closed the connection of this P process."""
-        self._observe(now)
+        self._fence_of.observe(now)
         self._fence_of.gone(p_incarnation)
         self._parking.forget_process(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def peer_back(self, now: float, p_incarnation: str) -> list[Action]:
         """The very same process has connected again: only its connection was gone."""
-        self._observe(now)
+        self._fence_of.observe(now)
         self._fence_of.back(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def revoked(self, now: float, addresses: LayerAddresses) -> list[Action]:
         """Nothing of an old session can land any more."""
-        self._observe(now)
+        self._fence_of.observe(now)
         if not self._fence_of.revoking:
             raise LocalProtocolError("revoked, but no revocation was asked for")
         self._fence_of.revoking = False
-        self._addresses, self._layout = addresses, layout_hash(addresses)
-        records = list(self._transfers.values())
+        machine, records = self._machine, list(self._transfers.values())
+        machine.move(addresses)
         for record in records:
-            self._fire(ReservationEvent.REVOKED, now, record)
+            machine.fire(machine.guards.revocation(record), now, record)
         for record in records:
             if record.state is ReservationState.OPEN:
-                self._unpark(now, record)
+                machine.unpark(now, record)
         return self._taken(*records)
 
     def tick(self, now: float) -> list[Action]:
         """Whatever is due."""
-        self._observe(now)
+        self._fence_of.observe(now)
         touched = []
-        for transfer in self._wall.due(now):
+        for transfer in self._agenda.wall_due(now):
             touched.append(record := self._transfers[transfer])
             self._wall_due(now, record)
-        for transfer in self._running.due(self._fence_of.clock.seconds):
+        for transfer in self._agenda.running_due():
             touched.append(record := self._transfers[transfer])
             self._running_due(now, record)
         expired = self._parking.expire(now)
@@ -122,10 +197,7 @@ class Receiver(ReservationRules):
 
     def next_wake(self) -> float | None:
         """When `tick` must be called at the latest; None while there is nothing to wait for."""
-        times = [at for at in (self._wall.next(), self._parking.next()) if at is not None]
-        running = self._running.next()
-        if running is not None:
-            times.append(self._fence_of.clock.wake(running))
+        times = [at for at in (*self._agenda.next(), self._parking.next()) if at is not None]
         return min(times, default=None)
 
     # -- what the runtime asks
@@ -135,7 +207,7 @@ class Receiver(ReservationRules):
         return tuple(t for t, record in self._transfers.items() if record.state is ReservationState.GATED)
 
     def state(self, transfer: TransferId) -> ReservationState:
-        return self._lookup(transfer).state
+        return self._machine.lookup(transfer).state
 
     def open_count(self) -> int:
         """Transfers that have not been reported."""
@@ -148,67 +220,47 @@ class Receiver(ReservationRules):
     def parked_count(self) -> int:
         return self._parking.count
 
-    def _local(self, event: ReservationEvent, now: float, transfer: TransferId, cue: Cue | None = None) -> list[Action]:
-        self._observe(now)
-        record = self._lookup(transfer)
-        self._fire(event, now, record, cue)
+    def _local(self, event: ReservationEvent, now: float, transfer: TransferId, came: object = None) -> list[Action]:
+        self._fence_of.observe(now)
+        record = self._machine.lookup(transfer)
+        self._machine.fire(event, now, record, came)
         return self._taken(record)
 
-    def _observe(self, now: float) -> None:
-        self._fence_of.observe(now)
+    def _turn_away(
+        self, now: float, record: Transfer, heard: Heard[Begin | Done | Failed], code: RefusalCode, detail: str
+    ) -> None:
+        """It is not for this rank, whatever its transfer may be."""
+        if isinstance(heard.message, Begin):
+            self._machine.say_no(Heard(heard.peer, heard.message), code, detail)
+        else:
+            self._machine.acknowledge(now, record, Heard(heard.peer, heard.message))
 
     def _taken(self, *records: Transfer) -> list[Action]:
         for record in records:
-            self._schedule(record)
-        actions, self._actions = self._actions, []
+            self._agenda.schedule(record, known=record.transfer in self._transfers)
+        actions, self._machine.actions = self._machine.actions, []
         return actions
 
     # -- time
 
     def _wall_due(self, now: float, record: Transfer) -> None:
         if record.deadline is not None and now >= record.deadline:
-            stage = record.state.value
-            self._fire(ReservationEvent.DEADLINE, now, record, Cue(code="PD-XFER-001", detail=stage))
-        for writer in record.writers.values():
-            if writer.cancel is not None and now >= writer.cancel.at:
+            failure = Failure("PD-XFER-001", record.state.value)
+            self._machine.fire(ReservationEvent.DEADLINE, now, record, failure)
+        for writer in record.leased():
+            if writer.cancel is not None and writer.cancel_at is not None and now >= writer.cancel_at:
                 writer.cancel.again(now)
-                self._send_cancel(record, writer)
+                self._machine.cancel(writer, record.failure)
 
     def _running_due(self, now: float, record: Transfer) -> None:
         if record.state is ReservationState.OPEN:
             lost = [str(writer.contributor) for writer in record.leased() if self._fence_of.lapsed(writer)]
             if lost:
-                cue = Cue(code="PD-XFER-004", detail=f"the lease of {', '.join(lost)} lapsed")
-                self._fire(ReservationEvent.LAPSE, now, record, cue)
+                failure = Failure("PD-XFER-004", f"the lease of {', '.join(lost)} lapsed")
+                self._machine.fire(ReservationEvent.LAPSE, now, record, failure)
         elif record.state is ReservationState.FENCING:
-            self._fire(ReservationEvent.PROVEN, now, record)
+            self._machine.fire(ReservationEvent.PROVEN, now, record)
             if not self._fence_of.revoking and any(self._fence_of.must_revoke(w) for w in record.leased()):
                 self._fence_of.revoking = True
-                self._note("revoking", record)
-                self._actions.append(Revoke())
-
-    def _schedule(self, record: Transfer) -> None:
-        """Put every timer of this transfer on the agendas."""
-        transfer = record.transfer
-        if transfer not in self._transfers:
-            self._wall.set(transfer, None)
-            self._running.set(transfer, None)
-            return
-        leased = record.leased()
-        times = [writer.cancel.at for writer in leased if writer.cancel is not None]
-        if record.deadline is not None:
-            times.append(record.deadline)
-        self._wall.set(transfer, min(times, default=None))
-        running: list[float] = []
-        if record.state is ReservationState.OPEN:
-            running = [writer.lapse_at for writer in leased]
-        elif record.state is ReservationState.FENCING:
-            running = [at for writer in leased if (at := self._proof_due(writer)) is not None]
-        self._running.set(transfer, min(running, default=None))
-
-    def _proof_due(self, writer: Writer) -> float | None:
-        """When to look at this silent writer again: its proof, or its hold, after which access is revoked."""
-        proven_at = self._fence_of.proven_at(writer)
-        if proven_at is not None:
-            return proven_at
-        return None if self._fence_of.revoking else writer.hold_at
+                self._machine.note("revoking", record)
+                self._machine.actions.append(Revoke())

@@ -1,260 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two state machines of a transfer, as data. Whatever decides about a state change stands here.
+"""The two state machines of a transfer: in each state, what each event leads to and does. This is what runs.
 
-A rule names the handler that is called and the states in which it may leave the machine; the machines check the
-latter after every event. An event without a rule is illegal: a local one raises LocalProtocolError, a remote one
-cannot be, since every state has a rule for every message (`answer_*` rules count it, answer it, and change nothing).
+The state of a cell is set, then its effect happens, which may itself be the cause of a further event: `fence` finds that
+nobody has to be waited for, `cover` that all has landed, and a push that fails on one pair fails on all. An event without
+a cell is illegal and raises LocalProtocolError. The table of a third machine, one writer, is in `transfer.py`.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
 
-S = TypeVar("S", bound=enum.Enum)
-
-
-class Rule(NamedTuple, Generic[S]):
-    handler: str
-    into: frozenset[S]
+from vllm_ascend_pd.protocol.push_rules import PairMachine
+from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
+from vllm_ascend_pd.protocol.states import Cell, E, PairEvent, PairState, ReservationEvent, ReservationState, S, Table
 
 
-class ReservationState(enum.Enum):
-    """D: one transfer on one D rank."""
-
-    UNBOUND = "unbound"  # its number is above the watermark: this worker has not heard of it yet
-    GATED = "gated"  # bound, but the device may still be busy with the blocks' earlier life
-    OPEN = "open"  # contributors may write
-    VERIFYING = "verifying"  # all done; the memory is being compared with the checksums
-    FENCING = "fencing"  # failed; blocks are kept until every contributor is quiet
-    CLOSED_OK = "closed_ok"
-    CLOSED_FAILED = "closed_failed"
-    OVER = "over"  # at or below the watermark and no record: long finished
+def _idle(state: S, ignore: Callable[..., None], *events: E) -> dict[E, Cell[S]]:
+    return {event: Cell(state, ignore) for event in events}
 
 
-class ReservationEvent(enum.Enum):
-    # messages from P
-    BEGIN = "begin"
-    DONE = "done"
-    FAILED = "failed"
-    # from our own scheduler and runtime
-    BIND = "bind"
-    GATE_OPEN = "gate_open"
-    CANCEL = "cancel"
-    SETTLE = "settle"
-    VERIFIED = "verified"
-    OVER = "over_said"
-    # time, and proofs that a contributor is quiet
-    DEADLINE = "deadline"
-    LAPSE = "lapse"
-    PROVEN = "proven"
-    REVOKED = "revoked"
-
-
-class WriterState(enum.Enum):
-    """D: one contributor of one transfer."""
-
-    AWAITED = "awaited"  # has never been granted anything
-    LEASED = "leased"  # may be writing
-    DONE = "done"  # has said that all is written
-    QUIET = "quiet"  # nothing of it can land any more
-
-
-class PairState(enum.Enum):
-    """P: one push towards one D rank."""
-
-    UNATTACHED = "unattached"  # source or reservation is still missing, or all is over: no record
-    ASK = "ask"  # BEGIN sent, no authority yet
-    PUSH = "push"
-    DRAIN = "drain"  # no new write; those that are out come home
-    CLOSED = "closed"
-
-
-class PairEvent(enum.Enum):
-    # messages from D
-    READY = "ready"
-    REFUSED = "refused"
-    CANCEL = "cancel"
-    ACK = "ack"
-    # from our own scheduler, forward pass and pusher
-    OPEN = "open"
-    OFFER = "offer"
-    SEAL = "seal"
-    RESTART = "restart"
-    CLAIM = "claim"
-    RETURN = "return"  # a claim was not submitted after all
-    SUBMITTED = "submitted"
-    LANDED = "landed"
-    LOST = "lost"  # the transport said -1: it may still land
-    # what ends a push early, told to each of its pairs
-    FAIL = "fail"  # abort, deadline, stall, or another pair
-    UNREACHABLE = "unreachable"
-    # time
-    RENEW = "renew"
-    READY_TIMEOUT = "ready_timeout"
-    AUTHORITY_OVER = "authority_over"
-    QUIET = "quiet"  # the last lost write is T ago
-
-
-RESERVATION_MESSAGES = frozenset({ReservationEvent.BEGIN, ReservationEvent.DONE, ReservationEvent.FAILED})
-PAIR_MESSAGES = frozenset({PairEvent.READY, PairEvent.REFUSED, PairEvent.CANCEL, PairEvent.ACK})
-
-
-def _rule(handler: str, *into: S) -> Rule[S]:
-    return Rule(handler, frozenset(into))
-
-
-def _reservation() -> dict[ReservationState, dict[ReservationEvent, Rule[ReservationState]]]:
-    s, e = ReservationState, ReservationEvent
-    ended = (s.FENCING, s.CLOSED_FAILED)
+def _reservation() -> Table[ReservationState, ReservationEvent]:
+    s, e, do = ReservationState, ReservationEvent, ReservationMachine
     return {
         s.UNBOUND: {
-            e.BEGIN: _rule("_park", s.UNBOUND),
-            e.DONE: _rule("_answer_unexpected", s.UNBOUND),
-            e.FAILED: _rule("_park_failure", s.UNBOUND),
-            e.BIND: _rule("_bind", s.GATED, *ended),
+            e.BEGIN: Cell(s.UNBOUND, do.park),
+            e.DONE: Cell(s.UNBOUND, do.acknowledge, "unexpected_done"),
+            e.FAILED: Cell(s.UNBOUND, do.park_failure),
+            e.BIND: Cell(s.GATED, do.bind),
         },
         s.GATED: {
-            e.BEGIN: _rule("_park", s.GATED),
-            e.DONE: _rule("_answer_unexpected", s.GATED),
-            e.FAILED: _rule("_fail_before_lease", *ended),
-            e.GATE_OPEN: _rule("_open", s.OPEN, *ended),
-            e.CANCEL: _rule("_fence", *ended),
-            e.SETTLE: _rule("_settle", s.GATED),
-            e.DEADLINE: _rule("_fence", *ended),
-            e.REVOKED: _rule("_ignore", s.GATED),
+            e.BEGIN: Cell(s.GATED, do.park),
+            e.DONE: Cell(s.GATED, do.acknowledge, "unexpected_done"),
+            e.FAILED: Cell(s.FENCING, do.fail),
+            e.GATE_OPEN: Cell(s.OPEN, do.open),
+            e.CANCEL: Cell(s.FENCING, do.fence),
+            e.SETTLE: Cell(s.GATED, do.settle),
+            e.DEADLINE: Cell(s.FENCING, do.fence),
+            e.REVOKED: Cell(s.GATED, do.ignore),
         },
         s.OPEN: {
-            e.BEGIN: _rule("_grant", s.OPEN),
-            e.DONE: _rule("_finish", s.OPEN, s.VERIFYING, s.CLOSED_OK, *ended),
-            e.FAILED: _rule("_fail_by_peer", s.OPEN, *ended),
-            e.CANCEL: _rule("_fence", *ended),
-            e.SETTLE: _rule("_settle", s.OPEN),
-            e.DEADLINE: _rule("_fence", *ended),
-            e.LAPSE: _rule("_fence", *ended),
-            e.REVOKED: _rule("_cut", s.OPEN, *ended),
+            e.BEGIN: Cell(s.OPEN, do.grant),
+            e.FIRST_BEGIN: Cell(s.OPEN, do.grant_first),
+            e.BEGIN_AGAIN: Cell(s.OPEN, do.grant_again),
+            e.LATE_BEGIN: Cell(s.OPEN, do.ignore, "late_begin"),
+            e.BEGIN_OF_GONE: Cell(s.OPEN, do.ignore, "begin_of_the_gone"),
+            e.BEGIN_OF_ANOTHER: Cell(s.OPEN, do.refuse),
+            e.BEGIN_UNFIT: Cell(s.OPEN, do.refuse),
+            e.BEGIN_IN_REVOCATION: Cell(s.OPEN, do.park),
+            e.DONE: Cell(s.OPEN, do.finish),
+            e.LAST_DONE: Cell(s.CLOSED_OK, do.finish_last),
+            e.LAST_DONE_TO_VERIFY: Cell(s.VERIFYING, do.finish_and_verify),
+            e.WRONG_PLAN_DONE: Cell(s.FENCING, do.fail_other_plan),
+            e.LATE_DONE: Cell(s.OPEN, do.acknowledge, "late_done"),
+            e.EARLY_DONE: Cell(s.OPEN, do.acknowledge, "unexpected_done"),
+            e.FAILED: Cell(s.FENCING, do.fail_quietly),
+            e.LOUD_FAILED: Cell(s.FENCING, do.fail),
+            e.LATE_FAILED: Cell(s.OPEN, do.acknowledge),
+            e.EARLY_FAILED: Cell(s.FENCING, do.fail),
+            e.WORD_OF_STRANGER: Cell(s.OPEN, do.acknowledge, "not_a_contributor"),
+            e.WORD_OF_ANOTHER: Cell(s.OPEN, do.acknowledge, "other_incarnation"),
+            e.CANCEL: Cell(s.FENCING, do.fence),
+            e.SETTLE: Cell(s.OPEN, do.settle),
+            e.DEADLINE: Cell(s.FENCING, do.fence),
+            e.LAPSE: Cell(s.FENCING, do.fence),
+            e.REVOKED: Cell(s.OPEN, do.ignore),
+            e.CUT: Cell(s.FENCING, do.fail_cut),
         },
         s.VERIFYING: {
-            e.BEGIN: _rule("_answer_over", s.VERIFYING),
-            e.DONE: _rule("_answer_ack", s.VERIFYING),
-            e.FAILED: _rule("_answer_ack", s.VERIFYING),
-            e.CANCEL: _rule("_fence", s.CLOSED_FAILED),
-            e.SETTLE: _rule("_ignore", s.VERIFYING),
-            e.VERIFIED: _rule("_verdict", s.CLOSED_OK, s.CLOSED_FAILED),
-            e.DEADLINE: _rule("_fence", s.CLOSED_FAILED),
-            e.REVOKED: _rule("_ignore", s.VERIFYING),
+            e.BEGIN: Cell(s.VERIFYING, do.refuse_over),
+            e.DONE: Cell(s.VERIFYING, do.acknowledge),
+            e.FAILED: Cell(s.VERIFYING, do.acknowledge),
+            e.CANCEL: Cell(s.FENCING, do.fence),
+            e.VERIFIED: Cell(s.CLOSED_OK, do.report),
+            e.CORRUPT: Cell(s.CLOSED_FAILED, do.report_corrupt),
+            e.DEADLINE: Cell(s.FENCING, do.fence),
+            **_idle(s.VERIFYING, do.ignore, e.SETTLE, e.REVOKED),
         },
         s.FENCING: {
-            e.BEGIN: _rule("_answer_cancelled", s.FENCING),
-            e.DONE: _rule("_quiet_by_answer", *ended),
-            e.FAILED: _rule("_quiet_by_answer", *ended),
-            e.GATE_OPEN: _rule("_ignore", s.FENCING),
-            e.CANCEL: _rule("_ignore", s.FENCING),
-            e.SETTLE: _rule("_ignore", s.FENCING),
-            e.PROVEN: _rule("_quiet_by_proof", *ended),
-            e.REVOKED: _rule("_cut", s.CLOSED_FAILED),
+            e.BEGIN: Cell(s.FENCING, do.refuse_cancelled),
+            e.DONE: Cell(s.FENCING, do.hear_done),
+            e.LATE_DONE: Cell(s.FENCING, do.acknowledge),
+            e.FAILED: Cell(s.FENCING, do.hear_quiet),
+            e.LOUD_FAILED: Cell(s.FENCING, do.acknowledge),
+            e.WORD_OF_STRANGER: Cell(s.FENCING, do.acknowledge, "not_a_contributor"),
+            e.WORD_OF_ANOTHER: Cell(s.FENCING, do.acknowledge, "other_incarnation"),
+            e.PROVEN: Cell(s.FENCING, do.prove),
+            e.REVOKED: Cell(s.FENCING, do.revoke),
+            e.ALL_QUIET: Cell(s.CLOSED_FAILED, do.report),
+            **_idle(s.FENCING, do.ignore, e.GATE_OPEN, e.CANCEL, e.SETTLE),
         },
         s.CLOSED_OK: {
-            e.BEGIN: _rule("_answer_over", s.CLOSED_OK),
-            e.DONE: _rule("_answer_ack", s.CLOSED_OK),
-            e.FAILED: _rule("_answer_ack", s.CLOSED_OK),
-            e.CANCEL: _rule("_ignore", s.CLOSED_OK),
-            e.SETTLE: _rule("_ignore", s.CLOSED_OK),
-            e.OVER: _rule("_drop", s.OVER),
-            e.REVOKED: _rule("_ignore", s.CLOSED_OK),
+            e.BEGIN: Cell(s.CLOSED_OK, do.refuse_over),
+            e.DONE: Cell(s.CLOSED_OK, do.acknowledge),
+            e.FAILED: Cell(s.CLOSED_OK, do.acknowledge),
+            e.OVER: Cell(s.OVER, do.drop),
+            **_idle(s.CLOSED_OK, do.ignore, e.CANCEL, e.SETTLE, e.REVOKED),
         },
         s.CLOSED_FAILED: {
-            e.BEGIN: _rule("_answer_cancelled", s.CLOSED_FAILED),
-            e.DONE: _rule("_answer_ack", s.CLOSED_FAILED),
-            e.FAILED: _rule("_answer_ack", s.CLOSED_FAILED),
-            e.GATE_OPEN: _rule("_ignore", s.CLOSED_FAILED),
-            e.CANCEL: _rule("_ignore", s.CLOSED_FAILED),
-            e.SETTLE: _rule("_ignore", s.CLOSED_FAILED),
-            e.VERIFIED: _rule("_ignore", s.CLOSED_FAILED),  # cancelled while the memory was compared
-            e.OVER: _rule("_drop", s.OVER),
-            e.REVOKED: _rule("_ignore", s.CLOSED_FAILED),
+            e.BEGIN: Cell(s.CLOSED_FAILED, do.refuse_cancelled),
+            e.DONE: Cell(s.CLOSED_FAILED, do.acknowledge),
+            e.FAILED: Cell(s.CLOSED_FAILED, do.acknowledge),
+            e.OVER: Cell(s.OVER, do.drop),
+            **_idle(s.CLOSED_FAILED, do.ignore, e.GATE_OPEN, e.CANCEL, e.SETTLE, e.REVOKED),
+            **_idle(s.CLOSED_FAILED, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled while the memory was compared
         },
         s.OVER: {
-            e.BEGIN: _rule("_answer_over", s.OVER),
-            e.DONE: _rule("_answer_ack", s.OVER),
-            e.FAILED: _rule("_answer_ack", s.OVER),
-            e.VERIFIED: _rule("_ignore", s.OVER),  # cancelled and over while the memory was compared
+            e.BEGIN: Cell(s.OVER, do.refuse_over),
+            e.DONE: Cell(s.OVER, do.acknowledge),
+            e.FAILED: Cell(s.OVER, do.acknowledge),
+            **_idle(s.OVER, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled and over while the memory was compared
         },
     }
 
 
-def _pair() -> dict[PairState, dict[PairEvent, Rule[PairState]]]:
-    s, e = PairState, PairEvent
-    ended = (s.DRAIN, s.CLOSED)
+def _pair() -> Table[PairState, PairEvent]:
+    s, e, do = PairState, PairEvent, PairMachine
     return {
         s.UNATTACHED: {
-            e.READY: _rule("_answer_gone", s.UNATTACHED),
-            e.REFUSED: _rule("_ignore", s.UNATTACHED),
-            e.CANCEL: _rule("_answer_gone", s.UNATTACHED),
-            e.ACK: _rule("_ignore", s.UNATTACHED),
-            e.OPEN: _rule("_ask", s.ASK),
+            e.READY: Cell(s.UNATTACHED, do.answer_gone, "unknown_ready"),
+            e.REFUSED: Cell(s.UNATTACHED, do.ignore, "ignored_refused"),
+            e.CANCEL: Cell(s.UNATTACHED, do.answer_gone, "unknown_cancel"),
+            e.ACK: Cell(s.UNATTACHED, do.ignore, "ignored_ack"),
+            e.OPEN: Cell(s.ASK, do.ask),
         },
         s.ASK: {
-            e.READY: _rule("_authorise", s.ASK, s.PUSH, *ended),
-            e.REFUSED: _rule("_fail_by_peer", *ended),
-            e.CANCEL: _rule("_fail_by_peer", *ended),
-            e.ACK: _rule("_answer_unexpected", s.ASK),
-            e.OFFER: _rule("_take", s.ASK),
-            e.SEAL: _rule("_seal", s.ASK),
-            e.RESTART: _rule("_restart", s.ASK),
-            e.FAIL: _rule("_drain", *ended),
-            e.UNREACHABLE: _rule("_fail_by_event", *ended),
-            e.RENEW: _rule("_begin", s.ASK),
-            e.READY_TIMEOUT: _rule("_fail_by_event", *ended),
+            e.READY: Cell(s.PUSH, do.start),
+            e.READY_UNASKED: Cell(s.ASK, do.ignore, "ready_unasked"),
+            e.READY_LATE: Cell(s.ASK, do.ignore, "ready_late"),
+            e.READY_BARE: Cell(s.ASK, do.ignore, "ready_without_addresses"),
+            e.READY_UNFIT: Cell(s.ASK, do.fail_unfit),
+            e.REFUSED: Cell(s.ASK, do.fail_told),
+            e.CANCEL: Cell(s.ASK, do.fail_told),
+            e.ACK: Cell(s.ASK, do.ignore, "unexpected_ack"),
+            e.OFFER: Cell(s.ASK, do.take),
+            e.SEAL: Cell(s.ASK, do.ignore),
+            e.RESTART: Cell(s.ASK, do.restart),
+            e.FAIL: Cell(s.DRAIN, do.drain),
+            e.UNREACHABLE: Cell(s.ASK, do.fail_for),
+            e.RENEW: Cell(s.ASK, do.ask_again),
+            e.READY_TIMEOUT: Cell(s.ASK, do.fail_for),
         },
         s.PUSH: {
-            e.READY: _rule("_authorise", s.PUSH, *ended),
-            e.REFUSED: _rule("_fail_by_peer", *ended),
-            e.CANCEL: _rule("_fail_by_peer", *ended),
-            e.ACK: _rule("_answer_unexpected", s.PUSH),
-            e.OFFER: _rule("_take", s.PUSH),
-            e.SEAL: _rule("_seal", s.PUSH, s.CLOSED),
-            e.RESTART: _rule("_restart", s.PUSH),
-            e.CLAIM: _rule("_hand_out", s.PUSH),
-            e.RETURN: _rule("_take_back", s.PUSH),
-            e.SUBMITTED: _rule("_look_again", s.PUSH, *ended),
-            e.LANDED: _rule("_cover", s.PUSH, s.CLOSED),
-            e.LOST: _rule("_fail_by_loss", *ended),
-            e.FAIL: _rule("_drain", *ended),
-            e.UNREACHABLE: _rule("_ignore", s.PUSH),  # authority decides how long to go on
-            e.RENEW: _rule("_begin", s.PUSH),
-            e.AUTHORITY_OVER: _rule("_fail_by_event", *ended),
+            e.READY: Cell(s.PUSH, do.extend),
+            e.READY_UNASKED: Cell(s.PUSH, do.ignore, "ready_unasked"),
+            e.READY_LATE: Cell(s.PUSH, do.ignore, "ready_late"),
+            e.READY_BARE: Cell(s.PUSH, do.ignore, "ready_without_addresses"),
+            e.READY_MOVED: Cell(s.PUSH, do.fail_moved),
+            e.READY_UNFIT: Cell(s.PUSH, do.fail_unfit),
+            e.REFUSED: Cell(s.PUSH, do.fail_told),
+            e.CANCEL: Cell(s.PUSH, do.fail_told),
+            e.ACK: Cell(s.PUSH, do.ignore, "unexpected_ack"),
+            e.OFFER: Cell(s.PUSH, do.take_to_write),
+            e.SEAL: Cell(s.PUSH, do.end),
+            e.RESTART: Cell(s.PUSH, do.restart),
+            e.CLAIM: Cell(s.PUSH, do.hand_out),
+            e.RETURN: Cell(s.PUSH, do.take_back),
+            e.SUBMITTED: Cell(s.PUSH, do.ignore),
+            e.SUBMITTED_LATE: Cell(s.PUSH, do.fail_late),
+            e.LANDED: Cell(s.PUSH, do.cover),
+            e.LOST: Cell(s.PUSH, do.fail_lost),
+            e.FAIL: Cell(s.DRAIN, do.drain),
+            e.UNREACHABLE: Cell(s.PUSH, do.ignore),  # authority decides how long to go on
+            e.RENEW: Cell(s.PUSH, do.ask_again),
+            e.AUTHORITY_OVER: Cell(s.PUSH, do.fail_for),
+            e.COMPLETE: Cell(s.CLOSED, do.close_done),
         },
         s.DRAIN: {
-            e.READY: _rule("_ignore", s.DRAIN),
-            e.REFUSED: _rule("_ignore", s.DRAIN),
-            e.CANCEL: _rule("_ignore", s.DRAIN),  # the final word follows, and is repeated
-            e.ACK: _rule("_acknowledged", s.DRAIN),
-            e.OFFER: _rule("_ignore", s.DRAIN),
-            e.SEAL: _rule("_ignore", s.DRAIN),
-            e.RESTART: _rule("_ignore", s.DRAIN),
-            e.RETURN: _rule("_take_back", *ended),
-            e.SUBMITTED: _rule("_ignore", s.DRAIN),
-            e.LANDED: _rule("_cover", *ended),
-            e.LOST: _rule("_lose", s.DRAIN),
-            e.FAIL: _rule("_ignore", s.DRAIN),
-            e.UNREACHABLE: _rule("_ignore", s.DRAIN),
-            e.QUIET: _rule("_settle", *ended),
+            e.READY: Cell(s.DRAIN, do.ignore, "ignored_ready"),
+            e.REFUSED: Cell(s.DRAIN, do.ignore, "ignored_refused"),
+            e.CANCEL: Cell(s.DRAIN, do.ignore, "ignored_cancel"),  # the final word follows, and is repeated
+            e.ACK: Cell(s.DRAIN, do.rest),
+            e.RETURN: Cell(s.DRAIN, do.bring_home),
+            e.LANDED: Cell(s.DRAIN, do.cover),
+            e.LOST: Cell(s.DRAIN, do.lose),
+            e.QUIET: Cell(s.CLOSED, do.close_failed),
+            e.COMPLETE: Cell(s.CLOSED, do.close_done),
+            **_idle(s.DRAIN, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.SUBMITTED),
+            **_idle(s.DRAIN, do.ignore, e.FAIL, e.UNREACHABLE),
         },
         s.CLOSED: {
-            e.READY: _rule("_ignore", s.CLOSED),
-            e.REFUSED: _rule("_ignore", s.CLOSED),
-            e.CANCEL: _rule("_repeat", s.CLOSED),
-            e.ACK: _rule("_acknowledged", s.CLOSED),
-            e.OFFER: _rule("_ignore", s.CLOSED),
-            e.SEAL: _rule("_ignore", s.CLOSED),
-            e.RESTART: _rule("_ignore", s.CLOSED),
-            e.FAIL: _rule("_ignore", s.CLOSED),
-            e.UNREACHABLE: _rule("_ignore", s.CLOSED),
+            e.READY: Cell(s.CLOSED, do.ignore, "ignored_ready"),
+            e.REFUSED: Cell(s.CLOSED, do.ignore, "ignored_refused"),
+            e.CANCEL: Cell(s.CLOSED, do.repeat),
+            e.ACK: Cell(s.CLOSED, do.rest),
+            **_idle(s.CLOSED, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.FAIL, e.UNREACHABLE),
         },
     }
 
 
-RESERVATION_TABLE: Mapping[ReservationState, Mapping[ReservationEvent, Rule[ReservationState]]] = _reservation()
-PAIR_TABLE: Mapping[PairState, Mapping[PairEvent, Rule[PairState]]] = _pair()
+RESERVATION_TABLE: Table[ReservationState, ReservationEvent] = _reservation()
+PAIR_TABLE: Table[PairState, PairEvent] = _pair()

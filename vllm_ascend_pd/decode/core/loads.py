@@ -19,10 +19,11 @@ from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import LayerAddresses, Message
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.protocol.tables import ReservationState
+from vllm_ascend_pd.protocol.states import ReservationState
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class Loads:
         """Fence what writers may know of. What the machine does not know no writer does: that is reported at once."""
         self.gates.pop(transfer, None)
         if self._receiver is None or self._receiver.state(transfer) in UNKNOWN:
-            self._do([act.Report(transfer, False, "PD-XFER-002", why, "")])
+            self._do([act.Report(transfer, Failure("PD-XFER-002", why))])
             self.binds.pop(transfer, None)
             return
         try:
@@ -207,9 +208,10 @@ class Loads:
                 self._report(action)
 
     def _report(self, report: act.Report) -> None:
-        facts = {"transfer": str(report.transfer), "ok": report.ok, "code": report.code, "detail": report.detail}
+        why = report.failure or Failure("")
+        facts = {"transfer": str(report.transfer), "ok": report.ok, "code": why.code, "detail": why.detail}
         self._effects.append(act.Note("closed", facts))
         bind = self.binds.get(report.transfer)
         if bind is not None:
             blocks = () if report.ok else tuple(bind.blocks.tolist())
-            self._reports.append(Loaded(bind.request_id, report.ok, report.code, report.detail, blocks, report.push))
+            self._reports.append(Loaded(bind.request_id, report.ok, why.code, why.detail, blocks, report.push))

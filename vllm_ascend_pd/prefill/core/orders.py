@@ -14,11 +14,11 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import Mismatch, mismatches
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.geometry.shard import contributors, destinations, shared_stages
+from vllm_ascend_pd.geometry.shard import destinations
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.decisions import PushStart
-from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.push import Destination, PushOrder
 
@@ -57,11 +57,10 @@ class OrderBook:
 
     def _destination(self, reservation: Reservation, rank: int, mode: str) -> Destination:
         d = reservation.geometry
-        stages = shared_stages(self.engine, d)
         return Destination(
             d_rank=rank,
             peer=reservation.endpoints[rank],
-            contributors=tuple(Contributor(stage, p) for stage in stages for p in contributors(self.engine, d, rank)),
+            contributors=contributor_pairs(self.engine, d, rank),
             plan_digest=plan_digest(self.engine, d, reservation.first, reservation.end, mode),
             layers=len(d.layers),
             regions=len(d.regions),

@@ -25,6 +25,7 @@ from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
 from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
 from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.protocol.push import Claim, Sender
@@ -537,10 +538,11 @@ class Pushes:
         self._forget_exchanged(push)
         self._drop_pieces(now, push)
         self._forget_if_done(push)
-        facts = {"transfer": push.transfer, "ok": closed.ok, "code": closed.code, "detail": closed.detail}
+        why = closed.failure or Failure("")
+        facts = {"transfer": push.transfer, "ok": closed.ok, "code": why.code, "detail": why.detail}
         self._effects.append(act.Note("push_closed", facts))
         if not closed.ok:
-            self._failures.append((push.transfer, closed.code))
+            self._failures.append((push.transfer, why.code))
         elif self._site.leads:
             exposed = max(0.0, now - push.sealed_at) if push.sealed_at else 0.0
             self._effects.append(Told("xfer_time_seconds", now - push.opened))

@@ -38,8 +38,9 @@ class StagingSlot:
     tainted: bool = False  # a write of one of them failed
 
     def __repr__(self) -> str:
-        """<slot 3 for 10.0.0.2:5600, 2 pieces, tainted>"""
-        return f"<slot {self.number} for {self.destination}, {self.users} pieces{', tainted' if self.tainted else ''}>"
+        """<StagingSlot 3 for d0:4711, 1024 bytes at 0x7f00, read by 2>"""
+        where = f"{self.memory.numel()} bytes at {self.address:#x}"
+        return f"<StagingSlot {self.number} for {self.destination}, {where}, read by {self.users}>"
 
     @property
     def address(self) -> int:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a debugger or a failing test shows of a transfer, a writer, a push and a staging slot."""
+
+from __future__ import annotations
+
+import torch
+from protocol_rig import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
+
+from vllm_ascend_pd.prefill.core.staging import StagingSlot
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.reservation import Receiver
+
+
+def leased() -> Receiver:
+    r = receiver()
+    r.bind(0.0, T, FIRST, END, 300.0)
+    r.gate_open(0.0, T)
+    r.message(0.0, "p1", begin(ONE, seq=3))
+    return r
+
+
+def test_a_failure_reads_as_its_code_and_what_is_known() -> None:
+    assert str(Failure("PD-XFER-003", "a write failed")) == "PD-XFER-003 a write failed"
+
+
+def test_a_transfer_tells_its_state_its_tokens_and_who_writes() -> None:
+    r = receiver()
+    r.bind(0.0, T, FIRST, END, 300.0)
+    assert repr(r._transfers[T]) == "<Transfer decode-1/7/uuid-7 gated, tokens [0, 40)>"
+    r = leased()
+    assert repr(r._transfers[T]) == (
+        "<Transfer decode-1/7/uuid-7 open, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited>"
+    )
+    r.cancel(0.1, T, "PD-XFER-002", "left")
+    assert repr(r._transfers[T]) == (
+        "<Transfer decode-1/7/uuid-7 fencing, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited, "
+        "failed: PD-XFER-002 left>"
+    )
+
+
+def test_a_writer_tells_what_it_was_granted_and_how_long_it_is_waited_for() -> None:
+    writers = leased()._transfers[T].writers
+    assert repr(writers[TWO]) == "<Writer P0.1 awaited>"
+    assert repr(writers[ONE]) == "<Writer P0.0 leased, BEGIN 3 of prefill-P0.0, lapses at 20.0, held until 60.1>"
+
+
+def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
+    s = sender()
+    s.open(0.0, order((0, 1)))
+    push = s._pushes[PUSH]
+    assert repr(push) == "<Push push-1 of decode-1/7/uuid-7; D0 ask, D1 ask>"
+    assert repr(push.pairs[0]) == "<Pair push-1 to D0 at d0: ask, units: 0 pending, 0 out, 0 covered>"
+    s.offer(0.0, PUSH, 0, "first", 10)
+    s.message(0.0, "d0", ready())
+    claim = claim_of(s, 0.0)
+    s.offer(0.0, PUSH, 0, "second", 10)
+    assert repr(push.pairs[0]) == "<Pair push-1 to D0 at d0: push until 14.97, units: 1 pending, 1 out, 0 covered>"
+    s.seal(0.0, PUSH)
+    s.abort(0.0, PUSH, "PD-XFER-002", "left")
+    assert repr(push) == "<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain, D1 closed>"
+    s.wrote(0.0, claim, True)
+    assert repr(push.pairs[0]).endswith("0 out, 0 covered; says FAILED, not heard>")
+
+
+def test_a_staging_slot_tells_whose_it_is_and_who_reads_it() -> None:
+    slot = StagingSlot(3, "d0:4711", torch.zeros(1024, dtype=torch.uint8), users=2)
+    assert repr(slot) == f"<StagingSlot 3 for d0:4711, 1024 bytes at {slot.address:#x}, read by 2>"

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came, precisely: the conditions of both machines, each with the name of an event. They change nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.agreement import differences
+from vllm_ascend_pd.protocol.fence import Fence
+from vllm_ascend_pd.protocol.messages import (
+    Ack,
+    Begin,
+    Cancel,
+    Done,
+    Failed,
+    LayerAddresses,
+    Message,
+    Ready,
+    RefusalCode,
+    Refused,
+)
+from vllm_ascend_pd.protocol.pair import Pair
+from vllm_ascend_pd.protocol.states import (
+    Heard,
+    PairEvent,
+    PairState,
+    ReservationEvent,
+    ReservationState,
+    WriterState,
+)
+from vllm_ascend_pd.protocol.timing import RunningClock, authority_until
+from vllm_ascend_pd.protocol.transfer import Transfer, Writer
+
+TO_DECODE: Mapping[type, ReservationEvent] = {
+    Begin: ReservationEvent.BEGIN,
+    Done: ReservationEvent.DONE,
+    Failed: ReservationEvent.FAILED,
+}
+TO_PREFILL: Mapping[type, PairEvent] = {
+    Ready: PairEvent.READY,
+    Refused: PairEvent.REFUSED,
+    Cancel: PairEvent.CANCEL,
+    Ack: PairEvent.ACK,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A BEGIN to which D says no, and why."""
+
+    heard: Heard[Begin]
+    code: RefusalCode
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationGuards:
+    """D: what a message is to a transfer, by what this rank serves and knows."""
+
+    rank: int
+    model: str
+    geometry: CacheGeometry
+    verify: bool
+    fence: Fence
+
+    def event(self, record: Transfer, heard: Heard[Message]) -> tuple[ReservationEvent, Heard[Message] | Refusal]:
+        message = heard.message
+        if record.state is ReservationState.OPEN:
+            if isinstance(message, Begin):
+                return self._begin(record, Heard(heard.peer, message))
+            if isinstance(message, Failed) and not record.bound:
+                return ReservationEvent.EARLY_FAILED, heard
+        if record.state in (ReservationState.OPEN, ReservationState.FENCING) and isinstance(message, Done | Failed):
+            known = self._while_open if record.state is ReservationState.OPEN else self._while_fencing
+            return self._without_say(record, message) or known(record, message), heard
+        return TO_DECODE[type(message)], heard
+
+    def _begin(self, record: Transfer, heard: Heard[Begin]) -> tuple[ReservationEvent, Heard[Begin] | Refusal]:
+        e, begin = ReservationEvent, heard.message
+        if self.fence.is_gone(begin.p_incarnation):
+            return e.BEGIN_OF_GONE, heard
+        if self.fence.revoking:
+            return e.BEGIN_IN_REVOCATION, heard
+        if record.bound and begin.push != record.push:
+            detail = f"push: prefill {begin.push}, decode {record.push}"
+            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, detail)
+        writer = record.writers.get(begin.contributor)
+        found = self._differences(record, writer, begin)
+        if found:
+            return e.BEGIN_UNFIT, Refusal(heard, RefusalCode.MISMATCH, "; ".join(found))
+        if writer is None:
+            return e.FIRST_BEGIN, heard
+        if writer.state is WriterState.AWAITED:
+            return e.BEGIN, heard
+        if writer.state is not WriterState.LEASED or begin.seq < writer.seq:
+            return e.LATE_BEGIN, heard
+        if begin.p_incarnation != writer.p_incarnation:
+            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"{begin.contributor} was another process")
+        return (e.BEGIN if begin.seq > writer.seq else e.BEGIN_AGAIN), heard
+
+    def _differences(self, record: Transfer, writer: Writer | None, begin: Begin) -> list[str]:
+        """Compare once per contributor; renewals are only compared with what was agreed."""
+        found = []
+        if writer is None or writer.state is WriterState.AWAITED:
+            found = differences(begin, self.model, self.geometry, self.rank, record.first, record.end)
+            if begin.contributor not in begin.contributors:
+                found.append(f"contributor: {begin.contributor} is not in the set")
+        if record.bound and begin.plan_digest != record.plan_digest:
+            found.append(f"plan: prefill {begin.plan_digest}, decode {record.plan_digest}")
+        if record.bound and set(begin.contributors) != set(record.writers):
+            found.append(f"contributors: prefill {len(begin.contributors)}, decode {len(record.writers)}")
+        return found
+
+    def _without_say(self, record: Transfer, message: Done | Failed) -> ReservationEvent | None:
+        """Only the process and the push that we granted authority to have a say."""
+        writer = record.writers.get(message.contributor)
+        if writer is None or message.push != record.push:
+            return ReservationEvent.WORD_OF_STRANGER
+        if writer.p_incarnation and not self.same_process(writer, message.p_incarnation):
+            return ReservationEvent.WORD_OF_ANOTHER
+        return None
+
+    def same_process(self, writer: Writer, p_incarnation: str) -> bool:
+        return writer.p_incarnation == p_incarnation
+
+    def _while_open(self, record: Transfer, message: Done | Failed) -> ReservationEvent:
+        e, state = ReservationEvent, record.author(message).state
+        if isinstance(message, Failed):
+            quiet_or_loud = e.FAILED if message.quiescent else e.LOUD_FAILED
+            return {WriterState.AWAITED: e.EARLY_FAILED, WriterState.DONE: e.LATE_FAILED}.get(state, quiet_or_loud)
+        if state is not WriterState.LEASED:
+            return e.EARLY_DONE if state is WriterState.AWAITED else e.LATE_DONE
+        if message.plan_digest != record.plan_digest:
+            return e.WRONG_PLAN_DONE
+        if sum(writer.state is not WriterState.DONE for writer in record.writers.values()) > 1:
+            return e.DONE
+        return e.LAST_DONE_TO_VERIFY if self.verify else e.LAST_DONE
+
+    def _while_fencing(self, record: Transfer, message: Done | Failed) -> ReservationEvent:
+        if isinstance(message, Failed):
+            return ReservationEvent.FAILED if message.quiescent else ReservationEvent.LOUD_FAILED
+        return ReservationEvent.DONE if record.author(message).waited_for else ReservationEvent.LATE_DONE
+
+    def revocation(self, record: Transfer) -> ReservationEvent:
+        cut = record.state is ReservationState.OPEN and record.leased()
+        return ReservationEvent.CUT if cut else ReservationEvent.REVOKED
+
+
+OPEN = (PairState.ASK, PairState.PUSH)
+Layouts = OrderedDict[
+    Hashable, tuple[str, LayerAddresses]
+]  # by peer: what its addresses are called, and where they are
+
+
+@dataclass(frozen=True, slots=True)
+class PairGuards:
+    """P: what a message is to a pair, and what its writes have come to."""
+
+    clock: RunningClock
+    layouts: Layouts
+
+    def event(self, now: float, pair: Pair | None, message: Message) -> PairEvent:
+        if pair is not None and isinstance(message, Ready) and pair.state in OPEN:
+            return self._ready(now, pair, message)
+        if pair is not None and isinstance(message, Ack) and pair.said is not None:
+            ours = message.seq == pair.said.seq and message.kind == type(pair.said).__name__.lower()
+            return PairEvent.ACK if ours else PairEvent.ACK_OF_ANOTHER
+        return TO_PREFILL[type(message)]
+
+    def _ready(self, now: float, pair: Pair, ready: Ready) -> PairEvent:
+        sent = pair.sent.get(ready.seq)
+        if sent is None:
+            return PairEvent.READY_UNASKED
+        until = authority_until(sent, ready.lease_s)
+        if until <= now or until <= (pair.authority or until - 1):
+            return PairEvent.READY_LATE
+        layout, addresses = self.layouts.get(pair.destination.peer, ("", None))
+        if ready.addresses is not None:
+            layout, addresses = ready.layout, ready.addresses
+        if addresses is None or layout != ready.layout:
+            return PairEvent.READY_BARE
+        if pair.addresses is not None and pair.layout != layout:
+            return PairEvent.READY_MOVED
+        return PairEvent.READY if pair.destination.fits(addresses) else PairEvent.READY_UNFIT
+
+    def submission(self, now: float, pair: Pair) -> PairEvent:
+        late = pair.state is PairState.PUSH and not pair.authorised(now)
+        return PairEvent.SUBMITTED_LATE if late else PairEvent.SUBMITTED
+
+    def end(self, pair: Pair) -> PairEvent | None:
+        """How the pair closes, if it may close now."""
+        if pair.state is PairState.PUSH:
+            return PairEvent.COMPLETE if pair.complete else None
+        if not self.settled(pair):
+            return None
+        return PairEvent.COMPLETE if self.delivered(pair) else PairEvent.QUIET
+
+    def settled(self, pair: Pair) -> bool:
+        return not pair.coverage.out and self.clock.seconds >= pair.quiet_at
+
+    def delivered(self, pair: Pair) -> bool:
+        """In spite of the failure, everything has arrived."""
+        return pair.complete and pair.authority is not None and not pair.owing

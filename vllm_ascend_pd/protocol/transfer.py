@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What D remembers of a transfer: its reservation, and of each contributor what it may do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed
+from vllm_ascend_pd.protocol.states import ReservationState, WriterEvent, WriterState
+from vllm_ascend_pd.protocol.timing import Backoff
+
+
+def _writer() -> dict[WriterState, dict[WriterEvent, WriterState]]:
+    s, e = WriterState, WriterEvent
+    return {
+        s.AWAITED: {e.GRANTED: s.LEASED, e.ANSWER: s.AWAITED},
+        s.LEASED: {
+            e.GRANTED: s.LEASED,
+            e.DONE: s.DONE,
+            e.ANSWER: s.ANSWERED,
+            e.PROVEN: s.QUIET,
+            e.REVOKED: s.QUIET,
+        },
+        s.ANSWERED: {e.DONE: s.DONE, e.ANSWER: s.ANSWERED, e.PROVEN: s.QUIET, e.REVOKED: s.QUIET},
+        s.DONE: {e.ANSWER: s.DONE},
+        s.QUIET: {e.ANSWER: s.QUIET},
+    }
+
+
+WRITER_TABLE: Mapping[WriterState, Mapping[WriterEvent, WriterState]] = _writer()
+
+
+@dataclass(slots=True, repr=False)
+class Writer:
+    """One contributor of one transfer, as D sees it. `lapse_at` and `hold_at` are on the running clock."""
+
+    contributor: Contributor
+    state: WriterState = WriterState.AWAITED
+    peer: Hashable = None
+    granted: Begin | None = None  # the newest BEGIN that was answered with READY
+    quiet_s: float = 0.0
+    lapse_at: float = 0.0
+    hold_at: float = 0.0
+    checksums: tuple[tuple[str, int], ...] = ()
+    cancel: Backoff | None = None  # CANCEL is repeated while this is set and the writer leased
+
+    def __repr__(self) -> str:
+        """<Writer P0.1 leased, BEGIN 3 of prefill-2, lapses at 20.0, held until 60.1>"""
+        words = f"{self.contributor} {self.state.value}"
+        if self.granted is not None:
+            words += f", BEGIN {self.seq} of {self.p_incarnation[:16]}"
+        if self.waited_for:
+            words += f", lapses at {self.lapse_at:.1f}, held until {self.hold_at:.1f}"
+        return f"<Writer {words}>"
+
+    @property
+    def p_incarnation(self) -> str:
+        return self.granted.p_incarnation if self.granted else ""
+
+    @property
+    def seq(self) -> int:
+        return self.granted.seq if self.granted else 0
+
+    @property
+    def waited_for(self) -> bool:
+        """What it wrote may still land, for all that we know."""
+        return self.state in (WriterState.LEASED, WriterState.ANSWERED)
+
+    @property
+    def cancel_at(self) -> float | None:
+        """When to say CANCEL again."""
+        return self.cancel.at if self.cancel is not None and self.state is WriterState.LEASED else None
+
+    def on(self, event: WriterEvent) -> None:
+        into = WRITER_TABLE[self.state].get(event)
+        if into is None:
+            raise LocalProtocolError(f"{event.value} of {self!r}")
+        self.state = into
+
+
+@dataclass(slots=True, repr=False)
+class Transfer:
+    """One reservation on this rank."""
+
+    transfer: TransferId
+    state: ReservationState
+    first: int = 0
+    end: int = 0
+    deadline: float | None = None
+    push: str = ""  # bound by the first BEGIN that is granted
+    plan_digest: str = ""
+    writers: dict[Contributor, Writer] = field(default_factory=dict)
+    failure: Failure | None = None
+
+    def __repr__(self) -> str:
+        """<Transfer decode-1/7/uuid-7 open, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited>"""
+        words = f"{self.transfer} {self.state.value}, tokens [{self.first}, {self.end})"
+        if self.bound:
+            writers = ", ".join(f"{writer.contributor} {writer.state.value}" for writer in self.writers.values())
+            words += f", {self.push}: {writers}"
+        return f"<Transfer {words}{f', failed: {self.failure}' if self.failure else ''}>"
+
+    @property
+    def bound(self) -> bool:
+        """To one push, with its plan and its contributors."""
+        return bool(self.writers)
+
+    def leased(self) -> list[Writer]:
+        """The writers that have to be waited for."""
+        return [writer for writer in self.writers.values() if writer.waited_for]
+
+    def author(self, message: Begin | Done | Failed) -> Writer:
+        """The contributor that speaks."""
+        return self.writers[message.contributor]
