@@ -46,6 +46,7 @@ class Shared:
         if (trial := attempt.trials.pop(report.transfer, None)) is not None:
             self.fleet.returned(trial)
         attempt.news.set()
+        self.journal.told(attempt)
         return True
 
     def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
