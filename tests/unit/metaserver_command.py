@@ -47,6 +47,15 @@ class Running:
         return self.http.get("/status").json()["workers"]  # type: ignore[no-any-return]
 
 
+def place(worker: psutil.Process) -> int:
+    """A worker's number. -1: none any more, or none yet."""
+    try:
+        *_, flag, value = ["", "", *worker.cmdline()]
+    except psutil.Error:
+        return -1
+    return int(value.split(":")[0]) if flag == "--as-worker" else -1
+
+
 def ports(count: int) -> int:
     """The first of `count` free ports in a row, outside the range from which others get theirs by chance."""
     while True:

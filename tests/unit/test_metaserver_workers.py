@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fake_engine import FakeEngine, words
 from metaserver_cluster import free_port, texts, until
-from metaserver_command import Running, metaserver, ports, running
+from metaserver_command import Running, metaserver, place, ports, running
 from prometheus_client.parser import text_string_to_metric_families
 
 GOOD = "decode: ['{spare}']\n"
@@ -34,19 +34,10 @@ def members(url: str) -> dict[str, tuple[str, str, float, bool]]:
 
 def kill(r: Running, worker: int) -> psutil.Process:
     """The worker in this place; returns who comes after it."""
-    first = next(w for w in r.workers() if _place(w) == worker)
+    first = next(w for w in r.workers() if place(w) == worker)
     first.kill()
-    until(lambda: [w for w in r.workers() if w != first and _place(w) == worker])
-    return next(w for w in r.workers() if w != first and _place(w) == worker)
-
-
-def _place(worker: psutil.Process) -> int:
-    """-1: none any more, or none yet."""
-    try:
-        *_, flag, value = ["", "", *worker.cmdline()]
-    except psutil.Error:
-        return -1
-    return int(value.split(":")[0]) if flag == "--as-worker" else -1
+    until(lambda: [w for w in r.workers() if w != first and place(w) == worker])
+    return next(w for w in r.workers() if w != first and place(w) == worker)
 
 
 def test_a_worker_that_comes_later_knows_what_the_others_know(tmp_path: Path) -> None:
