@@ -139,6 +139,7 @@ class Manner:
     late_choice: bool = False  # as D: the last choice's prefill is asked for after the first byte
     deaf: bool = False  # as D: keeps its posts open although its request is gone
     health: int = 200
+    health_s: float = 0.0  # until it answers a probe
     push: bool = True  # as P: whether the KV really arrives
     ends: bool = False  # 200, no token, finish_reason "abort": as vLLM answers while it shuts down
     ends_unsaid: bool = (
@@ -218,7 +219,9 @@ class FakeEngine:
         while self.manner.frozen:
             await asyncio.sleep(0.01)
         if scope["path"] == "/health":
-            await _answer(send, self.manner.health, b"")
+            manner = self.manner if self.mood is None else self.mood()
+            await asyncio.sleep(manner.health_s)
+            await _answer(send, manner.health, b"")
             return
         if self.mood is not None:
             _MOOD.set(self.mood())

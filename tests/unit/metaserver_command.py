@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,11 +40,20 @@ class Running:
     def urls(self) -> list[str]:
         """Each worker's own, once all have told of themselves."""
         count = len(self.workers()) or 1
-        until(lambda: len(self._told()) == count, 20)
+        until(lambda: len(self._told()) == count)
         return [worker["url"] for worker in sorted(self._told(), key=lambda worker: int(worker["worker"]))]
 
     def _told(self) -> list[dict[str, Any]]:
         return self.http.get("/status").json()["workers"]  # type: ignore[no-any-return]
+
+
+def place(worker: psutil.Process) -> int:
+    """A worker's number. -1: none any more, or none yet."""
+    try:
+        *_, flag, value = ["", "", *worker.cmdline()]
+    except psutil.Error:
+        return -1
+    return int(value.split(":")[0]) if flag == "--as-worker" else -1
 
 
 def ports(count: int) -> int:
@@ -80,11 +90,13 @@ def metaserver(
     """One process or a family of them, from readiness to its end."""
     engines = ["--prefill", prefill.served.url, "--decode", decode.served.url, "--probe-every", "0.2"]
     listening = ["--port", str(httpx.URL(url).port)]
-    process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=subprocess.PIPE)
-    http = httpx.Client(base_url=url, timeout=20, trust_env=False, verify=verify)
+    said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads stops a process that has much to say
+    process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=said)
+    http = httpx.Client(base_url=url, timeout=None, trust_env=False, verify=verify)
     family: list[psutil.Process] = []
     try:
-        until(lambda: _ready(http), 30)
+        until(lambda: process.poll() is not None or _ready(http))
+        assert process.poll() is None, "it ended before it was ready"
         family = psutil.Process(process.pid).children()
         yield Running(process, http, prefill, decode)
     finally:
@@ -92,9 +104,16 @@ def metaserver(
         for worker in family if process.poll() is not None else ():
             with suppress(psutil.NoSuchProcess):  # its supervisor is dead: nothing may be left of a failed test
                 worker.kill()
-        process.terminate()
-        _, said = process.communicate(timeout=20)
-        assert b"Traceback" not in said, said.decode()
+        try:
+            process.terminate()
+            process.wait()
+        finally:
+            process.kill()  # should the hang guard have ended the wait
+            said.seek(0)
+            text = said.read().decode()
+            said.close()
+            print(text)  # pytest shows it beside a failure
+        assert "Traceback" not in text, text
 
 
 def _ready(http: httpx.Client) -> bool:

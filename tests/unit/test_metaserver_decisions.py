@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import vllm_ascend_pd
+from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver import decisions
 from vllm_ascend_pd.metaserver.decisions import (
     NOT_EXECUTED,
@@ -303,3 +309,35 @@ def test_never_more_run_or_wait_than_allowed_and_no_place_is_lost(running: int, 
             now_waiting -= 1
         assert (keeper.running, keeper.waiting) == (now_running, now_waiting)
         assert now_running <= running and now_waiting <= waiting
+
+
+PACKAGE = Path(vllm_ascend_pd.__file__).parent
+# Who gives a load or a push its end, and says so with a code. What stops an engine's start (ConfigError) is never reported.
+TELLING = (
+    *("protocol/*.py", "runtime/*.py", "prefill/*.py", "decode/*.py"),
+    *("metaserver/client.py", "metaserver/answers.py", "metaserver/service/reserve.py"),
+)
+
+
+def codes_told() -> dict[str, str]:
+    """Each code in the text of the modules that can put one into a report, and one of them that has it."""
+    told: dict[str, str] = {}
+    for path in sorted(path for pattern in TELLING for path in PACKAGE.glob(pattern)):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        starts = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "ConfigError"]
+        of_starts = {id(node) for call in starts for node in ast.walk(call)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in of_starts:
+                told.update(
+                    dict.fromkeys(re.findall(r"PD-[A-Z]+-[0-9]{3}", node.value), str(path.relative_to(PACKAGE)))
+                )
+    return told
+
+
+def test_every_code_that_a_report_can_carry_has_its_verdict() -> None:
+    told = codes_told()
+    assert {"PD-WIRE-005", "PD-XFER-001", "PD-META-006"} <= told.keys(), "the search finds what is known to be there"
+    missing = {code: where for code, where in told.items() if code not in decisions.VERDICTS}
+    assert not missing, f"say in VERDICTS against whom they speak: {missing}"
+    assert set(decisions.VERDICTS) <= set(CATALOGUE)

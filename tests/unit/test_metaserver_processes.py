@@ -17,7 +17,7 @@ import psutil
 import pytest
 from fake_engine import words
 from metaserver_cluster import free_port, streamed, texts, until
-from metaserver_command import COMMAND, ROOT, Running, ports, running
+from metaserver_command import COMMAND, ROOT, Running, place, ports, running
 
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
@@ -75,7 +75,7 @@ def test_several_workers_serve_on_one_port_and_die_alone() -> None:
         first.kill()
         until(lambda: len(r.workers()) == 2 and first.pid not in [w.pid for w in r.workers()])
         for url in urls:  # the new one has been told
-            until(lambda url=url: _state(url, spare) == "draining", 20)
+            until(lambda url=url: _state(url, spare) == "draining")
         assert r.complete("after").status_code == 200
         page = r.http.get("/metrics").text
         assert 'requests_total{route="/v1/completions",status="200"}' in page
@@ -118,19 +118,21 @@ def test_one_canary_proves_a_pair_for_all_workers_also_for_one_that_comes_later(
         second.kill()
         until(lambda: len(r.workers()) == 2 and second.pid not in [w.pid for w in r.workers()])
         for url in urls:
-            until(lambda url=url: _is_ready(url), 20)
+            until(lambda url=url: _is_ready(url))
         assert len(r.prefill.generations()) >= 2
 
 
 def test_readiness_outlives_the_worker_that_sends_the_canaries() -> None:
     with running(workers=2, canary=True) as r:
-        urls = [w["url"] for w in r.http.get("/status").json()["workers"]]
+        urls = r.urls()  # /status names the asked worker first, whichever that is
         for url in urls:
             until(lambda url=url: _is_ready(url))
-        first, second = r.workers()
+        first, second = sorted(r.workers(), key=place)
         first.kill()
         seen = []
-        while len(r.workers()) < 2 or first.pid in [w.pid for w in r.workers()] or not _is_ready(urls[0]):
+        while (
+            len(r.workers()) < 2 or first.pid in [w.pid for w in r.workers()] or not _is_ready(urls[0]) or len(seen) < 2
+        ):
             seen.append(_is_ready(urls[1]))
         assert all(seen) and len(seen) > 1, "the other worker was ready all the time"
         assert second.pid in [w.pid for w in r.workers()]
@@ -138,7 +140,7 @@ def test_readiness_outlives_the_worker_that_sends_the_canaries() -> None:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(url + "/readiness", trust_env=False).status_code == 200
+        return httpx.get(url + "/readiness", timeout=None, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -21,11 +21,12 @@ from fake_engine import FakeEngine, Manner, words
 from metaserver_cluster import Cluster, cluster, until
 
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
-from vllm_ascend_pd.metaserver.service import relay
+from vllm_ascend_pd.metaserver.service import exchange, relay
 
 PATIENCE_S = 120.0  # of a client: no answer after this is one that never comes
 CLIENTS = 24  # at a time
 FAULT = 0.25  # the share of an ailing engine's requests that go wrong
+FROZEN = (*(0.0,) * 6, 0.3, 60.0)  # seconds to an ailing engine's answer to a probe: the last one is nobody's patience
 HONEST = frozenset({429, 500, 502, 503, 504})
 P_FAULTS: tuple[dict[str, Any], ...] = (
     *({"push": False}, {"breaks_after_push": True}, {"refuses_push": "PD-META-005"}, {"half": True}, {"hang": True}),
@@ -53,6 +54,7 @@ def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[]
             report_s=speed(0.2),
             recompute_s=speed(0.02),
             cut_s=speed(0.02),
+            health_s=rng.choice(FROZEN) if faults else speed(0.2),
             policy=rng.choice(("recompute", "fail")),
             **fault,
         )
@@ -156,6 +158,8 @@ def nothing_left(c: Cluster) -> bool:
         front.journal.exchanges
         or front.journal.tickets
         or any(i.requests or i.load or i.circuit.state is CircuitState.TRIAL for i in c.worker.fleet)
+        or front.journal._past
+        or c.worker._heart._open
         or any(gate.keeper.running or gate.keeper.waiting for gate in (front.turnstile, front.canaries, front.polls))
         or c.served.loop.call(_tasks(), 10)
     )
@@ -170,7 +174,9 @@ async def _tasks() -> list[str]:
 def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(relay, "_REPORT_S", 30.0)  # a busy machine is no D that never reports
+    monkeypatch.setattr(exchange, "PAST_S", 5.0)
     settings: dict[str, Any] = {
+        "probe_timeout_s": 2.0,
         "connect_timeout_s": 30.0,
         "prefill_timeout_s": 3.0,
         "first_byte_timeout_s": 20.0,

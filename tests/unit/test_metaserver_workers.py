@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fake_engine import FakeEngine, words
 from metaserver_cluster import free_port, texts, until
-from metaserver_command import Running, metaserver, ports, running
+from metaserver_command import Running, metaserver, place, ports, running
 from prometheus_client.parser import text_string_to_metric_families
 
 GOOD = "decode: ['{spare}']\n"
@@ -21,7 +21,7 @@ GOOD = "decode: ['{spare}']\n"
 def get(url: str, path: str) -> dict[str, Any]:
     """Empty while nobody answers."""
     try:
-        return httpx.get(url + path, trust_env=False).json()  # type: ignore[no-any-return]
+        return httpx.get(url + path, timeout=None, trust_env=False).json()  # type: ignore[no-any-return]
     except httpx.TransportError:
         return {}
 
@@ -34,19 +34,10 @@ def members(url: str) -> dict[str, tuple[str, str, float, bool]]:
 
 def kill(r: Running, worker: int) -> psutil.Process:
     """The worker in this place; returns who comes after it."""
-    first = next(w for w in r.workers() if _place(w) == worker)
+    first = next(w for w in r.workers() if place(w) == worker)
     first.kill()
-    until(lambda: [w for w in r.workers() if w != first and _place(w) == worker], 20)
-    return next(w for w in r.workers() if w != first and _place(w) == worker)
-
-
-def _place(worker: psutil.Process) -> int:
-    """-1: none any more, or none yet."""
-    try:
-        *_, flag, value = ["", "", *worker.cmdline()]
-    except psutil.Error:
-        return -1
-    return int(value.split(":")[0]) if flag == "--as-worker" else -1
+    until(lambda: [w for w in r.workers() if w != first and place(w) == worker])
+    return next(w for w in r.workers() if w != first and place(w) == worker)
 
 
 def test_a_worker_that_comes_later_knows_what_the_others_know(tmp_path: Path) -> None:
@@ -68,7 +59,7 @@ def test_a_worker_that_comes_later_knows_what_the_others_know(tmp_path: Path) ->
         assert known[b] == ("decode", "file", 1.0, False) and known[c] == ("decode", "admin", 1.0, True)
         assert members(urls[1]) == known
         kill(r, 1)
-        until(lambda: members(urls[1]), 20)
+        until(lambda: members(urls[1]))
         assert members(urls[1]) == known, "from its first answer on"
         file.write_text(f"decode: ['{b}']\n")
         for url in urls:
@@ -87,7 +78,7 @@ def test_a_worker_that_comes_while_the_file_is_bad_has_the_last_good_list(tmp_pa
         for url in urls:
             until(lambda url=url: "PD-CONF-007" in get(url, "/status")["file_error"])
         new = kill(r, 1)
-        until(lambda: members(urls[1]), 20)
+        until(lambda: members(urls[1]))
         assert members(urls[1]) == known and "PD-CONF-007" in get(urls[1], "/status")["file_error"]
         assert r.complete("x").status_code == 200
         file.write_text("decode: []\n")
@@ -110,9 +101,15 @@ def test_no_process_ends_over_a_file_that_cannot_be_read(tmp_path: Path, text: s
         assert r.workers() == before and r.process.poll() is None
 
 
+def test_a_process_that_ends_before_it_is_ready_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="ended before"), running("--no-such-flag"):
+        pass
+    assert "--no-such-flag" in capsys.readouterr().out
+
+
 def load(url: str) -> list[tuple[float, float]]:
     """What runs and what waits, by `/metrics` and by `/status`."""
-    page = httpx.get(url + "/metrics", trust_env=False).text
+    page = httpx.get(url + "/metrics", timeout=None, trust_env=False).text
     values = {s.name: s.value for family in text_string_to_metric_families(page) for s in family.samples}
     status = get(url, "/status")
     prefix = "ascend_pd_metaserver_requests_"
@@ -125,7 +122,7 @@ def test_metrics_and_status_say_alike_what_runs_and_what_waits_whoever_is_asked(
         r.decode.manner.hold = True
         asking = [
             threading.Thread(target=httpx.post, args=(url + "/v1/completions",), kwargs={
-                "json": {"prompt": f"{i}", "max_tokens": 1}, "timeout": 30, "trust_env": False,
+                "json": {"prompt": f"{i}", "max_tokens": 1}, "timeout": None, "trust_env": False,
             }, name=f"client {i}")
             for url in urls for i in range(3)
         ]  # fmt: skip

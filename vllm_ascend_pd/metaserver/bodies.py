@@ -17,6 +17,10 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.metaserver import outline
+from vllm_ascend_pd.metaserver.gathered import Payload
+from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Steps, at_once
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 FORBIDDEN = "kv_transfer_params"
@@ -25,12 +29,10 @@ _SIDE_DOOR = "vllm_xargs"  # vLLM puts its entries where the forbidden field goe
 # What msgspec raises for bytes that are not what they should be: it decodes UTF-8 and recurses as Python does.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_READ_WHOLE = 128 << 10  # bytes of a body that is read whole: some milliseconds
+_READ_WHOLE = 32 << 10  # bytes of a body of which values are made: some milliseconds
 _BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space, and the marks of an encoding
-_LONG = 4 << 20  # bytes of a list of prompts that is not taken apart to be measured
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_RAW = msgspec.json.Decoder(msgspec.Raw)
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
 _HEAD_BYTES = 2048  # how much of a prompt makes its affinity
@@ -112,21 +114,26 @@ class Request:
     affinity: bytes
 
 
-def parse(route: str, body: bytes) -> Request:
+def parse(route: str, body: Buffer) -> Request:
+    """As `parsing`, at once."""
+    return at_once(parsing(route, body))
+
+
+def parsing(route: str, body: Buffer) -> Steps[Request]:
     """Raises BodyError for what is not a JSON object or has impossible values where we look at them."""
-    fields = parse_fields(body)
+    fields = yield from fields_of(body)
     fields.pop(FORBIDDEN, None)
     if _SIDE_DOOR in fields:
-        fields[_SIDE_DOOR] = msgspec.Raw(strip(bytes(fields[_SIDE_DOOR])))
-    prompt = bytes(fields.get("messages" if route == CHAT else "prompt", b""))
-    prompts, tokens = _measure(prompt, chat=route == CHAT)
+        fields[_SIDE_DOOR] = msgspec.Raw((yield from stripping(_view(fields, _SIDE_DOOR))))
+    prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
+    prompts, tokens = yield from _measure(prompt, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
     choices = _number(fields, "n", 1)
     limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
-    forced_tool = bytes(fields.get("tool_choice", b"null")) not in (b"null", b'"none"', b'"auto"')
+    forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
     # A format of the answer is compiled into a grammar wherever it is sent, and some templates render it: token ids spare P
     # the one and keep the other. Pictures are not in the ids: then P compiles it as well.
-    formatted = _present(fields, "response_format") and not _MEDIA.search(prompt)
+    formatted = _present(fields, "response_format") and not (yield from outline.holds(prompt, _MEDIA.search))
     return Request(
         route=route,
         fields=fields,
@@ -142,34 +149,58 @@ def parse(route: str, body: bytes) -> Request:
     )
 
 
-def parse_fields(body: bytes) -> dict[str, msgspec.Raw]:
+def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
+    """The outermost level of an object. Raises BodyError."""
     try:
-        return _FIELDS.decode(body)
-    except UNREADABLE as problem:
+        if len(body) > SLICE:
+            members = yield from outline.members(body)
+            return {name: msgspec.Raw(value) for name, value in members.items()}
+        fields = _FIELDS.decode(body)
+    except (*UNREADABLE, NotJson) as problem:
         raise BodyError(f"it is not a JSON object: {problem}") from problem
+    if len(fields) > outline.MOST_MEMBERS:
+        raise BodyError(f"it has more than {outline.MOST_MEMBERS} names at its outermost level")
+    return fields
 
 
-def for_decode(request: Request, params: Mapping[str, Any] | None) -> bytes:
+def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
     """D's body: the client's, and where to ask for a prefill (None: D prefills by itself)."""
-    if params is None:
-        return msgspec.json.encode(request.fields)
-    return msgspec.json.encode({**request.fields, FORBIDDEN: params})
+    return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params})
 
 
-def for_prefill(request: Request, params: Mapping[str, Any], token_ids: Sequence[int] | None) -> tuple[str, bytes]:
+def for_prefill(
+    request: Request, params: Mapping[str, Any], token_ids: Sequence[int] | msgspec.Raw | None
+) -> tuple[str, Payload]:
     """P's route and body: the same prompt, one token, no stream."""
     if token_ids is not None:
         beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
-        return COMPLETIONS, msgspec.json.encode(
-            {**beside, "prompt": list(token_ids), "max_tokens": 1, **_ONE_TOKEN, FORBIDDEN: params}
-        )
+        return COMPLETIONS, object_of({**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, FORBIDDEN: params})
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
     unwanted = (Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
-    return request.route, msgspec.json.encode({**kept, limit: 1, **_ONE_TOKEN, FORBIDDEN: params})
+    return request.route, object_of({**kept, limit: 1, **_ONE_TOKEN, FORBIDDEN: params})
 
 
-def strip(body: bytes) -> bytes:
+def object_of(fields: Mapping[str, Any]) -> Payload:
+    """The object as JSON. What is long of it is not copied."""
+    long = {key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE}
+    if not long:
+        return msgspec.json.encode(fields)
+    pieces: list[bytes | memoryview] = [
+        msgspec.json.encode({key: value for key, value in fields.items() if key not in long})[:-1]
+    ]
+    for key in long:
+        between = b"," if len(pieces[0]) > 1 or len(pieces) > 1 else b""
+        pieces += [between + msgspec.json.encode(key) + b":", memoryview(fields[key])]
+    return [*pieces, b"}"]
+
+
+def strip(body: bytes | memoryview) -> bytes | memoryview:
+    """As `stripping`, at once."""
+    return at_once(stripping(body))
+
+
+def stripping(body: Buffer) -> Steps[Buffer]:
     """Any other JSON body without the forbidden field, also inside a list of requests; unchanged if it has none.
 
     Engines read bodies with the standard library, which takes more than strict JSON (NaN, UTF-16): what the strict
@@ -177,13 +208,13 @@ def strip(body: bytes) -> bytes:
     up everything else here, for seconds if there are many: a long body is only looked through, and refused where that is not
     enough.
     """
-    if body[:64].lstrip(_BEFORE_JSON)[:1] not in (b"[", b"{"):
+    if bytes(body[:64]).lstrip(_BEFORE_JSON)[:1] not in (b"[", b"{"):
         return body
     if len(body) > _READ_WHOLE:
-        _look_through(body)
+        yield from _look_through(body)
         return body
     try:
-        value = _value(body)
+        value = _value(bytes(body))
     except ValueError:
         return body  # not JSON (an audio file): the engine will not find the field either
     except RecursionError as problem:
@@ -197,16 +228,18 @@ def strip(body: bytes) -> bytes:
     return json.dumps(value).encode()
 
 
-def _look_through(body: bytes) -> None:
+def _look_through(body: Buffer) -> Steps[None]:
     """Raises BodyError for what may name the forbidden field, or would break an engine's reader."""
     try:
-        _RAW.decode(body)
-    except RecursionError as problem:
-        raise BodyError("it is nested too deeply") from problem
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        yield from outline.well_formed(body)
+    except NotJson as problem:
         raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
-    if FORBIDDEN.encode() in body or (b"\\u00" in body and _ESCAPED.search(body)):
+    if (yield from outline.holds(body, _names_forbidden)):
         raise BodyError(f"it names {FORBIDDEN}, which only a router sets, and is too long to be read: leave it out")
+
+
+def _names_forbidden(text: bytes) -> bool:
+    return FORBIDDEN.encode() in text or (b"\\u00" in text and _ESCAPED.search(text) is not None)
 
 
 def _value(body: bytes) -> Any:
@@ -216,19 +249,25 @@ def _value(body: bytes) -> Any:
         return json.loads(body)
 
 
-def _measure(raw: bytes, chat: bool) -> tuple[int, int]:
+def _measure(raw: memoryview, chat: bool) -> Steps[tuple[int, int]]:
     """Prompts, and estimated tokens, of what is text, token ids, or a list of either."""
-    if not chat and raw[:1] == b"[" and raw[1:64].lstrip()[:1] in (b'"', b"["):
-        if len(raw) > _LONG:
-            return max(2, raw.count(b"[") - 1), max(raw.count(b","), len(raw) // _BYTES_PER_TOKEN)
-        several = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        return len(several), sum(_tokens(bytes(item)) for item in several)
-    return 1, len(raw) // _BYTES_PER_TOKEN + 1 if chat else _tokens(raw)
+    if not chat and bytes(raw[:1]) == b"[" and bytes(raw[1:64]).lstrip()[:1] in (b'"', b"["):
+        if len(raw) > _READ_WHOLE:
+            commas = yield from outline.count(raw, b",")
+            several = 1 if (yield from outline.single(raw)) else max(2, (yield from outline.count(raw, b"[")) - 1)
+            return several, max(commas, len(raw) // _BYTES_PER_TOKEN)
+        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        return len(items), sum(_tokens(item, item.count(b",")) for item in map(bytes, items))
+    return 1, _tokens(raw, 0 if chat else (yield from outline.count(raw, b",")), chat)
 
 
-def _tokens(raw: bytes) -> int:
+def _tokens(raw: bytes | memoryview, commas: int, chat: bool = False) -> int:
     """Of text or of token ids. What is nested deeper is no prompt, and not looked into."""
-    return raw.count(b",") + 1 if raw[:1] == b"[" else len(raw) // _BYTES_PER_TOKEN + 1
+    return commas + 1 if bytes(raw[:1]) == b"[" and not chat else len(raw) // _BYTES_PER_TOKEN + 1
+
+
+def _view(fields: Mapping[str, msgspec.Raw], key: str, default: bytes = b"null") -> memoryview:
+    return memoryview(fields.get(key, default))
 
 
 def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
@@ -239,7 +278,12 @@ def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 
 def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
-    return bytes(fields.get(key, b"null")) not in (b"null", b"false")
+    return _word(fields, key) not in (b"null", b"false")
+
+
+def _word(fields: Mapping[str, msgspec.Raw], key: str) -> bytes:
+    """A short value; of a long one only its beginning, which is none."""
+    return bytes(_view(fields, key)[: _SHORT + 1])
 
 
 # Engines read bodies with pydantic, which takes more than JSON's own numbers and truths. Reading them otherwise would make
@@ -250,7 +294,7 @@ _SHORT = 64  # characters of a value that can be a count
 
 
 def _small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
-    raw = bytes(fields.get(key, b"null"))
+    raw = _word(fields, key)
     try:
         return json.loads(raw) if len(raw) <= _SHORT else None
     except ValueError:
@@ -274,6 +318,6 @@ def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
     return int(value) if isinstance(value, int) and 0 <= value < 10**9 else default
 
 
-def _affinity(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> bytes:
-    head = bytes(fields.get("model", b"")) + b"\0" + bytes(fields.get("cache_salt", b"")) + b"\0" + prompt[:_HEAD_BYTES]
-    return hashlib.blake2b(head, digest_size=16).digest()
+def _affinity(fields: Mapping[str, msgspec.Raw], prompt: memoryview) -> bytes:
+    names = (bytes(_view(fields, key, b"")[:_HEAD_BYTES]) for key in ("model", "cache_salt"))
+    return hashlib.blake2b(b"\0".join((*names, bytes(prompt[:_HEAD_BYTES]))), digest_size=16).digest()

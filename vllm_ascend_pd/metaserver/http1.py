@@ -13,12 +13,14 @@ import asyncio
 import errno
 import math
 import ssl
+from collections import deque
 from types import TracebackType
 from typing import NamedTuple
 
 import httptools
 
 from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.metaserver.gathered import Gathered, Payload, cut, length
 from vllm_ascend_pd.metaserver.within import within
 
 Headers = list[tuple[bytes, bytes]]
@@ -114,13 +116,19 @@ class Reply:
 
     async def rest(self, most: int, timeout_s: float | None = None) -> bytes:
         """Everything that is left, unless it is more than `most` bytes."""
-        pieces = []
+        return bytes(await self.whole(most, timeout_s))
+
+    async def whole(self, most: int, timeout_s: float | None = None) -> bytes | memoryview:
+        """The same of what may be long: never copied at once."""
+        gathered = Gathered(most)
         while piece := await self.read(timeout_s):
-            pieces.append(piece)
-            most -= len(piece)
-            if most < 0:
-                raise UpstreamError(Failure.BROKEN, "its answer is too large")
-        return b"".join(pieces)
+            try:
+                gathered.add(piece)
+            except ValueError:
+                raise UpstreamError(Failure.BROKEN, "its answer is too large") from None
+            except OSError as problem:
+                raise UpstreamError(Failure.OURS, f"no memory for its answer: {problem}") from problem
+        return gathered.whole()
 
     def close(self) -> None:
         """Not read to its end: the connection is cut, which the engine sees as a client that left."""
@@ -163,10 +171,13 @@ class _Connection(asyncio.Protocol):
         self._unread = 0
         self._used = False
         self._paused = False
+        self._unsent: deque[bytes | memoryview] = deque()
+        self._full = False  # what was sent last has not left
+        self._sending: asyncio.Handle | None = None
         self._until_close = False
         self._headers: Headers = []
 
-    def request(self, data: list[bytes], bodiless: bool, timeout_s: float) -> asyncio.Future[Reply]:
+    def request(self, data: list[bytes | memoryview], bodiless: bool, timeout_s: float) -> asyncio.Future[Reply]:
         """Send; the future is the answer's head."""
         if self._transport is None or self._transport.is_closing():
             raise _Stale
@@ -176,8 +187,17 @@ class _Connection(asyncio.Protocol):
         self._due, self._hurried = self.loop.time() + timeout_s, math.inf
         self._head = self.loop.create_future()
         self._pool.busy.add(self)
-        self._transport.writelines(data)
+        self._unsent.extend(data)
+        self._send_on()
         return self._head
+
+    def _send_on(self) -> None:
+        """Send a piece; the next when the loop has had its turn, and the engine reads."""
+        self._sending = None
+        if self._unsent and not self._full and self._transport is not None:
+            self._transport.write(self._unsent.popleft())
+            if self._unsent and not self._full:
+                self._sending = self.loop.call_soon(self._send_on)
 
     def wait(self, patience_s: float) -> None:
         """From now on silence of this length is a failure."""
@@ -202,6 +222,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._pool.busy.discard(self)
+        self._unsent.clear()
         if self._transport is not None:
             self._transport.abort()
 
@@ -213,6 +234,14 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # a stream's transport is an asyncio.Transport
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        if self._sending is None:
+            self._send_on()
 
     def data_received(self, data: bytes) -> None:
         if self._head is None:
@@ -287,7 +316,7 @@ class _Connection(asyncio.Protocol):
         self.resume()
         if reply is not None:
             reply.end()
-        if keep and self._transport is not None and not self._transport.is_closing():
+        if keep and not self._unsent and self._transport is not None and not self._transport.is_closing():
             self._pool.keep(self)
         else:
             self.abort()
@@ -363,7 +392,7 @@ class Upstream:
         method: str,
         path: bytes,
         headers: Headers,
-        body: bytes,
+        body: Payload,
         timeout_s: float,
         repeatable: bool = True,
     ) -> Reply:
@@ -397,7 +426,9 @@ class Upstream:
         for connection in pool.busy if pool is not None else ():
             connection.calm()
 
-    async def _exchange(self, connection: _Connection, data: list[bytes], bodiless: bool, timeout_s: float) -> Reply:
+    async def _exchange(
+        self, connection: _Connection, data: list[bytes | memoryview], bodiless: bool, timeout_s: float
+    ) -> Reply:
         head = connection.request(data, bodiless, timeout_s)
         try:
             return await head
@@ -443,12 +474,12 @@ class Upstream:
                 connection.abort()
 
 
-def _request(method: str, path: bytes, origin: Origin, headers: Headers, body: bytes) -> list[bytes]:
+def _request(method: str, path: bytes, origin: Origin, headers: Headers, body: Payload) -> list[bytes | memoryview]:
     lines = [method.encode(), b" ", path, b" HTTP/1.1\r\nhost: ", origin.netloc.encode(), b"\r\n"]
     for name, value in headers:
         lines += (name, b": ", value, b"\r\n")
     if body or method in ("POST", "PUT", "PATCH"):
-        lines.append(b"content-length: %d\r\n" % len(body))
+        lines.append(b"content-length: %d\r\n" % length(body))
     lines.append(b"\r\n")
     head = b"".join(lines)
-    return [head + body] if len(body) < 16384 else [head, body]
+    return [head + body] if isinstance(body, bytes) and len(body) < 16384 else [head, *cut(body)]

@@ -155,7 +155,9 @@ class Worker:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         with self._intake.body() as body:
             try:  # the body is given no name here: this frame lives as long as the stream
-                request = bodies.parse(scope["path"], await self._read(body, receive, scope["path"]))
+                request = await self.front.turns.take(
+                    bodies.parsing(scope["path"], await self._read(body, receive, scope["path"]))
+                )
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
                 return
@@ -170,14 +172,15 @@ class Worker:
         route = passing.call(scope).route
         with self._intake.body() as body:
             try:
-                call = passing.call(scope, await self._read(body, receive, route))
+                stripped = await self.front.turns.take(bodies.stripping(await self._read(body, receive, route)))
+                call = passing.call(scope, stripped)
             except bodies.BodyError as problem:
                 await _unusable(send, route, request_id, problem)
                 return
             exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
             await self._attend(receive, exchange, passing.pass_on(self.front, exchange, call))
 
-    async def _read(self, body: Body, receive: Receive, route: str) -> bytes:
+    async def _read(self, body: Body, receive: Receive, route: str) -> bytes | memoryview:
         try:
             return await body.read(receive, self.settings.max_body_bytes)
         except CutOff:
@@ -311,7 +314,7 @@ async def _gone(receive: Receive, interrupt: Interrupt) -> None:
 
 def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
     """The client's headers for an engine, and the request's id: the client's own, or a new one."""
-    drop = _NOT_FORWARDED
+    drop = set(_NOT_FORWARDED)
     request_id = kind = None
     authorised = False
     for name, value in scope["headers"]:
@@ -324,7 +327,7 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
         elif name == OWN_MARK:
             raise Refused(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            drop = drop.union(part.strip().lower() for part in value.split(b","))
+            drop.update(part.strip().lower() for part in value.split(b","))
     headers = [(name, value) for name, value in scope["headers"] if name not in drop]
     if request_id is None:
         request_id = uuid.uuid4().hex.encode()

@@ -29,6 +29,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100
 _LAST_TROUBLES = 50
 _PAST_ATTEMPTS = 1024
+PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up telling long before
 
 
 class AttemptFailed(Exception):
@@ -217,8 +218,14 @@ class Journal:
         self.tickets.pop(attempt.ticket, None)
         if not attempt.seen <= attempt.reports.keys():
             self._past[attempt.ticket] = attempt
+            asyncio.get_running_loop().call_later(PAST_S, self._past.pop, attempt.ticket, None)
             if len(self._past) > _PAST_ATTEMPTS:
                 self._past.popitem(last=False)
+
+    def told(self, attempt: Attempt) -> None:
+        """A report came. After the last one nothing is expected of a past attempt."""
+        if attempt.seen <= attempt.reports.keys():
+            self._past.pop(attempt.ticket, None)
 
     def attempt(self, ticket: str) -> Attempt | None:
         return self.tickets.get(ticket) or self._past.get(ticket)

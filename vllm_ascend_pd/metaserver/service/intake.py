@@ -14,6 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from vllm_ascend_pd.metaserver.gathered import Gathered
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.within import within
 
@@ -22,7 +23,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 HEAD_S = 20.0  # from the first byte of a request, or from the connection, to the end of the head
 HEAD_BYTES = 256 << 10  # of a head, counted by what was read and led to nothing
 BODY_S = 120.0  # from the first piece of a body to its last
-BODIES_BYTES = 512 << 20  # of all bodies together, until their exchanges end: each is copied for D and for P
+BODIES_BYTES = 512 << 20  # of all bodies together, until their exchanges end
 CONNECTIONS = 8192  # of callers, busy and idle, at most; fewer where the process may open few files
 
 
@@ -56,7 +57,7 @@ class Body:
         self._intake.held -= self._size
         self._size = 0
 
-    async def read(self, receive: Receive, most: int) -> bytes:
+    async def read(self, receive: Receive, most: int) -> bytes | memoryview:
         """The whole of it. Raises Refused and CutOff."""
         first, more = self._take(await receive(), most)
         if not more:
@@ -66,12 +67,16 @@ class Body:
         except asyncio.TimeoutError as problem:
             raise _refused(408, "PD-META-014", seconds=f"{self._intake.body_s:g}") from problem
 
-    async def _rest(self, first: bytes, receive: Receive, most: int) -> bytes:
-        pieces, more = [first], True
-        while more:
-            piece, more = self._take(await receive(), most)
-            pieces.append(piece)
-        return b"".join(pieces)
+    async def _rest(self, first: bytes, receive: Receive, most: int) -> bytes | memoryview:
+        gathered, piece, more = Gathered(most), first, True
+        try:
+            gathered.add(piece)
+            while more:
+                piece, more = self._take(await receive(), most)
+                gathered.add(piece)
+        except OSError as problem:
+            raise _refused(429, "PD-META-015", retry_after_s=2) from problem
+        return gathered.whole()
 
     def _take(self, message: MutableMapping[str, Any], most: int) -> tuple[bytes, bool]:
         """A piece, and whether there are more."""

@@ -42,7 +42,7 @@ class Call:
     method: str
     path: str
     target: bytes  # path and query as they came: decoded they could hold a line end
-    body: bytes = b""
+    body: bytes | memoryview = b""
 
     @property
     def route(self) -> str:
@@ -76,11 +76,10 @@ def plain(path: str) -> bool:
     return "\\" not in path and not {"", ".", ".."} & set(path.removesuffix("/").split("/")[1:])
 
 
-def call(scope: Mapping[str, Any], body: bytes = b"") -> Call:
-    """Raises BodyError."""
+def call(scope: Mapping[str, Any], stripped: bytes | memoryview = b"") -> Call:
     query = scope.get("query_string", b"")
     target = scope["raw_path"] + (b"?" + query if query else b"")
-    return Call(scope["method"], scope["path"], target, bodies.strip(body))
+    return Call(scope["method"], scope["path"], target, stripped)
 
 
 async def pass_on(front: Front, exchange: Exchange, call: Call) -> None:

@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
+from vllm_ascend_pd.metaserver.gathered import Payload, cut, length
 from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
+from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.reports import read_answer
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
@@ -64,7 +66,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         if exchange.request.copies == 1:  # the others' posts may still come
             exchange.forget_prompt()
         head = client_head(reply.headers, attempt.decode, exchange.request_id)
-        if exchange.request.stream and reply.status == 200:
+        if isinstance(first, bytes) and exchange.request.stream and reply.status == 200:
             await _stream(shared, attempt, reply, head, first)
         else:
             await send_whole(exchange.send, reply.status, head, first)
@@ -73,7 +75,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
 
 async def _open(
     shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers
-) -> tuple[Reply, bytes]:
+) -> tuple[Reply, Payload]:
     """D's answer once there is something for the client: all of it, or the first piece of a stream."""
     instance, exchange = attempt.decode, attempt.exchange
     timeout = shared.settings.first_byte_timeout_s
@@ -98,51 +100,54 @@ async def _open(
     return reply, first
 
 
-async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: float) -> bytes:
+async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: float) -> Payload:
+    first: bytes | memoryview
     if reply.status >= 500 or reply.status == 429:
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
+    said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
-        first = await reply.rest(_WHOLE_ANSWER_BYTES, timeout_s)
+        first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
         first = await reply.read(timeout_s)
         while len(first) <= _HELD_BYTES and not _first_said(first) and (more := await reply.read(timeout_s)):
             first += more
-    if reply.status == 200 and not first.strip():
+        said = _first_said(first)
+    if reply.status == 200 and isinstance(first, bytes) and not first.strip():
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
-    said = _first_said(first) if attempt.exchange.request.stream and reply.status == 200 else b""
     if said.startswith(_ERROR_EVENT):
         # vLLM says 200 to a stream, and who speaks, before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise await _refused(shared, attempt, 500, body, [])
-    if reply.status == 200 and dropped(first):
+    if reply.status == 200 and await shared.turns.take(outline.holds(first, dropped)):
         METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
         raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
-    if reply.status == 200 and (aborted(first) or _NOTHING.match(said)):
+    if reply.status == 200 and (_NOTHING.match(said) or await shared.turns.take(outline.holds(first, aborted))):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
     if reply.status == 200 and not attempt.exchange.request.stream:
-        return _strip(shared, first)
+        return await shared.turns.take(_stripping(shared, first))
     return first
 
 
-def _strip(shared: Shared, answer: bytes) -> bytes:
+def _stripping(shared: Shared, answer: Buffer) -> Steps[Payload]:
     """A whole answer without what the engines say to each other; D's report in it is taken."""
-    if _PARAMS not in answer:
+    if not (yield from outline.holds(answer, lambda part: _PARAMS in part)):
         return answer
     try:
-        fields = bodies.parse_fields(answer)
+        fields = yield from bodies.fields_of(answer)
     except bodies.BodyError:
         return answer  # no object, so no such field of it
+    said = fields.get(bodies.FORBIDDEN, msgspec.Raw(b"null"))
+    if bytes(memoryview(said)[:5]) == b"null":
+        return answer  # as vLLM says it without a connector
     try:
-        load, _ = read_answer(answer)
+        load, _ = read_answer(msgspec.json.encode({bodies.FORBIDDEN: said}))
         if load is not None:
             shared.loaded(load)
     except bodies.UNREADABLE as problem:  # another version's: it says nothing, and the client gets none of it either
         log.warning("a decode engine's report is not understood: %s", problem)
-    if bytes(fields.get(bodies.FORBIDDEN, b"null")) == b"null":
-        return answer  # as vLLM says it without a connector
     fields[bodies.FORBIDDEN] = msgspec.Raw(b"null")
-    return msgspec.json.encode(fields)
+    return bodies.object_of(fields)
 
 
 def _first_said(stream: bytes) -> bytes:
@@ -264,10 +269,14 @@ def _from_here(location: bytes, engine: Instance) -> bytes:
     return b"/" + location.removeprefix(own) if location.startswith(own) else location
 
 
-async def send_whole(send: Send, status: int, head: Headers, body: bytes) -> None:
-    head.append((b"content-length", b"%d" % len(body)))
+async def send_whole(send: Send, status: int, head: Headers, body: Payload) -> None:
+    head.append((b"content-length", b"%d" % length(body)))
     await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+    *before, last = cut(body)
+    for piece in before:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": last})
 
 
 async def refuse(exchange: Exchange, answer: Answer) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Container
 from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import UpstreamError
+from vllm_ascend_pd.metaserver.outline import Steps
 from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES, read_answer, read_posted
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
@@ -29,28 +31,23 @@ from vllm_ascend_pd.observe.trace import emit
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
+_MOST_ENVELOPE = 1 << 20  # bytes of what D posts beside the prompt; it names a request's blocks
 _AFFINITY_SLACK_TOKENS = 16384.0
 _REPORT_S = 1.0  # D's report of KV that is there already, when P's leg has failed
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """What D posts. The envelope is P's to open; here it is only carried."""
+    """What D posts. The envelope is P's to open, and the prompt is P's to read; here they are only carried."""
 
     ticket: str
     transfer: str
     reservation: str
     decode: str = ""  # D's incarnation
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    tokens: int = 0  # how many those are
 
 
-class _Posted(Reservation, frozen=True):
-    """The same as it comes: anybody can post, so the prompt is not read before the ticket is known."""
-
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # type: ignore[assignment]
-
-
-_DECODER = msgspec.json.Decoder(_Posted)
-_TOKENS: msgspec.json.Decoder[list[int] | None] = msgspec.json.Decoder(list[int] | None)
+_DECODER = msgspec.json.Decoder(Reservation)
 
 
 class PrefillFailed(Exception):
@@ -98,16 +95,14 @@ class Reservations:
         self._front = front
         self._heart = heart
 
-    async def answer(self, body: bytes, interrupt: Interrupt, send: Send) -> None:
+    async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: Send) -> None:
         """Answer one POST. Interrupted when D closes it or the client's request ends."""
         try:
-            came = _DECODER.decode(body)
-            attempt = self._front.journal.tickets.get(came.ticket)
-            tokens = _TOKENS.decode(came.prompt_token_ids) if attempt is not None else None
-        except bodies.UNREADABLE as problem:
+            posted = await self._front.turns.take(_reading(body, self._front.journal.tickets))
+        except (*bodies.UNREADABLE, bodies.BodyError) as problem:
             await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
-        posted = Reservation(came.ticket, came.transfer, came.reservation, came.decode, tokens)
+        attempt = self._front.journal.tickets.get(posted.ticket)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
             await tell(send, refusal or fault(404, "Unknown ticket.", "PD-XFER-002"))
@@ -127,12 +122,12 @@ class Reservations:
             attempt.legs.pop(posted.transfer, None)
         await _line(send, last, more=False)
 
-    async def report(self, body: bytes, send: Send) -> None:
+    async def report(self, body: bytes | memoryview, send: Send) -> None:
         """D's report of a load that is over."""
         try:
             if len(body) > MAX_REPORT_BYTES:
                 raise msgspec.DecodeError(f"longer than {MAX_REPORT_BYTES} bytes")
-            report = read_posted(body)
+            report = read_posted(bytes(body))
         except bodies.UNREADABLE as problem:
             await tell(send, fault(400, f"Not a report: {problem}", "PD-META-003"))
             return
@@ -194,7 +189,7 @@ class Reservations:
     async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> None:
         """The prefill leg; tries another P only where this one surely did nothing. Raises PrefillFailed."""
         front, exchange = self._front, attempt.exchange
-        cost = float(len(posted.prompt_token_ids or ()) or exchange.request.prefill_tokens)
+        cost = float(posted.tokens or exchange.request.prefill_tokens)
         number = 0
         while True:
             number += 1
@@ -230,7 +225,8 @@ class Reservations:
     async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> None:
         front, exchange = self._front, attempt.exchange
         params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
-        route, body = bodies.for_prefill(exchange.request, params, posted.prompt_token_ids)
+        ids = posted.prompt_token_ids if posted.tokens else None
+        route, body = bodies.for_prefill(exchange.request, params, ids)
         emit("meta.prefill", ticket=posted.ticket, transfer=posted.transfer, prefill=prefill.name)
         exchange.stage("prefill", prefill.name)
         timeout, sent = front.settings.prefill_timeout_s, attempt.sources[posted.transfer][1]
@@ -260,6 +256,25 @@ class Reservations:
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
+def _reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[Reservation]:
+    """Anybody can post, so the prompt is not looked at before the ticket is known. Raises BodyError and msgspec's errors."""
+    fields = yield from bodies.fields_of(body)
+    ids = memoryview(fields.pop("prompt_token_ids", b"null"))
+    if sum(len(memoryview(value)) for value in fields.values()) > _MOST_ENVELOPE:
+        raise msgspec.DecodeError(f"longer than {_MOST_ENVELOPE} bytes beside the prompt")
+    posted = _DECODER.decode(msgspec.json.encode({**fields, "tokens": 0}))
+    if bytes(ids[:5]) == b"null" or posted.ticket not in tickets:
+        return posted
+    if bytes(ids[:1]) != b"[" or (yield from outline.holds(ids[1:-1], _no_ids)):
+        raise msgspec.DecodeError("prompt_token_ids is no list of numbers")
+    tokens = (yield from outline.count(ids, b",")) + 1 if len(ids) > 2 else 0
+    return msgspec.structs.replace(posted, prompt_token_ids=msgspec.Raw(ids), tokens=tokens)
+
+
+def _no_ids(text: bytes) -> bool:
+    return bool(text.translate(None, b"0123456789, \t\r\n"))
+
+
 def _check_push(prefill: Instance, text: bytes, asked: float) -> None:
     """P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
     shuts down); it says so in its answer."""
@@ -281,7 +296,7 @@ def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:
         return fault(404, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
     if posted.transfer in attempt.seen:
         return fault(409, "This transfer was posted before.", "PD-META-003")
-    if attempt.exchange.request.send_tokens and posted.prompt_token_ids is None:
+    if attempt.exchange.request.send_tokens and not posted.tokens:
         return fault(400, "prompt_token_ids are missing.", "PD-META-003")
     return None
 

@@ -12,6 +12,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
+from vllm_ascend_pd.metaserver.service.turns import Turns
 
 
 class Shared:
@@ -26,6 +27,7 @@ class Shared:
         self.upstream = upstream
         self.own_url = own_url
         self.journal = Journal()
+        self.turns = Turns()
 
     def loaded(self, report: LoadReport) -> bool:
         """D says how the KV of a transfer came: what is proven, and whose failure it was, follows from this and from nothing
@@ -44,6 +46,7 @@ class Shared:
         if (trial := attempt.trials.pop(report.transfer, None)) is not None:
             self.fleet.returned(trial)
         attempt.news.set()
+        self.journal.told(attempt)
         return True
 
     def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
