@@ -33,10 +33,18 @@ TESTS: dict[str, tuple[str, ...]] = {
     "geometry": ("test_geometry_*", "test_decisions_push"),
     "regroup": ("test_regroup_staging", "test_ops", "test_ops_*", "test_regroup_*"),
     "transport": ("test_transport_*", "test_batches", "test_mooncake"),
-    "runtime": ("test_pusher", "test_trace", "test_batches", "test_runtime", "test_runtime_*", "test_regroup_catchup"),
     "channel": ("test_channel", "test_channel_*"),
-    "decode": ("test_decisions_*", "test_connector"),
-    "prefill": ("test_decisions_*", "test_connector"),
+    "decode": ("test_decisions_*", "test_connector", "test_runtime", "test_runtime_*"),
+    "prefill": (
+        "test_writer",
+        "test_batches",
+        "test_decisions_*",
+        "test_regroup_staging",
+        "test_connector",
+        "test_runtime",
+        "test_runtime_*",
+        "test_regroup_catchup",
+    ),
 }
 SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill")
 SEEDS = 40  # of the simulator, for what the unit tests let through

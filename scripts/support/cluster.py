@@ -68,7 +68,7 @@ class Metaserver:
     def ready(self) -> bool:
         try:
             # Not /health: readiness means that a pair behind it can serve, and without --no-canary has moved a block.
-            return httpx.get(f"{self.url}/readiness", timeout=2.0, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}/readiness", timeout=2.0, trust_env=False, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
 

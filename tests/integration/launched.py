@@ -69,7 +69,7 @@ def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
                     f"{child.name} ended with code {child.returncode}; the end of its log:\n{child.tail()}"
                 )
         try:
-            if httpx.get(f"{url}/readiness", timeout=2.0, trust_env=False).status_code == 200:
+            if httpx.get(f"{url}/readiness", timeout=2.0, trust_env=False, verify=False).status_code == 200:
                 break
         except httpx.HTTPError:
             pass

@@ -29,7 +29,7 @@ from scripts.support.engine import Engine
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass

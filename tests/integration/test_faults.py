@@ -14,7 +14,7 @@ from pairs import counter
 
 from scripts.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, Cell, Run, Site
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 EXPIRED = "vllm:ascend_pd_num_kv_expired_reqs_total"
 QUICK = {"4D", "5P", "6M"}  # a stopped process takes its ten seconds: one for each role in CI

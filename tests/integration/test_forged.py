@@ -17,7 +17,7 @@ from scripts.support.cells import Site
 from scripts.support.checks import fresh_prompt, reference_answers
 from scripts.support.client import Answer, RequestFailed, attempt, body_of
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 TOKENS = 8
 HUGE = list(range(100_000))

@@ -17,7 +17,7 @@ from pairs import PairMaker, prefilled
 from scripts.support.cells import Site
 from scripts.support.engine import Engine
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 

@@ -38,7 +38,7 @@ from scripts.support.soaking import Soak
 from scripts.support.spec import EngineSpec
 from scripts.support.timeline import Event, Trace
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK = 32
 # One token (nothing to push), part of a block, exactly one, one and a bit, several exactly, many.

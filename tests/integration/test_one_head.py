@@ -18,7 +18,7 @@ from scripts.support.compare import Tally
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 MQA_LENGTHS = (1, 20, 32, 33, 256, 777)
 MLA_LENGTHS = (1, 9, 16, 17, 128, 500)  # blocks of 16

@@ -150,7 +150,6 @@ ELSEWHERE: dict[str, set[str]] = {
         "_hang_up_gloo",
     },
     "regroup/parts.py": {"allocate"},
-    "regroup/staging.py": {"__init__", "take", "quarantine", "room", "_wait", "_pardon"},
     "device/current.py": {"current"},
 }
 COMPLETE = (

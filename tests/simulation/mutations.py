@@ -5,7 +5,7 @@ looks. Nothing of this is in the package: rules are removed by replacing a machi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -47,7 +47,6 @@ class Mutation:
     receiver: Callable[..., Receiver] = Receiver
     sender: Callable[..., Sender] = Sender
     book: Callable[..., PushBook] = PushBook
-    deaf_to_preemption: bool = False  # P overwrites preempted blocks without draining what reads them
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
@@ -310,6 +309,17 @@ class StaysAway(Pushes):
         return [unit for unit in units if unit in missing]
 
 
+class NotDrained(Pushes):
+    """P overwrites preempted blocks without waiting for what reads them, or telling anybody."""
+
+    def hold(self, names: Iterable[str]) -> None:
+        pass
+
+    def start_over(self, now: float, names: Iterable[str]) -> None:
+        for push in self._open(names):
+            push.forget()
+
+
 class PrivatePlans(Pushes):
     """A P rank plans a step without the pushes that have failed on this rank."""
 
@@ -399,6 +409,21 @@ def _scarce_slots(settings: Settings) -> Settings:
     return replace(settings, regroup=always, slots=1, slot_destinations=1, spares=0, room=1, faults=faults)
 
 
+def _preempted(settings: Settings) -> Settings:
+    """Many requests at once lose their blocks all the time, writes that read them are slow, and messages are lost."""
+    need = -(-settings.tokens // min(shape.block_size for shape in settings.prefill)) + 1
+    return replace(
+        settings,
+        prefill=tuple(replace(shape, blocks=4 * need) for shape in settings.prefill),
+        decode=tuple(replace(shape, blocks=20 * need) for shape in settings.decode),
+        chunk=16,
+        burst=8,
+        timers=replace(settings.timers, preempt_drain_s=0.0),
+        faults=Faults(preempt=0.2, write_slow=0.2, drop=0.2),
+        regroup=RegroupConfig(regroup="never"),
+    )
+
+
 def _broken_writers(settings: Settings) -> Settings:
     """Transfer engines that break, or take nothing, while writes are slow."""
     return replace(settings, faults=Faults(unissued=0.05, writer_dies=0.01, write_slow=0.1))
@@ -436,13 +461,13 @@ WANTED = (
 )
 MORE = (
     Mutation("cancel answered at once", sender=CancelAnsweredAtOnce),
-    Mutation("DONE from a lost source", sender=DoneFromLostSource),
+    Mutation("DONE from a lost source", sender=DoneFromLostSource, world=_preempted),
     Mutation("sealed push restarted", sender=SealedPushRestarted, book=SealedPushOrderedAgain),
     Mutation("hold runs while D is stopped", receiver=HoldWhileStopped, world=_stopped_and_killed),
     Mutation("answer believed right after a stop", receiver=AnswerBelievedAfterStop),
     Mutation("gone is quiet", receiver=GoneIsQuiet, world=_killed_after_a_stop),
     Mutation("time alone frees", receiver=TimeAloneFrees),
-    Mutation("preempted blocks not drained", deaf_to_preemption=True),
+    Mutation("preempted blocks not drained", core=NotDrained),
     Mutation("ranks plan what they know", core=PrivatePlans),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),

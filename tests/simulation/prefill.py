@@ -201,8 +201,7 @@ class PrefillRank:
         if self._ended():
             return
         step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
-        if not self.engine.cluster.mutation.deaf_to_preemption:
-            step.waiting = set(step.meta.preempted)
+        step.waiting = set(step.meta.preempted)
         self._step = step
         with self.deciding() as core:
             core.hold(step.waiting)
@@ -355,7 +354,7 @@ class PrefillRank:
                 if push.held or pair.state is not PairState.PUSH or not pair.coverage.pending:
                     continue
                 if pair.authority is not None and now < pair.authority - 1e-6:
-                    raise Violation(f"{self.process.name} sleeps although it may write for push {push.name}")
+                    raise Violation(f"promise 4: {self.process.name} sleeps although it may write for push {push.name}")
 
     def returned(self, flight: Flight, state: WriteState) -> None:
         """The transport has the outcome; the writer sees it when it looks."""
@@ -450,7 +449,7 @@ class PrefillRank:
 
 
 def _never(seconds: float) -> None:
-    raise Violation(f"an exchange would wait {seconds} s for a slot in a layer's hook")
+    raise Violation(f"promise 4: an exchange would wait {seconds} s for a slot in a layer's hook")
 
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:

@@ -58,6 +58,10 @@ KINDS = {
     "write to a stopped decode",
     "writer stopped before its submission",
     "writer stopped inside a write",
+    "writer died",
+    "prefill ended over a dead writer",
+    "write not issued",
+    "layer computed late",
 }
 
 

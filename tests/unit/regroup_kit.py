@@ -24,8 +24,9 @@ from geometry_reference import range_of
 from watching import parsed
 
 from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadCancel
-from vllm_ascend_pd.decode.runtime import Loaded, ReceiveRuntime, Site
+from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry

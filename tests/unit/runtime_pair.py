@@ -23,8 +23,8 @@ from runtime_caches import Model, Pool, RankCache
 from watching import parsed, until
 
 from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook
-from vllm_ascend_pd.decode.runtime import Loaded
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape

@@ -12,9 +12,9 @@ import pytest
 import torch
 from regroup_kit import Cache, DecodeSite, Prompt, config
 from regroup_prefill import PrefillSite, Wire, engine, running
-from vllm_ascend_pd.runtime import pushing
 from watching import traced, until
 
+from vllm_ascend_pd.prefill import runtime as prefill_runtime
 from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, Exchange, ExchangeRows
 from vllm_ascend_pd.regroup.parts import RegroupParts
@@ -377,7 +377,7 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 does not come. Rank 0's worker ends all the same, and its thread as soon as gloo gives up."""
-    monkeypatch.setattr(pushing, "CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(prefill_runtime, "CLOSE_GRACE_S", 0.3)
     p, d = engine(Cache(tp=2), timeout_s=2.0), DecodeSite(Cache())
     with running(p, d):
         prompt = d.reserve(64)

@@ -295,7 +295,6 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
 @pytest.mark.parametrize("at", ["spans", "checksum"])
 def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     push = config(quiet_s=0.3)
-    p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     broken: list[str] = []
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,6 +310,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
         monkeypatch.setattr(core, "spans_of", wrapped(core.spans_of))
     else:
         monkeypatch.setattr(Summer, "direct", wrapped(Summer.direct))
+    p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     with sites(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)
         broken.append(request.p_name)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
-from vllm_ascend_pd.decode.runtime import Loaded, ReceiveRuntime, Site
+from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts

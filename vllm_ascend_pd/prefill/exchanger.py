@@ -127,6 +127,8 @@ class Exchanger:
         except Exception as failed:
             log.exception("no event could be recorded behind an exchange")
             error = error or failed
+        with self._deciding() as core:
+            core.made(run)
         self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
         if trace.enabled():
             facts = {**run.unit._asdict(), "bytes": sum(run.part.rows.send_splits), "waited": outcome.waited}

@@ -106,7 +106,7 @@ class Exchanges:
     layers: int
     staging: Staging
     room: Room
-    made: int = 0
+    count: int = 0  # made
     missed: Missed = field(default_factory=Missed)
     _steps: dict[int, _Step] = field(default_factory=dict)
 
@@ -166,6 +166,11 @@ class Exchanges:
             self.missed.coming(share)
         return slot
 
+    def made(self, run: Run) -> None:
+        self.count += 1
+        if run.again:
+            self.missed.made_again(run.unit)
+
     def _takers(self, run: Run, index: int) -> list[Push]:
         if run.again and not self.missed.waits((run.unit, index)):
             return []
@@ -173,7 +178,7 @@ class Exchanges:
 
     def stats(self, now: float) -> dict[str, int]:
         return {
-            "exchanges": self.made,
+            "exchanges": self.count,
             "missed": self.missed.total,
             "missing": len(self.missed),
             "steps": len(self._steps),

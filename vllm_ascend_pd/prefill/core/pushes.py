@@ -221,9 +221,6 @@ class Pushes:
             if not slot.users:
                 self.exchanges.staging.release(slot)
             self.exchanges.missed.arrived((run.unit, index))
-        self.exchanges.made += 1
-        if run.again:
-            self.exchanges.missed.made_again(run.unit)
         self._seal(now, run.part.members)
         self._note("staged", item.facts)
 
@@ -246,6 +243,11 @@ class Pushes:
 
     def slot(self, now: float, run: Run, index: int) -> StagingSlot | None:
         return self.exchanges.slot(now, run, index) if self.exchanges is not None else None
+
+    def made(self, run: Run) -> None:
+        """The exchange was called; what it brought comes as `staged`."""
+        if self.exchanges is not None:
+            self.exchanges.made(run)
 
     # -- writing
 

@@ -76,7 +76,7 @@ class Staging:
         self._held: Counter[Hashable] = Counter()  # taken, or spoiled and not replaced, by destination
         self._spoiled: list[_Spoiled] = []
         self._patience: dict[Hashable, float] = {}  # what is left of it in this step
-        self._since: dict[Hashable, float] = {}  # who is being waited for, since when
+        self._until: dict[Hashable, float] = {}  # who is being waited for, and no longer than when
         self._stalled: set[Hashable] = set()  # let us wait in vain and have returned nothing since
 
     @property
@@ -97,22 +97,20 @@ class Staging:
         """Patience is there again, but not for destinations that are stalled."""
         self._stalled = {destination for destination in self._stalled if self._held[destination]}
         self._patience = dict.fromkeys(self._stalled, 0.0)
-        self._since.clear()
+        self._until.clear()
 
     def patience(self, now: float, destination: Hashable) -> float:
         """For how many seconds to wait for a slot before `take`; in all exchanges of a step together PATIENCE_S."""
-        since = self._since.pop(destination, None)
+        waited_until = self._until.pop(destination, None)
         left = self._patience.get(destination, PATIENCE_S if self.waits else 0.0)
-        if since is not None:
-            left -= now - since
         room = self.room(now, destination) > 0
-        if since is not None:
-            self._patience[destination] = max(0.0, left)
-            if left <= 0.0 and not room:
+        if waited_until is not None:
+            left = self._patience[destination] = max(0.0, waited_until - now)
+            if not left and not room:
                 self._stalled.add(destination)
-        if room or left <= 0.0:
+        if room or not left:
             return 0.0
-        self._since[destination] = now
+        self._until[destination] = now + left
         return left
 
     def take(self, now: float, destination: Hashable, nbytes: int) -> StagingSlot | None:
