@@ -150,6 +150,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "_hang_up_gloo",
     },
     "regroup/parts.py": {"allocate"},
+    "regroup/staging.py": {"__init__", "__repr__", "patience", "take", "quarantine", "_pardon"},
     "device/current.py": {"current"},
 }
 COMPLETE = (

@@ -21,8 +21,8 @@ from simulation.memory import Memory
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
-from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAGS, Outcome
+from vllm_ascend_pd.regroup.staging import StagingSlot
 
 STAGING = 1 << 40  # where staging slots lie: far from every cache
 Bytes = NDArray[np.uint8]

@@ -18,7 +18,6 @@ from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
-from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
@@ -36,6 +35,7 @@ from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 from vllm_ascend_pd.protocol.words import ready
+from vllm_ascend_pd.regroup.staging import StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
 
 

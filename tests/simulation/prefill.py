@@ -26,7 +26,6 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.prefill.core.batches import Batch, spans_of, unit_of
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite
-from vllm_ascend_pd.prefill.core.staging import Staging
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
@@ -35,6 +34,7 @@ from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.protocol.states import PairState
+from vllm_ascend_pd.regroup.staging import Staging
 from vllm_ascend_pd.transport.base import WriteState
 
 if TYPE_CHECKING:

@@ -16,11 +16,15 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
+FOLDERS = ("geometry", "protocol", "prefill.core", "decode.core")
 PURE = sorted(
     name
     for name in MODULES
-    if name.startswith(("vllm_ascend_pd.geometry.", "vllm_ascend_pd.protocol.")) or name.endswith(".decisions")
+    if name.startswith(tuple(f"vllm_ascend_pd.{folder}." for folder in FOLDERS))
+    or name.endswith((".decisions", ".regroup.staging"))
 )
+# What of the package itself a pure module may use: other pure ones, and what only declares.
+DECLARES = {"vllm_ascend_pd.errors", "vllm_ascend_pd.config", "vllm_ascend_pd.transport.base"}
 ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "asyncio", "uuid"} | {"numpy", "msgspec"}
 
 
@@ -48,3 +52,14 @@ def test_a_pure_module_imports_only_what_is_pure(name: str) -> None:
     """Time, identities and chance are arguments there; threads and sockets are elsewhere."""
     foreign = {top for top in imported(MODULES[name]) if not top.startswith("vllm_ascend_pd")}
     assert {word.partition(".")[0] for word in foreign} <= ALLOWED
+    ours = {module for module in imported(MODULES[name]) if module in MODULES}
+    assert ours <= set(PURE) | DECLARES | {f"vllm_ascend_pd.{folder}" for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_no_arrow_leads_from_one_side_to_the_other_or_back_up(side: str) -> None:
+    """What both sides stand on imports neither; only what builds or judges both knows both."""
+    above = ("connector", "cli.", "metaserver.", f"{side}.")
+    for name, path in MODULES.items():
+        if not name.removeprefix("vllm_ascend_pd.").startswith(above):
+            assert not [module for module in imported(path) if module.startswith(f"vllm_ascend_pd.{side}.")], name

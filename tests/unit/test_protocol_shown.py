@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from protocol_rig import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
 
-from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.regroup.staging import StagingSlot
 
 
 def leased() -> Receiver:

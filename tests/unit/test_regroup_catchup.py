@@ -16,11 +16,11 @@ from watching import Events, traced, until
 
 from vllm_ascend_pd.prefill.core.missed import Missed
 from vllm_ascend_pd.prefill.core.push import Share, Unit
-from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
 from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 LAYERS = 6
 SMALL = config(staging_slots=1, staging_spares=0, staging_destinations=1, verify="full")

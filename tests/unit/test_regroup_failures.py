@@ -15,9 +15,9 @@ from regroup_prefill import PrefillSite, Wire, engine, running
 from watching import traced, until
 
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
-from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, Exchange, ExchangeRows
 from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 SMALL = {"staging_slots": 1, "staging_spares": 0}
 

@@ -21,9 +21,9 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.core.push import Piece, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, PushSite
-from vllm_ascend_pd.prefill.core.staging import PATIENCE_S, Staging, StagingSlot
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.push import Claim
+from vllm_ascend_pd.regroup.staging import PATIENCE_S, Staging, StagingSlot
 
 QUOTA, DESTINATIONS, SPARES, SIZE = 2, 3, 2, 64
 

@@ -14,9 +14,9 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.prefill.core.staging import Staging
 from vllm_ascend_pd.regroup.exchange import Exchange, new_group, tags_of
 from vllm_ascend_pd.regroup.ops import cell_view, use_kernels
+from vllm_ascend_pd.regroup.staging import Staging
 
 log = logging.getLogger(__name__)
 

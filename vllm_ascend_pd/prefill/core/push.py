@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
-from vllm_ascend_pd.prefill.core.staging import StagingSlot
 from vllm_ascend_pd.prefill.decisions import PushSlice, PushStart
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 from vllm_ascend_pd.protocol.pair import Pair
+from vllm_ascend_pd.regroup.staging import StagingSlot
 
 
 class Unit(NamedTuple):

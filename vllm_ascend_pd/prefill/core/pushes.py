@@ -22,13 +22,13 @@ from vllm_ascend_pd.prefill.core.batches import Bases, Batch, grouped, joined, s
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
-from vllm_ascend_pd.prefill.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.protocol.push import Claim, Sender
+from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
 
 log = logging.getLogger(__name__)
