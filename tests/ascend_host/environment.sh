@@ -3,7 +3,7 @@
 # Prints the interpreter of .venv-ascend-host: the real vllm-ascend, vLLM and torch_npu of requirements/ascend-host.txt.
 #
 # An environment of its own, because torch_npu without CANN breaks `import torch` for everybody else, and because its torch
-# is another than .venv's. What stands in for CANN is built beside it by build.py. The second run finds all by its stamp.
+# is another than .venv's. What stands in for CANN is built by host_build.py. The second run finds all by its stamp.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=scripts/setup.sh

@@ -206,10 +206,12 @@ class Call {
     auto* stream = &current_stream(device_->index());
     for (size_t i = 0; i < given_.size(); ++i) {
       const auto& argument = schema_.arguments()[i];
-      if (!is_written(argument) || !given_[i].isTensor() || !on_npu(given_[i].toTensor())) continue;
+      if (!given_[i].isTensor() || !on_npu(given_[i].toTensor())) continue;
       const c10::Storage& storage = given_[i].toTensor().storage();
-      LateCache* cache =
-          ends_in_cache(argument.name()) ? late_caches().make(storage, stream) : late_caches().find(storage);
+      // Not every operator that fills a cache declares that it writes: npu_kv_rmsnorm_rope_cache does not.
+      const bool fills = ends_in_cache(op_.operator_name().name) && ends_in_cache(argument.name());
+      if (!fills && !is_written(argument)) continue;
+      LateCache* cache = fills ? late_caches().make(storage, stream) : late_caches().find(storage);
       if (cache != nullptr && cache->stream == stream) written_caches_.push_back(cache);
     }
   }
@@ -369,6 +371,6 @@ std::vector<std::tuple<std::string, int64_t>> counted() {
 TORCH_LIBRARY(ascend_host, library) {
   library.def("host_view(Tensor tensor) -> Tensor", &host_view);
   library.def("take(str name, str overload) -> ()", &take);
-  library.def("operators() -> (str, str, bool)[]", &operators);
-  library.def("counted() -> (str, int)[]", &counted);
+  library.def("operators", &operators);  // schemas in words cannot say a list of tuples
+  library.def("counted", &counted);
 }
