@@ -5,8 +5,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from host_build import HostBuild
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE / "plugin", HERE.parent / "integration"):
+for folder in (HERE, HERE / "plugin", HERE.parent / "integration"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def build() -> HostBuild:
+    from host_build import INTERPRETER, STAMP, HostBuild
+
+    if not STAMP.exists():
+        pytest.skip("needs an environment of 8 GB, which tests/ascend_host/environment.sh makes")
+    return HostBuild(INTERPRETER).ensure()
