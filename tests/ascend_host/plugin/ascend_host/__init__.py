@@ -56,6 +56,7 @@ def take_over() -> None:
 
 
 def in_vllm() -> None:
-    from ascend_host import kernels
+    from ascend_host import faults, kernels
 
     kernels.replace()
+    faults.plant(os.environ.get("ASCEND_HOST_FORGETS", ""))
