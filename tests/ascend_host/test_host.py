@@ -86,6 +86,11 @@ def test_who_reads_a_late_cache_without_waiting_finds_old_bytes(build: HostBuild
     assert said(run(build, "-c", LATE, STAND_IN_LATE_US="300000", STAND_IN_SEED="3")) == "0.0 16.0"
 
 
+def test_collectives_between_two_processes(build: HostBuild) -> None:
+    delays = {"STAND_IN_DELAY_US": "500"}
+    assert said(run(build, str(HERE / "collectives.py"), **delays)) == "as worked out by hand"
+
+
 @pytest.mark.engines
 def test_one_engine_answers_as_vllm_does_on_the_cpu(build: HostBuild) -> None:
     program, model = str(HERE / "one_engine.py"), str(ensure("gqa"))
