@@ -92,8 +92,9 @@ def test_collectives_between_two_processes(build: HostBuild) -> None:
 
 
 @pytest.mark.engines
-def test_one_engine_answers_as_vllm_does_on_the_cpu(build: HostBuild) -> None:
-    program, model = str(HERE / "one_engine.py"), str(ensure("gqa"))
+@pytest.mark.parametrize("name", ["gqa", "moe"])
+def test_one_engine_answers_as_vllm_does_on_the_cpu(build: HostBuild, name: str) -> None:
+    program, model = str(HERE / "one_engine.py"), str(ensure(name))
     on_npu = said(run(build, program, model, json.dumps({"dtype": "float32"})))
     words = [program, model, json.dumps({"dtype": "float32", "block_size": 32})]
     env = child_environment() | on_cpu.ENVIRONMENT

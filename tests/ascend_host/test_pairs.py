@@ -45,10 +45,11 @@ class Cell:
     dtype: str = "float32"
     keys: dict[str, str] = field(default_factory=dict)  # more of kv_connector_extra_config, on P
     late_us: int = 0  # how late, at most, P's cache gets what an operator wrote into it
+    flags: tuple[str, ...] = ()  # of both engines
     forgets: str = ""  # a wait for an event that P leaves out: plugin/ascend_host/faults.py
 
     def __str__(self) -> str:
-        words = [self.model, f"{self.p_tp}to{self.d_tp}", *self.keys.values()]
+        words = [self.model, f"{self.p_tp}to{self.d_tp}", *self.keys.values(), *(f.strip("-") for f in self.flags)]
         return "-".join([*words, *["late"] * bool(self.late_us), *[f"without {self.forgets}"] * bool(self.forgets)])
 
     def tally(self) -> Tally:
@@ -78,7 +79,7 @@ class Cell:
             python=str(INTERPRETER),
             npu=True,
             plugins=build.plugins,
-            arguments=("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(64 << 20)),
+            arguments=("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(64 << 20), *self.flags),
             environment=environment,
         )
 
@@ -89,6 +90,9 @@ CELLS = [
     Cell("mla", dtype="bfloat16", late_us=3000),
     Cell("gqa", p_tp=2, keys=REGROUPED, late_us=3000),
     Cell("gqa", p_tp=2, keys=REGROUPED | {"regroup_kernels": "own"}),
+    Cell("gqa", d_tp=2),
+    Cell("mqa"),
+    Cell("moe", p_tp=2, flags=("--enable-expert-parallel",)),
 ]
 FAULTS = [
     Cell("gqa", late_us=200_000, forgets="done"),

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from ascend_host import kernels, reference
+from ascend_host import kernels, moe, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +30,9 @@ def close(got: Tensor, wanted: Tensor) -> None:
 
 
 def test_every_reference_is_tested_here() -> None:
-    tested = {name.removeprefix("test_") for name in globals()} | {"paged_cache_load"}  # with gather_pa_kv_cache
+    tested = {name.removeprefix("test_") for name in globals()}
+    tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
+    tested |= {"moe_init_routing", "grouped_matmul", "moe_token_unpermute"}  # as a layer of experts
     assert {function.__name__ for function in reference.MEANINGS.values()} - tested == set()
 
 
@@ -384,6 +386,60 @@ def test_attention_update(seed: int, first: int, second: int) -> None:
         sums.append(log_sum.flatten())
     got, _ = reference.attention_update(sums, results, 0)
     close(got, whole[0])
+
+
+# ---- experts
+
+
+@MANY
+@given(seeds, st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_moe_gating_top_k(seed: int, tokens: int, k: int, renorm: bool, sigmoid: bool, biased: bool) -> None:
+    x = random(seed, tokens, 6)
+    bias = random(seed + 1, 6) if biased else None
+    weights, experts, _ = moe.moe_gating_top_k(x, k, 1, 1, 1, int(renorm), int(sigmoid), False, 1.5, 1e-20, bias)
+    for row in range(tokens):
+        if sigmoid:
+            chances = [1 / (1 + math.exp(-float(v))) for v in x[row]]
+        else:
+            chances = [math.exp(float(v)) / sum(math.exp(float(w)) for w in x[row]) for v in x[row]]
+        rank = [c + (float(bias[i]) if bias is not None else 0.0) for i, c in enumerate(chances)]
+        best = sorted(range(6), key=lambda i: -rank[i])[:k]
+        assert experts[row].tolist() == best
+        whole = sum(chances[i] for i in best) if renorm or sigmoid else 1.0
+        close(weights[row], torch.tensor([1.5 * chances[i] / whole for i in best]))
+
+
+@MANY
+@given(seeds, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
+def test_a_layer_of_experts(seed: int, tokens: int, k: int, first: int, fewer: int) -> None:
+    """Routing, grouped product and putting together again: each token is the weighted sum of what its experts here make
+    of it. An index of an expert that is elsewhere is -1, which vllm-ascend makes positive, its weight 0."""
+    end = 6 - fewer
+    x, weights = random(seed, tokens, 4), random(seed + 1, end - first, 4, 3)
+    experts = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(seed + i))[:k] for i in range(tokens)]
+    )
+    shares = random(seed + 2, tokens, k)
+    rows, place, counts, _ = moe.moe_init_routing(
+        x,
+        experts.int(),
+        expert_num=6,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[first, end],
+    )
+    assert counts.tolist() == [int((experts == e).sum()) for e in range(first, end)]
+    [made] = moe.grouped_matmul([rows], [weights], group_list=counts, split_item=2, group_type=0, group_list_type=1)
+    here = (experts >= first) & (experts < end)
+    got = moe.moe_token_unpermute(made, place.abs().clamp(max=len(rows) - 1), shares * here)
+    wanted = torch.zeros(tokens, 3)
+    for token in range(tokens):
+        for choice in range(k):
+            expert = int(experts[token, choice])
+            if first <= expert < end:
+                wanted[token] += shares[token, choice] * (x[token] @ weights[expert - first])
+    close(got, wanted)
 
 
 # ---- sampling

@@ -29,6 +29,15 @@ def of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return note
 
 
+def declare(schemas: dict[str, str]) -> None:
+    """Operators that no library here declares."""
+    for name, schema in schemas.items():
+        space, _, operator = name.partition("::")
+        library = torch.library.Library(space, "FRAGMENT")
+        library.define(operator + schema)
+        _registered.append(library)
+
+
 def register() -> None:
     """As the operators' kernels for the CPU."""
     for name, function in MEANINGS.items():
