@@ -90,7 +90,6 @@ CELLS = [
     Cell("mla", dtype="bfloat16", late_us=3000),
     Cell("gqa", p_tp=2, keys=REGROUPED, late_us=3000),
     Cell("gqa", p_tp=2, keys=REGROUPED | {"regroup_kernels": "own"}),
-    Cell("gqa", d_tp=2),
     Cell("mqa"),
     Cell("moe", p_tp=2, flags=("--enable-expert-parallel",)),
 ]
