@@ -12,7 +12,8 @@ Sets up if needed (scripts/setup.sh), then runs the tests: unit, native, simulat
 
 usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
 
-  --all       also what is marked slow: it does not fit the time of a CI run
+  --all       also what is marked slow: it does not fit the time of a CI run; and tests/ascend_host, as far as its environment
+              is there (docs/building.md)
   --no-setup  do not check the installation first
 
 As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all, cross-
@@ -43,7 +44,7 @@ for word in "$@"; do
   esac
 done
 if [ ${#paths[@]} = 0 ]; then
-  for part in unit native simulation integration; do
+  for part in unit native simulation integration ${all:+ascend_host}; do
     if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi
   done
 fi

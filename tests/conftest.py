@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,21 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
             os.environ["LD_PRELOAD"] = before
         else:
             os.environ.pop("LD_PRELOAD", None)
+
+
+@pytest.fixture(scope="session")
+def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Progress lines that reach the terminal although pytest captures output."""
+    plugins = request.config.pluginmanager
+    reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
+
+    def tell(line: str) -> None:
+        if reporter is not None and capture is not None:
+            with capture.global_and_fixture_disabled():
+                reporter.ensure_newline()
+                reporter.write_line(line)
+
+    return tell
 
 
 def _npu_present() -> bool:

@@ -28,7 +28,7 @@ import psutil
 from scripts.support.engine import Engine
 from scripts.support.models import ROOT
 from scripts.support.process import Child, ProcessDied, free_port
-from scripts.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command, on_npu
+from scripts.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command
 
 Progress = Callable[[str], None]
 STRICT = ("--no-canary", "--without-prefill", "refuse")  # nothing moves but what a test sends; no D prefills by itself
@@ -150,7 +150,7 @@ class Cluster:
     def _placed(self, spec: EngineSpec) -> EngineSpec:
         """With a port, and on an NPU host with the next devices."""
         devices = ""
-        if on_npu() and not spec.devices:
+        if spec.npu and not spec.devices:
             devices = ",".join(str(self._next_device + i) for i in range(spec.tp * spec.pp))
             self._next_device += spec.tp * spec.pp
         return spec.at(spec.port or self.port(), devices)

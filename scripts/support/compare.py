@@ -2,8 +2,8 @@
 """Are two answers the same? Token by token; a difference is only excused where the reference itself hung in the balance.
 
 At the first differing place both sides have seen the same tokens, so the reference's logits there say how close
-the two best were. Below 1e-4 the order of additions may decide: such an answer is counted and excused, at most
-one in a thousand (or one in a run of fewer). Anything else is wrong KV until proven otherwise.
+the two best were. Below `tie` (1e-4, for float32) the order of additions may decide: such an answer is counted and
+excused, at most one in a thousand (or one in a run of fewer). Anything else is wrong KV until proven otherwise.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Tally:
     answers: int = 0
     tokens: int = 0
     excused: list[str] = field(default_factory=list)
+    tie: float = TIE
+    excused_per: int = EXCUSED_PER
 
     def check(
         self,
@@ -67,11 +69,11 @@ class Tally:
             raise TokensDiffer(f"{told} (one is shorter)")
         gap = top_two_gap(reference, [*prompt, *expected[:where]], body)
         told += f"; the reference's two best logits there are {gap:.3e} apart"
-        if gap >= TIE:
+        if gap >= self.tie:
             raise TokensDiffer(told)
         print(f"excused: {told}", flush=True)
         self.excused.append(told)
-        if len(self.excused) * EXCUSED_PER > max(self.answers, EXCUSED_PER):
+        if len(self.excused) * self.excused_per > max(self.answers, self.excused_per):
             raise TokensDiffer(f"{len(self.excused)} excused answers of {self.answers} are too many; the last: {told}")
 
     def summary(self) -> str:

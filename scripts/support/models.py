@@ -26,7 +26,7 @@ FORMAT = 1  # raised when a recipe's meaning changes, so that old directories ar
 class Recipe:
     """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
 
-    family: str  # llama | deepseek_v2
+    family: str  # llama | deepseek_v2 | qwen3_moe
     layers: int
     heads: int
     kv_heads: int
@@ -55,6 +55,7 @@ RECIPES = {
     # 576: vLLM splits the vocabulary by TP, and by 64
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
+    "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
     "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
     "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),
@@ -94,7 +95,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
 
     torch.manual_seed(recipe.seed)
     with torch.no_grad():
-        model = (_deepseek_v2 if recipe.mla else _llama)(recipe).to(torch.float32)
+        family = {"llama": _llama, "deepseek_v2": _deepseek_v2, "qwen3_moe": _qwen3_moe}[recipe.family]
+        model = family(recipe).to(torch.float32)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
 
@@ -145,6 +147,32 @@ def _deepseek_v2(recipe: Recipe) -> Any:
             qk_rope_head_dim=64,
             qk_nope_head_dim=recipe.head_dim,
             v_head_dim=recipe.head_dim,
+            max_position_embeddings=recipe.max_len,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=recipe.spread,
+        )
+    )
+
+
+def _qwen3_moe(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.Qwen3MoeForCausalLM(
+        library.Qwen3MoeConfig(
+            vocab_size=recipe.vocab,
+            hidden_size=recipe.hidden,
+            intermediate_size=recipe.intermediate,
+            moe_intermediate_size=128,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.kv_heads,
+            head_dim=recipe.head_dim,
             max_position_embeddings=recipe.max_len,
             tie_word_embeddings=False,
             bos_token_id=1,

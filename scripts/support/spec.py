@@ -35,16 +35,17 @@ def on_npu() -> bool:
     return os.environ.get("PD_DEVICE") == "npu"
 
 
-def own_environment() -> dict[str, str]:
+def own_environment(npu: bool) -> dict[str, str]:
     """What every child gets beyond the caller's environment."""
-    return dict(COMMON_ENVIRONMENT) if on_npu() else {**COMMON_ENVIRONMENT, **CPU_ENVIRONMENT}
+    return dict(COMMON_ENVIRONMENT) if npu else {**COMMON_ENVIRONMENT, **CPU_ENVIRONMENT}
 
 
-def child_environment(paths: tuple[Path, ...] = ()) -> dict[str, str]:
+def child_environment(paths: tuple[Path, ...] = (), npu: bool | None = None) -> dict[str, str]:
+    """`npu`: for an engine on an NPU; nothing said: as scripts/setup.sh found this host."""
     env = {k: v for k, v in os.environ.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
     inherited = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     env["PYTHONPATH"] = os.pathsep.join([*(str(p) for p in paths), str(ROOT), *inherited])
-    return {**env, **own_environment()}
+    return {**env, **own_environment(on_npu() if npu is None else npu)}
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,18 @@ class EngineSpec:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     served_name: str = "model"
+    python: str = sys.executable
+    npu: bool = field(default_factory=on_npu)
 
     def command(self) -> list[str]:
         """The server's command line; `python -m`, because the vllm command does not start with the CPU wheel."""
-        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--host", "127.0.0.1", "--port", str(self.port)]
         words += ["--model", str(self.model), "--served-model-name", self.served_name]
         words += ["--max-model-len", str(self.max_len), "--seed", "0"]
         words += ["--max-num-batched-tokens", str(self.chunk), "--max-num-seqs", str(self.max_seqs)]
         words += ["--max-logprobs", "5", "--uvicorn-log-level", "warning"]
-        words += ["--dtype", "float16"] if on_npu() else self._cpu_shape()
+        words += ["--dtype", "float16"] if self.npu else self._cpu_shape()
         if self.tp > 1:
             words += ["--tensor-parallel-size", str(self.tp)]
         if self.pp > 1:
@@ -105,7 +108,7 @@ class EngineSpec:
 
     def environ(self) -> dict[str, str]:
         devices = {"ASCEND_RT_VISIBLE_DEVICES": self.devices} if self.devices else {}
-        return {**child_environment(self.plugins), **devices, **self.environment}
+        return {**child_environment(self.plugins, self.npu), **devices, **self.environment}
 
     def at(self, port: int, devices: str = "") -> EngineSpec:
         return dataclasses.replace(self, port=port, devices=devices or self.devices)

@@ -19,21 +19,6 @@ from scripts.support.engine import Engine
 
 
 @pytest.fixture(scope="session")
-def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Progress lines that reach the terminal although pytest captures output."""
-    plugins = request.config.pluginmanager
-    reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
-
-    def tell(line: str) -> None:
-        if reporter is not None and capture is not None:
-            with capture.global_and_fixture_disabled():
-                reporter.ensure_newline()
-                reporter.write_line(line)
-
-    return tell
-
-
-@pytest.fixture(scope="session")
 def tally(told: Callable[[str], None]) -> Iterator[Tally]:
     tally = Tally()
     yield tally

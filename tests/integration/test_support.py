@@ -72,6 +72,15 @@ def test_a_tie_is_excused_once_in_a_run_of_less_than_a_thousand() -> None:
             tally.check("second", [7], [1, 2], [1, 3], url)
 
 
+def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
+    tally = Tally(tie=0.1, excused_per=2)
+    with reference(gap=0.05) as url:
+        tally.check("equal", [7], [1, 2], [1, 2], url)
+        tally.check("excused", [7], [1, 2], [1, 3], url)
+        with pytest.raises(TokensDiffer, match="too many"):
+            tally.check("once too often", [7], [1, 2], [1, 3], url)
+
+
 def test_a_shorter_answer_is_never_excused() -> None:
     with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="shorter"):
         Tally().check("answer", [7], [1, 2], [1], url)

@@ -45,7 +45,7 @@ def _packages(python: Path) -> dict[str, Path]:
     return {name: Path(origin).parent for name, origin in zip(names, json.loads(done.stdout), strict=True)}
 
 
-def _symbols(library: Path, kind: str) -> set[str]:
+def symbols(library: Path, kind: str) -> set[str]:
     done = subprocess.run(["nm", "-D", kind, str(library)], capture_output=True, text=True, check=True)
     return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.split()}
 
@@ -56,14 +56,14 @@ def _missing(torch_npu: Path, provided: Iterable[Path]) -> list[str]:
         *torch_npu.glob("_C.*.so"),
         *(torch_npu / "lib" / f"lib{n}.so" for n in ("torch_npu", "tensorpipe")),
     ):
-        wanted |= _symbols(library, "--undefined-only")
+        wanted |= symbols(library, "--undefined-only")
     wanted = {name for name in wanted if name.startswith(OURS)}
     for library in provided:
-        wanted -= _symbols(library, "--defined-only")
+        wanted -= symbols(library, "--defined-only")
     return sorted(wanted)
 
 
-def _stubs(names: Sequence[str]) -> str:
+def stubs(names: Sequence[str]) -> str:
     lines = [
         "#include <stdio.h>",
         "#include <stdlib.h>",
@@ -76,6 +76,9 @@ def _stubs(names: Sequence[str]) -> str:
 class Build:
     """One set of libraries in a folder that is named by what they are made of."""
 
+    sources: tuple[Path, ...] = (HERE, ROOT / "csrc")
+    binding_flags: tuple[str, ...] = COUNTED
+
     def __init__(self, python: Path) -> None:
         self.python = python
         self._packages = _packages(python)
@@ -84,9 +87,7 @@ class Build:
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(str(self.python).encode())
         versions = [(self._packages[name] / "version.py").read_bytes() for name in ("torch", "torch_npu")]
-        sources = [
-            p for folder in (HERE, ROOT / "csrc") for p in sorted(folder.rglob("*")) if p.suffix in (".h", ".cpp")
-        ]
+        sources = [p for folder in self.sources for p in sorted(folder.rglob("*")) if p.suffix in (".h", ".cpp")]
         for part in (*versions, *(path.read_bytes() for path in sources), Path(__file__).read_bytes()):
             digest.update(part)
         return digest.hexdigest()[:16]
@@ -192,39 +193,37 @@ class Build:
         subprocess.run(list(map(str, command)), check=True, timeout=400)
 
     def _compile(self) -> None:
-        torch, torch_npu = self._packages["torch"], self._packages["torch_npu"]
-        include = torch_npu / "include"
-        system = [include, include / "third_party/acl/inc", include / "third_party/hccl/inc"]
-        headers = [flag for folder in system for flag in ("-isystem", folder)]
-        strict = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/csrc", f"-I{HERE}/emulation", *headers]
-        here = [f"-L{self.folder}", f"-Wl,-rpath,{self.folder}"]
-        stand_ins = HERE / "stand_ins"
+        torch_npu, stand_ins = self._packages["torch_npu"], HERE / "stand_ins"
+        strict, here = self._strict(), self._here()
         self._run("libascendcl.so", "-O1", *strict, stand_ins / "ascendcl.cpp", "-pthread")
         self._run("libhccl.so", "-O1", *strict, stand_ins / "hccl.cpp", *here, "-lascendcl", "-lrt")
         self._run("libopapi.so", "-O2", *strict, stand_ins / "opapi.cpp", *here, "-lascendcl")
-        stubs = self.folder / "stubs.c"
-        stubs.write_text(_stubs(_missing(torch_npu, [self.folder / "libascendcl.so", self.folder / "libhccl.so"])))
+        unknown = self.folder / "stubs.c"
+        unknown.write_text(stubs(_missing(torch_npu, [self.folder / "libascendcl.so", self.folder / "libhccl.so"])))
         for name in EMPTY:
-            extra = ["-x", "c", stubs] if name == EMPTY[0] else ["-x", "c", "/dev/null"]
+            extra = ["-x", "c", unknown] if name == EMPTY[0] else ["-x", "c", "/dev/null"]
             # torch_npu looks some functions up by library: let each of them find all.
             self._run(f"lib{name}.so", *extra, "-Wl,--no-as-needed", *here, "-lascendcl")
         self._run("libvapd_kernels.so", "-O2", *strict, stand_ins / "launch.cpp", *here, "-lascendcl")
-        torch_headers = [torch / "include", torch / "include/torch/csrc/api/include"]
-        self._run(
-            "_C_npu.so",
-            *COUNTED,
-            *strict,
-            *[flag for folder in torch_headers for flag in ("-isystem", folder)],
-            ROOT / "csrc/npu/binding.cpp",
-            *here,
-            "-lvapd_kernels",
-            "-lascendcl",
-            f"-L{torch}/lib",
-            "-ltorch_cpu",
-            "-lc10",
-            f"-L{torch_npu}/lib",
-            "-ltorch_npu",
-        )
+        self._with_torch("_C_npu.so", *self.binding_flags, ROOT / "csrc/npu/binding.cpp", "-lvapd_kernels")
+
+    def _strict(self) -> list[str | Path]:
+        """With CANN's headers, which come with torch_npu."""
+        include = self._packages["torch_npu"] / "include"
+        system = [include, include / "third_party/acl/inc", include / "third_party/hccl/inc"]
+        headers = [flag for folder in system for flag in ("-isystem", folder)]
+        return ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/csrc", f"-I{HERE}/emulation", *headers]
+
+    def _here(self) -> list[str]:
+        return [f"-L{self.folder}", f"-Wl,-rpath,{self.folder}"]
+
+    def _with_torch(self, output: str, *arguments: str | Path) -> None:
+        """Compiles against torch and torch_npu."""
+        torch, torch_npu = self._packages["torch"], self._packages["torch_npu"]
+        folders = [torch / "include", torch / "include/torch/csrc/api/include"]
+        headers = [flag for folder in folders for flag in ("-isystem", folder)]
+        libraries = ["-lascendcl", f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-L{torch_npu}/lib", "-ltorch_npu"]
+        self._run(output, *self._strict(), *headers, *arguments, *self._here(), *libraries)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,20 @@ def pins(file: Path) -> dict[str, str]:
     return found
 
 
+APART = {"ascend-host"}  # environments of their own, in which nothing else is installed
+
+
 def requirements() -> dict[str, dict[str, str]]:
-    return {file.stem: pins(file) for file in sorted((ROOT / "requirements").glob("*.txt"))}
+    """What makes up the main environment."""
+    every = {file.stem: pins(file) for file in sorted((ROOT / "requirements").glob("*.txt"))}
+    return {name: found for name, found in every.items() if name not in APART}
+
+
+def test_the_host_stand_in_has_the_versions_that_belong_together():
+    host = pins(ROOT / "requirements/ascend-host.txt")
+    assert host["vllm-ascend"] == "0.23.0.post1"
+    assert host["vllm"] == "0.23.0"
+    assert host["torch-npu"].split(".post")[0] == host["torch"] == "2.10.0"
 
 
 def tracked() -> list[Path]:

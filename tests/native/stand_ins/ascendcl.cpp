@@ -7,6 +7,9 @@
 #include <acl/acl_op_compiler.h>
 #include <acl/acl_rt.h>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -24,6 +27,8 @@ constexpr aclError kNoContext = 107002;
 constexpr aclError kNoMemory = 207001;
 constexpr int kMaxDevices = 16;
 constexpr int kVectorCores = 40;
+constexpr int kUnwritten = 0xCD;  // what fresh memory holds: contents that nobody should rely on
+constexpr size_t kPage = size_t{2} << 20;
 
 // Process-wide state lives until the process ends: torch_npu's own threads still call in while it exits.
 struct Device {
@@ -31,9 +36,20 @@ struct Device {
   char context = 0;
 };
 
+struct Pages {  // physical memory
+  int file;
+};
+
+struct Reserved {
+  void* room;
+  size_t size;
+};
+
 struct State {
   std::mutex lock;
   std::map<uintptr_t, size_t> allocations;
+  std::map<uintptr_t, Reserved> reserved;
+  std::map<uintptr_t, size_t> mapped;
   std::map<int, std::unique_ptr<Device>> devices;
   std::map<Stream*, int> streams;  // and their devices
 };
@@ -47,8 +63,7 @@ thread_local int current_device = 0;
 thread_local bool device_is_set = false;
 
 int device_count() {
-  const char* text = std::getenv("STAND_IN_DEVICES");
-  return text ? std::atoi(text) : 2;
+  return number_of("STAND_IN_DEVICES", 2);
 }
 
 Device& device(int index) {
@@ -59,11 +74,11 @@ Device& device(int index) {
 }
 
 aclError allocate(void** at, size_t size) {
-  // As on the device: 512-byte boundaries, and contents that nobody should rely on.
+  // As on the device: 512-byte boundaries.
   const size_t rounded = (size + 511) / 512 * 512;
   *at = std::aligned_alloc(512, rounded ? rounded : 512);
   if (*at == nullptr) return kNoMemory;
-  std::memset(*at, 0xCD, rounded);
+  std::memset(*at, kUnwritten, rounded);
   const std::lock_guard<std::mutex> hold(state().lock);
   state().allocations[reinterpret_cast<uintptr_t>(*at)] = size;
   return ACL_SUCCESS;
@@ -76,6 +91,33 @@ aclError release(void* at) {
   }
   std::free(at);
   return ACL_SUCCESS;
+}
+
+// Neighbouring pages are one allocation: a copy may cross from one to the next. Under the state's lock.
+void add_allocation(uintptr_t start, size_t size) {
+  auto& all = state().allocations;
+  auto after = all.upper_bound(start);
+  if (after != all.end() && start + size == after->first && state().mapped.count(after->first)) {
+    size += after->second;
+    after = all.erase(after);
+  }
+  if (after != all.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second == start && state().mapped.count(before->first)) {
+      before->second += size;
+      return;
+    }
+  }
+  all[start] = size;
+}
+
+void remove_allocation(uintptr_t start, size_t size) {
+  auto& all = state().allocations;
+  const auto found = std::prev(all.upper_bound(start));
+  const uintptr_t first = found->first, end = found->first + found->second;
+  all.erase(found);
+  if (first < start) all[first] = start - first;
+  if (start + size < end) all[start + size] = end - (start + size);
 }
 
 struct Event {
@@ -105,6 +147,13 @@ Allocation allocation_of(const void* at) {
 }
 
 namespace {
+
+size_t allocated() {
+  const std::lock_guard<std::mutex> hold(state().lock);
+  size_t sum = 0;
+  for (const auto& [start, size] : state().allocations) sum += size;
+  return sum;
+}
 
 bool is_allocated(const void* at, size_t size) {
   const Allocation found = allocation_of(at);
@@ -244,8 +293,8 @@ aclError aclrtFreeHost(void* at) {
 }
 
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
-  *free = size_t{8} << 30;
   *total = size_t{16} << 30;
+  *free = *total - allocated();
   return ACL_SUCCESS;
 }
 
@@ -277,6 +326,66 @@ aclError aclrtPointerGetAttributes(const void* at, aclrtPtrAttributes* attribute
   std::memset(attributes, 0, sizeof *attributes);
   (void)at;
   return ACL_SUCCESS;
+}
+
+// ---- virtual memory: addresses are reserved first, and get memory page by page
+
+aclError aclrtReserveMemAddress(void** at, size_t size, size_t, void*, uint64_t) {
+  void* room = mmap(nullptr, size + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) return kNoMemory;
+  *at = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(room) + kPage - 1) / kPage * kPage);
+  const std::lock_guard<std::mutex> hold(state().lock);
+  state().reserved[reinterpret_cast<uintptr_t>(*at)] = {room, size + kPage};
+  return ACL_SUCCESS;
+}
+
+aclError aclrtReleaseMemAddress(void* at) {
+  const std::lock_guard<std::mutex> hold(state().lock);
+  const auto found = state().reserved.find(reinterpret_cast<uintptr_t>(at));
+  if (found == state().reserved.end()) return kBadParameter;
+  munmap(found->second.room, found->second.size);
+  state().reserved.erase(found);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t size, const aclrtPhysicalMemProp*, uint64_t) {
+  const int file = memfd_create("stand-in", MFD_CLOEXEC);
+  if (file < 0) return kNoMemory;
+  if (ftruncate(file, static_cast<off_t>(size)) != 0) {
+    close(file);
+    return kNoMemory;
+  }
+  *handle = reinterpret_cast<aclrtDrvMemHandle>(new Pages{file});
+  return ACL_SUCCESS;
+}
+
+aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
+  auto* pages = reinterpret_cast<Pages*>(handle);
+  close(pages->file);
+  delete pages;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtMapMem(void* at, size_t size, size_t offset, aclrtDrvMemHandle handle, uint64_t) {
+  const int file = reinterpret_cast<Pages*>(handle)->file;
+  const auto start = static_cast<off_t>(offset);
+  if (mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, start) == MAP_FAILED) return kNoMemory;
+  std::memset(at, kUnwritten, size);
+  const std::lock_guard<std::mutex> hold(state().lock);
+  state().mapped[reinterpret_cast<uintptr_t>(at)] = size;
+  add_allocation(reinterpret_cast<uintptr_t>(at), size);
+  return ACL_SUCCESS;
+}
+
+aclError aclrtUnmapMem(void* at) {
+  const std::lock_guard<std::mutex> hold(state().lock);
+  const auto found = state().mapped.find(reinterpret_cast<uintptr_t>(at));
+  if (found == state().mapped.end()) return kBadParameter;
+  const size_t size = found->second;
+  state().mapped.erase(found);
+  remove_allocation(reinterpret_cast<uintptr_t>(at), size);
+  constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  return mmap(at, size, PROT_NONE, kNothing, -1, 0) == MAP_FAILED ? kNoMemory : ACL_SUCCESS;
 }
 
 // ---- streams
@@ -323,6 +432,11 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
 
 aclError aclrtLaunchCallback(aclrtCallback callback, void* data, aclrtCallbackBlockType, aclrtStream stream) {
   stream_of(stream).submit([=] { callback(data); });
+  return ACL_SUCCESS;
+}
+
+aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void* data) {
+  stream_of(stream).submit([=] { function(data); });
   return ACL_SUCCESS;
 }
 

@@ -9,8 +9,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -26,11 +28,15 @@ constexpr auto kPatience = std::chrono::seconds(150);
   std::_Exit(70);
 }
 
+std::string path_of(const std::string& name) {
+  return "/dev/shm/" + name;
+}
+
 // A file in /dev/shm, mapped.
 class Shared {
  public:
   Shared(const std::string& name, size_t size, bool create) {
-    const std::string path = "/dev/shm/" + name;
+    const std::string path = path_of(name);
     const int file = open(path.c_str(), create ? O_RDWR | O_CREAT : O_RDWR, 0600);
     if (file < 0) give_up("cannot open " + path);
     if (create && ftruncate(file, static_cast<off_t>(size)) != 0) give_up("cannot size " + path);
@@ -46,7 +52,12 @@ class Shared {
   ~Shared() { munmap(at_, size_); }
 
   char* data() const { return static_cast<char*>(at_); }
-  static void remove(const std::string& name) { unlink(("/dev/shm/" + name).c_str()); }
+  size_t size() const { return size_; }
+  static void remove(const std::string& name) { unlink(path_of(name).c_str()); }
+  static bool exists(const std::string& name) { return access(path_of(name).c_str(), F_OK) == 0; }
+  static void rename(const std::string& from, const std::string& to) {
+    if (std::rename(path_of(from).c_str(), path_of(to).c_str()) != 0) give_up("cannot rename " + from);
+  }
 
  private:
   void* at_;
@@ -142,9 +153,37 @@ class Group {
     Shared::remove(mine);
   }
 
+  // A message is a file that takes its name when it is whole. Each pair of ranks counts its own, in each direction.
+  void send(const char* from, uint64_t length, uint32_t to) {
+    const std::string name = message(rank, to, sent_[to]++);
+    {
+      const Shared out(name + ".part", length + 1, true);  // an empty file cannot be mapped
+      std::memcpy(out.data(), from, length);
+    }
+    Shared::rename(name + ".part", name);
+  }
+
+  void receive(char* to, uint64_t length, uint32_t from) {
+    const std::string name = message(from, rank, received_[from]++);
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    while (!Shared::exists(name)) {
+      if (std::chrono::steady_clock::now() > end) give_up("waits in vain for " + name);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    const Shared in(name, 0, false);
+    if (in.size() != length + 1) give_up(name + " is not as long as what is received");
+    std::memcpy(to, in.data(), length);
+    Shared::remove(name);
+  }
+
  private:
+  std::string message(uint32_t from, uint32_t to, uint64_t number) const {
+    return id + ".m" + std::to_string(from) + "-" + std::to_string(to) + "." + std::to_string(number);
+  }
+
   Shared place_;
   uint64_t calls_ = 0;
+  std::map<uint32_t, uint64_t> sent_, received_;
 };
 
 std::vector<Piece> pieces(const void* counts, const void* starts, uint32_t size, size_t item) {
@@ -170,6 +209,100 @@ HcclResult submit(HcclComm handle, aclrtStream stream, std::vector<Piece> sent, 
   auto* group = static_cast<Group*>(handle);
   stream_of(stream).submit([=, sent = std::move(sent), received = std::move(received)] {
     group->exchange(static_cast<const char*>(from), sent, static_cast<char*>(const_cast<void*>(to)), received);
+  });
+  return HCCL_SUCCESS;
+}
+
+// ---- reductions
+
+struct Reduction {
+  uint64_t count;
+  HcclDataType type;
+  HcclReduceOp op;
+};
+
+struct Bfloat16 {
+  uint16_t bits;
+
+  float wide() const {
+    const uint32_t word = uint32_t{bits} << 16;
+    float value;
+    std::memcpy(&value, &word, sizeof value);
+    return value;
+  }
+  // To the nearest, ties to the even one; a NaN keeps a bit, or it would become infinite.
+  static Bfloat16 nearest(float value) {
+    uint32_t word;
+    std::memcpy(&word, &value, sizeof word);
+    if (std::isnan(value)) return {static_cast<uint16_t>(word >> 16 | 0x40)};
+    return {static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16)};
+  }
+};
+
+template <typename T>
+T combined(T a, T b, HcclReduceOp op) {
+  switch (op) {
+    case HCCL_REDUCE_SUM:
+      return static_cast<T>(a + b);
+    case HCCL_REDUCE_PROD:
+      return static_cast<T>(a * b);
+    case HCCL_REDUCE_MAX:
+      return a < b ? b : a;
+    case HCCL_REDUCE_MIN:
+      return b < a ? b : a;
+    default:
+      give_up("reduction " + std::to_string(op));
+  }
+}
+
+template <>
+Bfloat16 combined(Bfloat16 a, Bfloat16 b, HcclReduceOp op) {
+  return Bfloat16::nearest(combined(a.wide(), b.wide(), op));
+}
+
+template <typename T>
+void reduce(char* into, const char* from, const Reduction& how) {
+  auto* sums = reinterpret_cast<T*>(into);
+  const auto* values = reinterpret_cast<const T*>(from);
+  for (uint64_t i = 0; i < how.count; ++i) sums[i] = combined(sums[i], values[i], how.op);
+}
+
+auto reducer(HcclDataType type) {
+  switch (type) {
+    case HCCL_DATA_TYPE_FP32:
+      return reduce<float>;
+    case HCCL_DATA_TYPE_FP64:
+      return reduce<double>;
+    case HCCL_DATA_TYPE_FP16:
+      return reduce<_Float16>;
+    case HCCL_DATA_TYPE_BFP16:
+      return reduce<Bfloat16>;
+    case HCCL_DATA_TYPE_INT64:
+      return reduce<int64_t>;
+    case HCCL_DATA_TYPE_INT32:
+      return reduce<int32_t>;
+    case HCCL_DATA_TYPE_INT16:
+      return reduce<int16_t>;
+    case HCCL_DATA_TYPE_INT8:
+      return reduce<int8_t>;
+    case HCCL_DATA_TYPE_UINT8:
+      return reduce<uint8_t>;
+    default:
+      give_up("reduction of data type " + std::to_string(type));
+  }
+}
+
+// Every rank takes all parts and adds them in the order of the ranks, so all of them get the same bits.
+HcclResult submit_reduction(HcclComm handle, aclrtStream stream, std::vector<Piece> sent, const void* from, void* to,
+                            Reduction how) {
+  auto* group = static_cast<Group*>(handle);
+  const auto add = reducer(how.type);
+  stream_of(stream).submit([=, sent = std::move(sent)] {
+    const uint64_t length = how.count * size_of(how.type);
+    std::vector<char> parts(group->size * length);
+    group->exchange(static_cast<const char*>(from), sent, parts.data(), rows(group->size, length));
+    for (uint32_t rank = 1; rank < group->size; ++rank) add(parts.data(), parts.data() + rank * length, how);
+    std::memcpy(to, parts.data(), length);
   });
   return HCCL_SUCCESS;
 }
@@ -256,12 +389,40 @@ HcclResult HcclBroadcast(void* at, uint64_t count, HcclDataType type, uint32_t r
   return submit(handle, stream, std::move(sent), std::move(received), at, at);
 }
 
-// Adds nothing up: enough for a barrier, which torch makes of an all-reduce.
-HcclResult HcclAllReduce(void* from, void* to, uint64_t count, HcclDataType type, HcclReduceOp, HcclComm handle,
+HcclResult HcclAllReduce(void* from, void* to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
                          aclrtStream stream) {
   const uint32_t size = static_cast<Group*>(handle)->size;
-  const Piece all{0, count * size_of(type)};
-  return submit(handle, stream, everywhere(size, all), everywhere(size, all), from, to);
+  return submit_reduction(handle, stream, everywhere(size, {0, count * size_of(type)}), from, to, {count, type, op});
+}
+
+HcclResult HcclReduceScatter(void* from, void* to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
+                             aclrtStream stream) {
+  const uint32_t size = static_cast<Group*>(handle)->size;
+  return submit_reduction(handle, stream, rows(size, count * size_of(type)), from, to, {count, type, op});
+}
+
+HcclResult HcclSend(void* at, uint64_t count, HcclDataType type, uint32_t to, HcclComm handle, aclrtStream stream) {
+  auto* group = static_cast<Group*>(handle);
+  stream_of(stream).submit([=] { group->send(static_cast<char*>(at), count * size_of(type), to); });
+  return HCCL_SUCCESS;
+}
+
+HcclResult HcclRecv(void* at, uint64_t count, HcclDataType type, uint32_t from, HcclComm handle, aclrtStream stream) {
+  auto* group = static_cast<Group*>(handle);
+  stream_of(stream).submit([=] { group->receive(static_cast<char*>(at), count * size_of(type), from); });
+  return HCCL_SUCCESS;
+}
+
+// All that is sent first: a message waits for nobody, so no order of receipts can block.
+HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm handle, aclrtStream stream) {
+  for (const HcclSendRecvType kind : {HCCL_SEND, HCCL_RECV}) {
+    const auto transfer = kind == HCCL_SEND ? HcclSend : HcclRecv;
+    for (const HcclSendRecvItem* item = items; item < items + count; ++item) {
+      if (item->sendRecvType != kind) continue;
+      transfer(item->buf, item->count, item->dataType, item->remoteRank, handle, stream);
+    }
+  }
+  return HCCL_SUCCESS;
 }
 
 HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {

@@ -2,9 +2,14 @@
 // Streams and events of the stand-in device: each stream is a thread that runs its tasks in order.
 //
 // Unlike a stand-in that executes at submission, a forgotten wait between two streams shows here: as a race, made wide
-// by STAND_IN_DELAY_US (every task first sleeps for a random time up to that).
+// by STAND_IN_DELAY_US (every task first sleeps for a random time up to that, drawn by STAND_IN_SEED).
+//
+// Operators that run on the host (tests/ascend_host) need their results at once, so nothing of them would ever be
+// unfinished. They put what others may see of their writes into the stream's tail, whose tasks sleep up to
+// STAND_IN_LATE_US: whoever waits for the stream waits for its tail too; whoever does not, finds the bytes from before.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -40,12 +45,18 @@ class Mark {
   bool done_ = false;
 };
 
-class Stream {
- public:
-  Stream() : worker_([this] { work(); }) {}
+inline int number_of(const char* variable, int otherwise) {
+  const char* text = std::getenv(variable);
+  return text ? std::atoi(text) : otherwise;
+}
 
-  // The tasks that are queued still run; a stream is destroyed once it is idle.
-  ~Stream() {
+// A thread that runs tasks in order, each after a random time.
+class Queue {
+ public:
+  Queue(int most_us, unsigned seed) : most_us_(most_us), random_(seed), worker_([this] { work(); }) {}
+
+  // The tasks that are queued still run.
+  ~Queue() {
     {
       const std::lock_guard<std::mutex> hold(lock_);
       closing_ = true;
@@ -66,8 +77,6 @@ class Stream {
     return mark;
   }
 
-  void synchronize() { mark()->wait(); }
-
   bool idle() {
     const std::lock_guard<std::mutex> hold(lock_);
     return tasks_.empty() && !busy_;
@@ -75,9 +84,6 @@ class Stream {
 
  private:
   void work() {
-    const char* text = std::getenv("STAND_IN_DELAY_US");
-    const int most = text ? std::atoi(text) : 0;
-    std::mt19937 random(static_cast<unsigned>(reinterpret_cast<uintptr_t>(this) >> 4));
     std::unique_lock<std::mutex> hold(lock_);
     while (true) {
       changed_.wait(hold, [&] { return closing_ || !tasks_.empty(); });
@@ -86,18 +92,91 @@ class Stream {
       tasks_.pop_front();
       busy_ = true;
       hold.unlock();
-      if (most > 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
+      if (most_us_ > 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % most_us_));
       task();
       hold.lock();
       busy_ = false;
     }
   }
 
+  const int most_us_;
+  std::mt19937 random_;
   std::mutex lock_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   bool closing_ = false, busy_ = false;
   std::thread worker_;  // last: it runs as soon as it exists
+};
+
+// A stream is destroyed once it is idle.
+class Stream {
+ public:
+  Stream()
+      : seed_(number_of("STAND_IN_SEED", 0) * 1000 + count()++), tasks_(number_of("STAND_IN_DELAY_US", 0), seed_) {}
+
+  // After everything that was submitted before, its tail included.
+  void submit(std::function<void()> task) {
+    if (auto before = tail_end()) {
+      tasks_.submit([before, task = std::move(task)] {
+        before->wait();
+        task();
+      });
+    } else {
+      tasks_.submit(std::move(task));
+    }
+  }
+
+  // Into the tail: after everything that was submitted before, and nobody but marks and later tasks waits for it.
+  void submit_late(std::function<void()> task) {
+    const auto before = tasks_.mark();
+    const std::lock_guard<std::mutex> hold(lock_);
+    if (!tail_) tail_ = std::make_unique<Queue>(number_of("STAND_IN_LATE_US", 0), seed_ + 500);
+    tail_->submit([before, task = std::move(task)] {
+      before->wait();
+      task();
+    });
+  }
+
+  // Set when all that was submitted, and its tail, has run.
+  std::shared_ptr<Mark> mark() {
+    auto end = tasks_.mark();
+    const std::lock_guard<std::mutex> hold(lock_);
+    if (!tail_) return end;
+    auto late = std::make_shared<Mark>();
+    tail_->submit([end = std::move(end), late] {
+      end->wait();
+      late->set();
+    });
+    return late;
+  }
+
+  void synchronize() { mark()->wait(); }
+
+  // For an operator of this stream: everything submitted has run; the tail may not have.
+  void settle() {
+    if (!tasks_.idle()) tasks_.mark()->wait();
+  }
+
+  bool idle() {
+    const std::lock_guard<std::mutex> hold(lock_);
+    return tasks_.idle() && (!tail_ || tail_->idle());
+  }
+
+ private:
+  static std::atomic<unsigned>& count() {
+    static std::atomic<unsigned> streams{0};
+    return streams;
+  }
+
+  std::shared_ptr<Mark> tail_end() {
+    const std::lock_guard<std::mutex> hold(lock_);
+    return tail_ && !tail_->idle() ? tail_->mark() : nullptr;
+  }
+
+  const unsigned seed_;
+  std::mutex lock_;
+  Queue tasks_;
+  std::unique_ptr<Queue> tail_;
 };
 
 // The stream behind an ACL handle; null is the device's own. Defined in ascendcl.cpp.

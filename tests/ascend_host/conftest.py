@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plug-in's references, the native tests' builder and the integration tests' pair on the import path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from host_build import HostBuild
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE / "plugin", HERE.parent / "integration"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def build() -> HostBuild:
+    from host_build import INTERPRETER, STAMP, HostBuild
+
+    if not STAMP.exists():
+        pytest.skip("needs an environment of 8 GB, which tests/ascend_host/environment.sh makes")
+    return HostBuild(INTERPRETER).ensure()

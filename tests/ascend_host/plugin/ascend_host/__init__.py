@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch_npu on a machine without an NPU, in every process that has this folder and `entry` in front of its PYTHONPATH.
+
+torch loads `take_over` (entry point `torch.backends`), vLLM loads `in_vllm` (`vllm.general_plugins`). torch_npu, vLLM and
+vllm-ascend stay as they are. Beneath are the libraries that host_build.py makes.
+"""
+
+from __future__ import annotations
+
+import os
+
+# What torch_npu's own kernels do with memory, sizes, views and streams is right over the stand-ins as it is.
+OF_MEMORY = {
+    "aten::_copy_from",
+    "aten::_copy_from_and_resize",
+    "aten::_pin_memory",
+    "aten::_to_copy",
+    "aten::as_strided_",
+    "aten::empty.memory_format",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::is_pinned",
+    "aten::is_set_to",
+    "aten::new_empty_strided",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::set_",
+    "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::set_.source_Tensor",
+    # what torch_npu keeps in its books
+    "npu::get_npu_format",
+    "npu::get_storage_size",
+    "npu::npu_change_data_ptr",
+    "npu::set_op_timeout_ms",
+}
+TAKEN = ("aten", "npu", "atb")
+
+
+def take_over() -> None:
+    """Every operator that torch_npu has for the NPU runs on the host from here on."""
+    import torch
+    import torch_npu  # noqa: F401
+    from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
+
+    from ascend_host import moe, reference
+
+    _register_atb_extensions()
+    reference.declare(moe.SCHEMAS)
+    torch.ops.load_library(os.environ["ASCEND_HOST_OPERATORS"])
+    for name, overload, is_view in torch.ops.ascend_host.operators():
+        full = f"{name}.{overload}" if overload else name
+        if name.split("::")[0] in TAKEN and not is_view and full not in OF_MEMORY:
+            torch.ops.ascend_host.take(name, overload)
+    for name in moe.SCHEMAS:
+        torch.ops.ascend_host.take(name, "")
+    reference.register()
+
+
+def in_vllm() -> None:
+    from ascend_host import faults, kernels
+
+    kernels.replace()
+    faults.plant(os.environ.get("ASCEND_HOST_FORGETS", ""))

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators of torch_npu (npu::) and ATB (atb::) mean, in plain torch, by their documentation.
+
+Only those that a model here asks for; what lacks here stops the process with its name (operators.cpp). An argument that
+no model has used so far is refused instead of ignored. Arguments are CPU tensors over the device's memory: writing into
+them is writing to the device. test_reference.py compares each with an independent definition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MEANINGS: dict[str, Callable[..., Any]] = {}
+_registered: list[torch.library.Library] = []
+
+
+def of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorated function is what these operators mean."""
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        MEANINGS.update(dict.fromkeys(operators, function))
+        return function
+
+    return note
+
+
+def declare(schemas: dict[str, str]) -> None:
+    """Operators that no library here declares."""
+    for name, schema in schemas.items():
+        space, _, operator = name.partition("::")
+        library = torch.library.Library(space, "FRAGMENT")
+        library.define(operator + schema)
+        _registered.append(library)
+
+
+def register() -> None:
+    """As the operators' kernels for the CPU."""
+    for name, function in MEANINGS.items():
+        space, _, operator = name.partition("::")
+        library = torch.library.Library(space, "IMPL")
+        library.impl(operator, function, "CPU")
+        _registered.append(library)
+
+
+def refuse(operator: str, **given: Any) -> None:
+    """Arguments whose meaning is not written down here."""
+    named = sorted(name for name, value in given.items() if value is not None)
+    if named:
+        raise NotImplementedError(f"the reference of {operator} does not know {', '.join(named)}")
+
+
+# ---- norms, activations, products
+
+
+def rms(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * gamma.float()).to(x.dtype), scale
+
+
+@of("npu::npu_rms_norm")
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return rms(x, gamma, epsilon)
+
+
+@of("npu::npu_add_rms_norm")
+def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    both = x1 + x2
+    y, scale = rms(both, gamma, epsilon)
+    return y, scale, both
+
+
+@of("npu::npu_swiglu")
+def swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.chunk(2, dim)
+    return torch.nn.functional.silu(gate) * up
+
+
+@of("npu::npu_transpose_batchmatmul")
+def transpose_batchmatmul(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    perm_x1: Sequence[int] | None = None,
+    perm_x2: Sequence[int] | None = None,
+    perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:
+    refuse("npu_transpose_batchmatmul", bias=bias, scale=scale, batch_split_factor=_unless(batch_split_factor, 1))
+    left = x.permute(*perm_x1) if perm_x1 else x
+    right = weight.permute(*perm_x2) if perm_x2 else weight
+    y = torch.bmm(left, right)
+    return (y.permute(*perm_y) if perm_y else y).contiguous()
+
+
+def _unless(value: Any, usual: Any) -> Any:
+    """None if an argument is what it usually is."""
+    return None if value in (usual, None) else value
+
+
+@of("atb::_npu_matmul_add_fp32")
+def matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803
+    """C += xᵀ · weight, added up in float32."""
+    C.add_(x.float().t() @ weight.float())
+
+
+@of("npu::npu_format_cast", "npu::_npu_format_cast")
+def format_cast(x: Tensor, acl_format: int, **kinds: Any) -> Tensor:
+    """Every format is row-major here: only kernels see the difference."""
+    refuse("npu_format_cast", **kinds)
+    return x.clone()
+
+
+# ---- rotary embeddings
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
+    """cos and sin are as wide as x. The partners of a plane are neighbours (`pairs`) or half of the width apart."""
+    if pairs:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+@of("npu::npu_rotary_mul")
+def rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
+    refuse("npu_rotary_mul", rotate=rotate)
+    return _rotate(x, r1, r2, rotary_mode == "interleave")
+
+
+@of("npu::npu_interleave_rope")
+def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours are brought to the two halves first, and stay there."""
+    return _rotate(torch.cat((x[..., ::2], x[..., 1::2]), -1), cos, sin, pairs=False)
+
+
+@of("atb::_npu_rotary_embedding")
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
+) -> None:
+    """In place, on the first `cos_sin_cache.shape[1]` channels of each head."""
+    width = cos_sin_cache.shape[-1]
+    parts = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, -1)
+    if is_neox_style:
+        cos, sin = (torch.cat((part, part), -1) for part in parts)
+    else:
+        cos, sin = (part.repeat_interleave(2, -1) for part in parts)
+    for x in (query, key):
+        heads = x.view(x.shape[0], -1, head_size)[..., :width]
+        heads.copy_(_rotate(heads, cos, sin, pairs=not is_neox_style))
+
+
+# ---- the paged cache: [block, token of the block, head, channel]; a slot is a token's place in it
+
+
+def _write_slots(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Tokens of negative slots are padding."""
+    places = cache.flatten(0, 1)
+    wanted = slots.flatten() >= 0
+    places[slots.flatten()[wanted].long()] = rows.reshape(-1, *places.shape[1:])[wanted]
+
+
+def _read_tokens(cache: Tensor, table: Tensor, first: int, count: int) -> Tensor:
+    """`count` tokens of one sequence, from its token `first` on."""
+    at = torch.arange(first, first + count)
+    return cache[table[at // cache.shape[1]].long(), at % cache.shape[1]]
+
+
+@of("atb::_npu_reshape_and_cache")
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
+    _write_slots(key_cache, slot_indices, key)
+    _write_slots(value_cache, slot_indices, value)
+
+
+@of("npu::npu_scatter_pa_kv_cache")
+def scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str | None = "PA_NZ",
+    **compressed: Any,
+) -> None:
+    refuse("npu_scatter_pa_kv_cache", **compressed)
+    if cache_mode not in (None, "Norm"):
+        raise NotImplementedError(f"npu_scatter_pa_kv_cache: a cache of mode {cache_mode}")
+    reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
+@of("npu::npu_gather_pa_kv_cache")
+def gather_pa_kv_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    seq_offset: Tensor | None = None,
+    is_seq_lens_cumsum: bool = False,
+) -> None:
+    """The sequences' tokens, one sequence after the other."""
+    counts = (seq_lens.diff() if is_seq_lens_cumsum else seq_lens).tolist()
+    starts = [0] * len(counts) if seq_offset is None else seq_offset.tolist()
+    for cache, out in ((key_cache, key), (value_cache, value)):
+        done = 0
+        for table, start, count in zip(block_tables, starts, counts, strict=False):
+            out[done : done + count] = _read_tokens(cache, table, start, count)
+            done += count
+
+
+@of("atb::npu_paged_cache_load.out")
+def paged_cache_load(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    *,
+    seq_starts: Tensor | None = None,
+    cumsum: bool = False,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    gather_pa_kv_cache(
+        key_cache, value_cache, block_table, context_lens, key, value, seq_offset=seq_starts, is_seq_lens_cumsum=cumsum
+    )
+    return key, value
+
+
+@of("npu::npu_kv_rmsnorm_rope_cache")
+def kv_rmsnorm_rope_cache(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
+    is_output_kv: bool = False,
+    **quantised: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[batch, 1, tokens, latent + rotary]: the latent part is normed, the rotary part turned, both go to their slots."""
+    refuse("npu_kv_rmsnorm_rope_cache", **quantised)
+    if cache_mode not in ("PA", "PA_BNSD"):
+        raise NotImplementedError(f"npu_kv_rmsnorm_rope_cache: a cache of mode {cache_mode}")
+    latent, _ = rms(kv[..., : len(gamma)], gamma, epsilon)
+    rotary = interleave_rope(kv[..., len(gamma) :], cos, sin)
+    _write_slots(k_cache, index, rotary)
+    _write_slots(ckv_cache, index, latent)
+    if is_output_kv:
+        return k_cache, ckv_cache, rotary, latent
+    return k_cache, ckv_cache, kv.new_empty(0), kv.new_empty(0)
+
+
+# ---- attention
+
+FULL, LEFT_UP, RIGHT_DOWN, BAND = 0, 2, 3, 4  # sparse modes
+
+
+def visible(queries: int, keys: int, mode: int, before: int, after: int) -> Tensor:
+    """Which keys a query sees. But for LEFT_UP the last query stands at the last key."""
+    offset = 0 if mode == LEFT_UP else keys - queries
+    ahead = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - offset
+    if mode == FULL:
+        return torch.ones(queries, keys, dtype=torch.bool)
+    if mode in (LEFT_UP, RIGHT_DOWN):
+        return ahead <= 0
+    if mode == BAND:
+        return (ahead <= after) & (ahead >= -before)
+    raise NotImplementedError(f"attention of sparse mode {mode}")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """[tokens, heads, channels] each; the result, and the logarithm of each row's sum [tokens, heads, 1].
+
+    A query that sees no key has the result 0, and weighs nothing where results are put together.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(groups, 1) for x in (key, value))
+    scores = torch.einsum("qhc,khc->hqk", query.float(), key) * scale
+    scores = scores.masked_fill(~seen, -math.inf)
+    sums = scores.logsumexp(-1, keepdim=True)
+    weights = torch.exp(scores - sums).nan_to_num(0.0)
+    result = torch.einsum("hqk,khc->qhc", weights, value)
+    return result.to(query.dtype), sums.transpose(0, 1)
+
+
+def _paged(cache: Tensor, table: Tensor, count: int, heads: int) -> Tensor:
+    """The first tokens of a sequence. [block, token, heads * channels], or with four dimensions heads before tokens."""
+    if cache.dim() == 3:
+        return _read_tokens(cache, table, 0, count).unflatten(-1, (heads, -1))
+    return _read_tokens(cache.transpose(1, 2), table, 0, count)
+
+
+def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> Iterator[Tensor]:
+    """Each sequence of a batch as [tokens, heads, channels]."""
+    if layout == "TND":
+        assert ends is not None
+        starts = [0, *ends]
+        yield from (x[start:end] for start, end in zip(starts, ends, strict=False))
+    elif layout == "BNSD":
+        yield from x.transpose(1, 2)
+    else:
+        yield from (x.unflatten(-1, (heads, -1)) if layout == "BSH" else x)
+
+
+def _put_together(parts: list[Tensor], layout: str) -> Tensor:
+    if layout in ("TND", "NTD"):
+        whole = torch.cat(parts)
+        return whole if layout == "TND" else whole.transpose(0, 1).contiguous()
+    batch = torch.stack(parts)
+    order = {"BSH": (0, 1, 2, 3), "BSND": (0, 1, 2, 3), "BNSD": (0, 2, 1, 3), "NBSD": (2, 0, 1, 3)}[layout]
+    batch = batch.permute(*order).contiguous()
+    return batch.flatten(2) if layout == "BSH" else batch
+
+
+@of("npu::npu_fused_infer_attention_score")
+def fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = 2147483647,
+    next_tokens: int = 2147483647,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,  # how exact a device is
+    block_size: int = 0,  # the cache's shape says it
+    antiquant_mode: int = 0,
+    key_antiquant_mode: int = 0,
+    value_antiquant_mode: int = 0,
+    softmax_lse_flag: bool = False,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    refuse("npu_fused_infer_attention_score", **more)
+    if sparse_mode == FULL:
+        refuse("npu_fused_infer_attention_score with sparse mode 0", atten_mask=atten_mask)
+    kv_heads = num_key_value_heads or num_heads
+    layout, _, layout_out = input_layout.partition("_")
+    queries = list(_sequences(query, layout, num_heads, actual_seq_lengths))
+    ropes: Any = [None] * len(queries)
+    if query_rope is not None:
+        ropes = list(_sequences(query_rope, layout, num_heads, actual_seq_lengths))
+
+    def of_sequence(x: Tensor, row: int) -> Tensor:
+        if block_table is not None:
+            assert actual_seq_lengths_kv is not None
+            return _paged(x, block_table[row], actual_seq_lengths_kv[row], kv_heads)
+        whole = list(_sequences(x, layout, kv_heads, actual_seq_lengths_kv))[row]
+        return whole if layout == "TND" or actual_seq_lengths_kv is None else whole[: actual_seq_lengths_kv[row]]
+
+    results, sums = [], []
+    for row, (q, rope) in enumerate(zip(queries, ropes, strict=True)):
+        k, v = of_sequence(key, row), of_sequence(value, row)
+        # A single query stands at the last key, and without a rotary part its mask counts for nothing.
+        mode = FULL if len(q) == 1 and rope is None else sparse_mode
+        seen = visible(len(q), len(k), mode, pre_tokens, next_tokens)
+        if rope is not None:
+            assert key_rope is not None
+            k = torch.cat((k, of_sequence(key_rope, row)), -1)
+        result, log_sum = attend(q if rope is None else torch.cat((q, rope), -1), k, v, scale, seen)
+        results.append(result)
+        sums.append(log_sum)
+    if not softmax_lse_flag:
+        together = torch.zeros(1)
+    else:
+        together = torch.cat(sums) if layout == "TND" else torch.stack(sums).transpose(1, 2)
+    return _put_together(results, layout_out or layout), together
+
+
+_RENAMED = {
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "return_softmax_lse": "softmax_lse_flag",
+}
+_USUALLY_ZERO = ("query_quant_mode", "key_quant_mode", "value_quant_mode")
+
+
+@of("npu::npu_fused_infer_attention_score_v2")
+def fused_infer_attention_score_v2(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    for name in _USUALLY_ZERO:
+        given[name] = _unless(given.get(name), 0)
+    return fused_infer_attention_score(query, key, value, **{_RENAMED.get(n, n): x for n, x in given.items()})
+
+
+@of("atb::_npu_paged_attention")
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    block_table: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    *,
+    workspace: Tensor | None = None,
+) -> None:
+    """One query for each sequence, which sees all of its tokens; caches are [block, token, head, channel]."""
+    for row, count in enumerate(context_lens.tolist()):
+        k, v = (_read_tokens(cache, block_table[row], 0, count) for cache in (key_cache, value_cache))
+        result, _ = attend(query[row : row + 1], k, v, scale_value, visible(1, count, FULL, 0, 0))
+        out[row] = result[0].view_as(out[row])
+
+
+@of("npu::npu_attention_update")
+def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from that over parts of them."""
+    parts = torch.stack(list(lse)).float()
+    whole = parts.logsumexp(0)
+    weights = torch.exp(parts - whole)
+    out = (weights.unsqueeze(-1) * torch.stack(list(local_out)).float()).sum(0)
+    return out.to(local_out[0].dtype), whole
+
+
+# ---- sampling
+
+
+@of("npu::npu_top_k_top_p")
+def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
+    """What is not among the k best, or in the tail beyond p, becomes -inf; the best one stays."""
+    values, order = logits.sort(dim=-1, stable=True)
+    if k is not None:
+        least = values.gather(-1, values.shape[-1] - k.long().unsqueeze(-1))
+        values = values.masked_fill(values < least, -math.inf)
+    if p is not None:
+        tail = values.softmax(-1).cumsum(-1) <= 1 - p.unsqueeze(-1)
+        tail[..., -1] = False
+        values = values.masked_fill(tail, -math.inf)
+    return torch.empty_like(logits).scatter_(-1, order, values)

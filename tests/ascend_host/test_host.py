@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch_npu and one engine of vllm-ascend on a CANN in host memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from host_build import INTERPRETER, HostBuild
+
+from scripts.support import on_cpu
+from scripts.support.models import ensure
+from scripts.support.spec import child_environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+HERE = Path(__file__).resolve().parent
+
+
+def run(build: HostBuild, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = child_environment(build.plugins, npu=True) | build.variables() | environment
+    command = [str(INTERPRETER), "-W", "ignore", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+TORCH = """
+import torch
+
+x = torch.arange(12.0).view(3, 4)
+y = x.npu()
+assert y.device.type == "npu" and torch.equal(y.cpu(), x)
+y[1:, ::2].mul_(10)  # a view writes into the same memory
+x[1:, ::2].mul_(10)
+assert torch.equal(y.cpu(), x)
+y[torch.tensor([2, 0], device="npu")] = torch.ones(2, 4, device="npu")
+x[[2, 0]] = 1.0
+assert torch.equal((y @ y.t()).cpu(), x @ x.t())
+out = torch.empty(0, device="npu")
+torch.add(y, 1, out=out)  # an output takes the size of what is written into it
+assert torch.equal(out.cpu(), x + 1)
+values, order = y.sort(-1)
+assert torch.equal(order.cpu(), x.sort(-1)[1]) and int(y.argmax()) == int(x.argmax())
+assert torch.equal(y.to(torch.bfloat16).cpu(), x.to(torch.bfloat16))
+print("as on the CPU")
+"""
+
+
+def test_torch_on_the_npu_computes_as_on_the_cpu(build: HostBuild) -> None:
+    assert said(run(build, "-c", TORCH)) == "as on the CPU"
+
+
+def test_an_operator_without_a_reference_stops_the_process_and_names_itself(build: HostBuild) -> None:
+    done = run(build, "-c", "import torch; torch.ops.npu.npu_fast_gelu(torch.ones(2).npu()); print('lived on')")
+    assert done.returncode == 74
+    assert "no reference for the operator npu::npu_fast_gelu" in done.stderr
+    assert "lived on" not in done.stdout
+
+
+LATE = """
+import torch
+
+cache = torch.zeros(4, 128, 1, 8, device="npu")
+new = torch.ones(2, 1, 8, device="npu")
+slots = torch.tensor([0, 130], dtype=torch.int32, device="npu")
+torch.npu.synchronize()
+written, read = torch.npu.Event(), torch.npu.Stream()
+torch.ops.atb._npu_reshape_and_cache(new, new, cache, cache.clone(), slots)
+written.record()
+assert float(cache.sum()) == 16, "the stream that writes sees what it wrote"
+with torch.npu.stream(read):
+    early = float(cache.sum())
+    read.wait_event(written)
+    after = float(cache.sum())
+print(early, after)
+"""
+
+
+def test_who_reads_a_late_cache_without_waiting_finds_old_bytes(build: HostBuild) -> None:
+    assert said(run(build, "-c", LATE, STAND_IN_LATE_US="300000", STAND_IN_SEED="3")) == "0.0 16.0"
+
+
+def test_collectives_between_two_processes(build: HostBuild) -> None:
+    delays = {"STAND_IN_DELAY_US": "500"}
+    assert said(run(build, str(HERE / "collectives.py"), **delays)) == "as worked out by hand"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["gqa", "moe"])
+def test_one_engine_answers_as_vllm_does_on_the_cpu(build: HostBuild, name: str) -> None:
+    program, model = str(HERE / "one_engine.py"), str(ensure(name))
+    on_npu = said(run(build, program, model, json.dumps({"dtype": "float32"})))
+    words = [program, model, json.dumps({"dtype": "float32", "block_size": 32})]
+    env = child_environment() | on_cpu.ENVIRONMENT
+    on_host = subprocess.run(
+        [sys.executable, "-W", "ignore", *words], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert json.loads(on_npu) == json.loads(said(on_host))

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each reference against another definition of the same operator: torch's own function, or a loop over the elements.
+
+So that an error of ours is not taken for one of vllm-ascend's. Runs wherever torch is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ascend_host import kernels, moe, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+MANY = settings(max_examples=20, deadline=None, derandomize=True)
+sizes = st.integers(1, 7)
+seeds = st.integers(0, 1000)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_every_reference_is_tested_here() -> None:
+    tested = {name.removeprefix("test_") for name in globals()}
+    tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
+    tested |= {"moe_init_routing", "grouped_matmul", "moe_token_unpermute"}  # as a layer of experts
+    assert {function.__name__ for function in reference.MEANINGS.values()} - tested == set()
+
+
+# ---- norms, activations, products
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_rms_norm(seed: int, rows: int, width: int) -> None:
+    x, gamma = random(seed, rows, width), random(seed + 1, width)
+    y, scale = reference.rms_norm(x, gamma, 1e-5)
+    close(y, functional.rms_norm(x, (width,), gamma, 1e-5))
+    close(scale, 1 / (x.pow(2).sum(-1, keepdim=True) / width + 1e-5).sqrt())
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_add_rms_norm(seed: int, rows: int, width: int) -> None:
+    x, residual, gamma = random(seed, rows, width), random(seed + 1, rows, width), random(seed + 2, width)
+    y, _, both = reference.add_rms_norm(x, residual, gamma, 1e-6)
+    close(both, torch.add(x, residual))
+    close(y, functional.rms_norm(x + residual, (width,), gamma, 1e-6))
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_swiglu(seed: int, rows: int, width: int) -> None:
+    x = random(seed, rows, 2 * width)
+    close(reference.swiglu(x), x[:, :width] * torch.sigmoid(x[:, :width]) * x[:, width:])
+
+
+@MANY
+@given(seeds, sizes, sizes, sizes, sizes)
+def test_transpose_batchmatmul(seed: int, tokens: int, batch: int, inner: int, outer: int) -> None:
+    x, weight = random(seed, tokens, batch, inner), random(seed + 1, batch, inner, outer)
+    wanted = torch.einsum("tbi,bio->tbo", x, weight)
+    close(reference.transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), perm_y=(1, 0, 2)), wanted)
+    close(reference.transpose_batchmatmul(x.transpose(0, 1), weight), wanted.transpose(0, 1))
+
+
+@MANY
+@given(seeds, sizes, sizes, sizes)
+def test_matmul_add_fp32(seed: int, inner: int, rows: int, columns: int) -> None:
+    x, weight, before = random(seed, inner, rows), random(seed + 1, inner, columns), random(seed + 2, rows, columns)
+    total = before.clone()
+    reference.matmul_add_fp32(x, weight, total)
+    close(total, before + torch.einsum("ir,ic->rc", x, weight))
+
+
+def test_format_cast() -> None:
+    x = random(0, 3, 4)
+    cast = reference.format_cast(x, 29)
+    assert torch.equal(cast, x)
+    assert cast.data_ptr() != x.data_ptr()
+
+
+# ---- rotary embeddings
+
+
+def turned(x: Tensor, angles: Tensor, pairs: bool) -> Tensor:
+    """Planes as complex numbers, times e^(i·angle). `angles` has half of the width."""
+    half = x.shape[-1] // 2
+    first, second = (x[..., ::2], x[..., 1::2]) if pairs else (x[..., :half], x[..., half:])
+    plane = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+    if pairs:
+        return torch.stack((plane.real, plane.imag), -1).flatten(-2)
+    return torch.cat((plane.real, plane.imag), -1)
+
+
+@MANY
+@given(seeds, sizes, sizes, sizes, st.booleans())
+def test_rotary_mul(seed: int, tokens: int, heads: int, planes: int, pairs: bool) -> None:
+    x, angles = random(seed, tokens, 1, heads, 2 * planes), random(seed + 1, tokens, 1, 1, planes)
+    wide = angles.repeat_interleave(2, -1) if pairs else torch.cat((angles, angles), -1)
+    mode = "interleave" if pairs else "half"
+    close(reference.rotary_mul(x, wide.cos(), wide.sin(), mode), turned(x, angles, pairs))
+
+
+@MANY
+@given(seeds, sizes, sizes, sizes)
+def test_interleave_rope(seed: int, tokens: int, heads: int, planes: int) -> None:
+    x, angles = random(seed, tokens, heads, 1, 2 * planes), random(seed + 1, tokens, 1, 1, planes)
+    wide = torch.cat((angles, angles), -1)
+    by_pairs = turned(x, angles, pairs=True)
+    close(
+        reference.interleave_rope(x, wide.cos(), wide.sin()), torch.cat((by_pairs[..., ::2], by_pairs[..., 1::2]), -1)
+    )
+
+
+@MANY
+@given(seeds, sizes, sizes, st.integers(0, 3), st.booleans())
+def test_rotary_embedding(seed: int, tokens: int, planes: int, rest: int, neox: bool) -> None:
+    head = 2 * planes + rest
+    table = random(seed, 50, planes)
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
+    query, key = random(seed + 1, tokens, 3 * head), random(seed + 2, tokens, head)
+    wanted = []
+    for x in (query, key):
+        heads = x.view(tokens, -1, head).clone()
+        heads[..., : 2 * planes] = turned(heads[..., : 2 * planes], table[positions].unsqueeze(1), pairs=not neox)
+        wanted.append(heads.view_as(x))
+    reference.rotary_embedding(positions, query, key, head, torch.cat((table.cos(), table.sin()), -1), neox)
+    close(query, wanted[0])
+    close(key, wanted[1])
+
+
+# ---- the paged cache
+
+BLOCKS, TOKENS = 9, 4
+
+
+def places(seed: int, count: int) -> list[int]:
+    return torch.randperm(BLOCKS * TOKENS, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+
+
+def written(cache: Tensor, slots: list[int], rows: Tensor) -> Tensor:
+    expected = cache.clone()
+    for slot, row in zip(slots, rows, strict=True):
+        if slot >= 0:
+            expected[slot // TOKENS, slot % TOKENS] = row
+    return expected
+
+
+@MANY
+@given(seeds, sizes, st.integers(0, 3))
+def test_reshape_and_cache(seed: int, count: int, padding: int) -> None:
+    slots = [*places(seed, count), *[-1] * padding]
+    key, value = random(seed, len(slots), 2, 3), random(seed + 1, len(slots), 2, 5)
+    caches = [random(seed + 2, BLOCKS, TOKENS, 2, 3), random(seed + 3, BLOCKS, TOKENS, 2, 5)]
+    wanted = [written(cache, slots, rows) for cache, rows in zip(caches, (key, value), strict=True)]
+    reference.reshape_and_cache(key, value, *caches, torch.tensor(slots, dtype=torch.int32))
+    assert all(map(torch.equal, caches, wanted))
+
+
+def test_scatter_pa_kv_cache() -> None:
+    slots, key, value = places(3, 5), random(0, 5, 2, 3), random(1, 5, 2, 3)
+    caches = [random(2, BLOCKS, TOKENS, 2, 3), random(3, BLOCKS, TOKENS, 2, 3)]
+    wanted = [written(cache, slots, rows) for cache, rows in zip(caches, (key, value), strict=True)]
+    reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots), cache_mode="Norm")
+    assert all(map(torch.equal, caches, wanted))
+    with pytest.raises(NotImplementedError, match="PA_NZ"):
+        reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots))
+    with pytest.raises(NotImplementedError, match="seq_lens"):
+        reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots), cache_mode="Norm", seq_lens=key)
+
+
+counts = st.lists(st.integers(0, 2 * TOKENS), min_size=1, max_size=3)
+
+
+def tables(seed: int, rows: int) -> Tensor:
+    """Three blocks for each sequence, none twice."""
+    return torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed)).view(3, 3)[:rows].int()
+
+
+@MANY
+@given(seeds, counts, st.integers(0, TOKENS), st.booleans(), st.booleans())
+def test_gather_pa_kv_cache(seed: int, lengths: list[int], start: int, sums: bool, load: bool) -> None:
+    table = tables(seed, len(lengths))
+    caches = [random(seed, BLOCKS, TOKENS, 1, 3), random(seed + 1, BLOCKS, TOKENS, 1, 2)]
+    out = [torch.zeros(sum(lengths), 1, 3), torch.zeros(sum(lengths), 1, 2)]
+    wanted = [
+        [
+            cache[table[row, at // TOKENS], at % TOKENS]
+            for row, n in enumerate(lengths)
+            for at in range(start, start + n)
+        ]
+        for cache in caches
+    ]
+    given_lengths = torch.tensor([0, *lengths]).cumsum(0) if sums else torch.tensor(lengths)
+    offset = torch.full((len(lengths),), start) if start else None
+    if load:
+        reference.paged_cache_load(
+            *caches, table, given_lengths, seq_starts=offset, cumsum=sums, key=out[0], value=out[1]
+        )
+    else:
+        reference.gather_pa_kv_cache(*caches, table, given_lengths, *out, seq_offset=offset, is_seq_lens_cumsum=sums)
+    for got, rows in zip(out, wanted, strict=True):
+        assert torch.equal(got, torch.stack(rows) if rows else got)
+
+
+@MANY
+@given(seeds, sizes, st.booleans())
+def test_kv_rmsnorm_rope_cache(seed: int, count: int, wanted_out: bool) -> None:
+    kv, gamma = random(seed, count, 1, 1, 6 + 4), random(seed + 1, 6)
+    angles = random(seed + 2, count, 1, 1, 2)
+    wide = torch.cat((angles, angles), -1)
+    slots = places(seed, count)
+    rope_cache, latent_cache = random(seed + 3, BLOCKS, TOKENS, 1, 4), random(seed + 4, BLOCKS, TOKENS, 1, 6)
+    latent = functional.rms_norm(kv[..., :6], (6,), gamma, 1e-5)
+    by_pairs = turned(kv[..., 6:], angles, pairs=True)
+    rope = torch.cat((by_pairs[..., ::2], by_pairs[..., 1::2]), -1)
+    wanted = written(rope_cache, slots, rope[:, 0]), written(latent_cache, slots, latent[:, 0])
+    got = reference.kv_rmsnorm_rope_cache(
+        kv,
+        gamma,
+        wide.cos(),
+        wide.sin(),
+        torch.tensor(slots),
+        rope_cache,
+        latent_cache,
+        cache_mode="PA",
+        is_output_kv=wanted_out,
+    )
+    close(rope_cache, wanted[0])
+    close(latent_cache, wanted[1])
+    if wanted_out:
+        close(got[2], rope)
+        close(got[3], latent)
+
+
+# ---- attention
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
+    """torch's attention; all are [tokens, heads, channels]."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def sums_of(query: Tensor, key: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """The logarithm of the sum of a row's exponentials, element by element."""
+    out = torch.empty(query.shape[0], query.shape[1], 1)
+    for q in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            group = head // (query.shape[1] // key.shape[1])
+            scores = [scale * float(query[q, head] @ key[k, group]) for k in range(len(key)) if seen[q, k]]
+            out[q, head, 0] = math.log(sum(map(math.exp, scores)))
+    return out
+
+
+def lower_right(queries: int, keys: int) -> Tensor:
+    return torch.tensor([[k <= keys - queries + q for k in range(keys)] for q in range(queries)])
+
+
+lengths_of_two = st.lists(st.integers(1, 5), min_size=2, max_size=2)
+
+
+@MANY
+@given(seeds, lengths_of_two, lengths_of_two, st.sampled_from([1, 2]), st.booleans())
+def test_fused_infer_attention_score(
+    seed: int, queries: list[int], before: list[int], kv_heads: int, paged: bool
+) -> None:
+    """TND with a causal mask: keys as they come, or from a paged cache."""
+    heads, width, scale = 2, 3, 0.7
+    keys = [q + b - 1 for q, b in zip(queries, before, strict=True)]
+    q = [random(seed + i, n, heads, width) for i, n in enumerate(queries)]
+    k = [random(seed + 10 + i, n, kv_heads, width) for i, n in enumerate(keys)]
+    v = [random(seed + 20 + i, n, kv_heads, width) for i, n in enumerate(keys)]
+    masks = [lower_right(a, b) for a, b in zip(queries, keys, strict=True)]
+    given_keys, given_values, table = torch.cat(k), torch.cat(v), None
+    ends = torch.tensor(keys).cumsum(0).tolist()
+    if paged:
+        table, ends = tables(seed, 2), keys
+        caches = [random(seed + 30, BLOCKS, TOKENS, kv_heads, width) for _ in range(2)]
+        for cache, sequences in zip(caches, (k, v), strict=True):
+            for row, tokens in enumerate(sequences):
+                for at, token in enumerate(tokens):
+                    cache[table[row, at // TOKENS], at % TOKENS] = token
+        given_keys, given_values = (cache.flatten(2) for cache in caches)
+    out, lse = reference.fused_infer_attention_score(
+        torch.cat(q),
+        given_keys,
+        given_values,
+        actual_seq_lengths=torch.tensor(queries).cumsum(0).tolist(),
+        actual_seq_lengths_kv=ends,
+        block_table=table,
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        scale=scale,
+        input_layout="TND",
+        sparse_mode=3,
+        softmax_lse_flag=True,
+    )
+    close(out, torch.cat([plain(*each[:3], scale, each[3]) for each in zip(q, k, v, masks, strict=True)]))
+    close(lse, torch.cat([sums_of(a, b, scale, mask) for a, b, mask in zip(q, k, masks, strict=True)]))
+
+
+@MANY
+@given(seeds, st.integers(1, 5), st.sampled_from(["BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD"]))
+def test_fused_infer_attention_score_v2(seed: int, keys: int, layout: str) -> None:
+    """A decode step as MLA makes it: heads of the query share one latent, whose rotary part comes apart."""
+    batch, heads, latent, rope = 2, 3, 4, 2
+    q, q_rope = random(seed, batch, 1, heads, latent), random(seed + 1, batch, 1, heads, rope)
+    k, k_rope = random(seed + 2, batch, keys, 1, latent), random(seed + 3, batch, keys, 1, rope)
+    shape = {"BSH": lambda x: x.flatten(2), "BSND": lambda x: x, "BNSD": lambda x: x.transpose(1, 2)}
+    of_given = shape[layout.split("_")[0]]
+    out, _ = reference.fused_infer_attention_score_v2(
+        *(of_given(x) for x in (q, k, k)),
+        query_rope=of_given(q_rope),
+        key_rope=of_given(k_rope),
+        num_query_heads=heads,
+        num_key_value_heads=1,
+        softmax_scale=0.5,
+        input_layout=layout,
+        actual_seq_kvlen=[keys] * batch,
+        query_quant_mode=0,
+    )
+    whole_q, whole_k = torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1)
+    wanted = torch.stack([plain(whole_q[b], whole_k[b], k[b], 0.5) for b in range(batch)])
+    wanted = wanted.permute(2, 0, 1, 3) if layout.endswith("NBSD") else of_given(wanted)
+    close(out, wanted)
+
+
+def test_attention_refuses_what_it_does_not_know() -> None:
+    x = random(0, 2, 1, 3)
+    with pytest.raises(NotImplementedError, match="dequant_scale1"):
+        reference.fused_infer_attention_score(x, x, x, input_layout="BSND", dequant_scale1=x)
+    with pytest.raises(NotImplementedError, match="query_quant_mode"):
+        reference.fused_infer_attention_score_v2(x, x, x, query_quant_mode=3)
+    with pytest.raises(NotImplementedError, match="sparse mode 1"):
+        reference.visible(2, 2, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        (reference.FULL, ["1111", "1111"]),
+        (reference.LEFT_UP, ["1000", "1100"]),
+        (reference.RIGHT_DOWN, ["1110", "1111"]),
+        (reference.BAND, ["0110", "0011"]),
+    ],
+)
+def test_masks(mode: int, rows: list[str]) -> None:
+    wanted = [[letter == "1" for letter in row] for row in rows]
+    assert reference.visible(2, 4, mode, before=1, after=0).tolist() == wanted
+
+
+@MANY
+@given(seeds, st.integers(1, 11))
+def test_paged_attention(seed: int, count: int) -> None:
+    table = tables(seed, 2)
+    caches = [random(seed + i, BLOCKS, TOKENS, 1, 3) for i in range(2)]
+    query, out = random(seed + 2, 2, 2, 3), torch.zeros(2, 2, 3)
+    reference.paged_attention(query, *caches, 1, 2, 0.3, table, torch.tensor([count, 1]), out)
+    for row, n in enumerate((count, 1)):
+        k, v = (torch.stack([cache[table[row, at // TOKENS], at % TOKENS] for at in range(n)]) for cache in caches)
+        close(out[row : row + 1], plain(query[row : row + 1], k, v, 0.3))
+
+
+@MANY
+@given(seeds, st.integers(0, 4), st.integers(1, 4))
+def test_attention_update(seed: int, first: int, second: int) -> None:
+    """Attention over two parts of the keys, put together, is attention over all; a part may be empty."""
+    query, key = random(seed, 1, 2, 3), random(seed + 1, first + second, 2, 3)
+    whole = plain(query, key, key, 1.0)
+    results, sums = [], []
+    for part in (key[:first], key[first:]):
+        out, log_sum = reference.attend(query, part, part, 1.0, torch.ones(1, len(part), dtype=torch.bool))
+        results.append(out.flatten(0, 1))
+        sums.append(log_sum.flatten())
+    got, _ = reference.attention_update(sums, results, 0)
+    close(got, whole[0])
+
+
+# ---- experts
+
+
+@MANY
+@given(seeds, st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_moe_gating_top_k(seed: int, tokens: int, k: int, renorm: bool, sigmoid: bool, biased: bool) -> None:
+    x = random(seed, tokens, 6)
+    bias = random(seed + 1, 6) if biased else None
+    weights, experts, _ = moe.moe_gating_top_k(x, k, 1, 1, 1, int(renorm), int(sigmoid), False, 1.5, 1e-20, bias)
+    for row in range(tokens):
+        if sigmoid:
+            chances = [1 / (1 + math.exp(-float(v))) for v in x[row]]
+        else:
+            chances = [math.exp(float(v)) / sum(math.exp(float(w)) for w in x[row]) for v in x[row]]
+        rank = [c + (float(bias[i]) if bias is not None else 0.0) for i, c in enumerate(chances)]
+        best = sorted(range(6), key=lambda i: -rank[i])[:k]
+        assert experts[row].tolist() == best
+        whole = sum(chances[i] for i in best) if renorm or sigmoid else 1.0
+        close(weights[row], torch.tensor([1.5 * chances[i] / whole for i in best]))
+
+
+@MANY
+@given(seeds, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
+def test_a_layer_of_experts(seed: int, tokens: int, k: int, first: int, fewer: int) -> None:
+    """Routing, grouped product and putting together again: each token is the weighted sum of what its experts here make
+    of it. An index of an expert that is elsewhere is -1, which vllm-ascend makes positive, its weight 0."""
+    end = 6 - fewer
+    x, weights = random(seed, tokens, 4), random(seed + 1, end - first, 4, 3)
+    experts = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(seed + i))[:k] for i in range(tokens)]
+    )
+    shares = random(seed + 2, tokens, k)
+    rows, place, counts, _ = moe.moe_init_routing(
+        x,
+        experts.int(),
+        expert_num=6,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[first, end],
+    )
+    assert counts.tolist() == [int((experts == e).sum()) for e in range(first, end)]
+    [made] = moe.grouped_matmul([rows], [weights], group_list=counts, split_item=2, group_type=0, group_list_type=1)
+    here = (experts >= first) & (experts < end)
+    got = moe.moe_token_unpermute(made, place.abs().clamp(max=len(rows) - 1), shares * here)
+    wanted = torch.zeros(tokens, 3)
+    for token in range(tokens):
+        for choice in range(k):
+            expert = int(experts[token, choice])
+            if first <= expert < end:
+                wanted[token] += shares[token, choice] * (x[token] @ weights[expert - first])
+    close(got, wanted)
+
+
+# ---- sampling
+
+
+@MANY
+@given(seeds, st.integers(1, 8), st.floats(0.05, 0.95))
+def test_top_k_top_p(seed: int, k: int, p: float) -> None:
+    logits = random(seed, 2, 8)
+    got = reference.top_k_top_p(logits, torch.full((2,), p), torch.full((2,), k))
+    for row, kept in zip(logits, got, strict=True):
+        best = row.sort(descending=True).indices[:k]
+        chances = row[best].softmax(-1)
+        # A token stays as long as those before it do not reach p.
+        stays = {int(token) for i, token in enumerate(best) if i == 0 or float(chances[:i].sum()) < p}
+        assert {i for i in range(8) if kept[i] > -math.inf} == stays
+        assert all(kept[i] == row[i] for i in stays)
+
+
+# ---- kernels
+
+
+def test_slot_mapping() -> None:
+    table = torch.tensor([[5, 6], [7, 8], [9, 9]], dtype=torch.int32)
+    slots = torch.full((8,), 77)
+    starts, positions = torch.tensor([0, 2, 5, 99]), torch.tensor([3, 4, 0, 1, 2, 0])
+    kernels.slot_mapping((3,), 6, 8, starts, positions, table, 2, TOKENS, slots, PAD_ID=-1, BLOCK_SIZE=1024)
+    assert slots.tolist() == [23, 24, 28, 29, 30, 77, -1, -1]
