@@ -128,7 +128,7 @@ def test_plain_formats_are_plain_and_fractal_ones_are_not(scenario: Scenario) ->
 
 @pytest.mark.parametrize("name", ["production 2", "production 4", "production 4 with own kernels"])
 def test_a_prefill_engine_on_npus_pushes_what_its_hooks_announce(scenario: Scenario, name: str) -> None:
-    """PrefillWorker, NpuDevice, Regrouper and HCCL as in production, D in host memory."""
+    """PrefillWorker, NpuDevice, Exchanger and HCCL as in production, D in host memory."""
     assert scenario(name, **FOUR) == "ok"
 
 
