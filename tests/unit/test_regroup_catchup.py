@@ -60,6 +60,8 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
         d.check(*prompts)
         p.finished(*prompts)
         assert p.is_quiet(), str(p.stats())
+        told = [rank.runtime.tally.take() for rank in p.ranks]
+        assert [data["sums"].get("exchanges_repeated") for data in told if data] == [p.catch_ups] + [None] * (p_tp - 1)
     again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
     assert len(again) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
 

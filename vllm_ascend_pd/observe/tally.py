@@ -36,6 +36,9 @@ METRICS: dict[str, Metric] = {
     "metaserver_time_seconds": Metric("time", "Time of one reservation's call to the metaserver (D)."),
     "bytes_transferred": Metric("sum", "Bytes written into decode engines, all workers of P together."),
     "num_descriptors": Metric("sum", "Contiguous spans written, all workers of P together."),
+    "exchanges_repeated": Metric(
+        "sum", "Exchanges of one layer made again because a rank of P had no staging slot for them (P's first worker)."
+    ),
     "num_failed_transfers": Metric("count", "Pushes that failed on P, each once whatever the TP size, by reason."),
     "num_failed_recvs": Metric("count", "Loads that failed on D, each once whatever the TP size, by reason."),
     "num_kv_expired_reqs": Metric("count", "Requests whose KV was given up because time ran out, by reason."),

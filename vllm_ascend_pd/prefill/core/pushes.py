@@ -133,6 +133,8 @@ class Pushes:
             # Layers are told apart by their place in the whole engine: each stage makes its own exchanges again.
             units = [Unit(number, layer - self._first_layer, part) for number, layer, part in step.catch_ups]
             plan.again = self.exchanges.again(self._due(units))
+            if plan.again and self._site.leads:
+                self._effects.append(Told("exchanges_repeated", len(plan.again)))
         return plan
 
     def hold(self, names: Iterable[str]) -> None:
