@@ -454,11 +454,11 @@ def _admitted() -> Run:
         name = f"request-{number}"
         if book.admit(name, r, RESERVATION.prompt_length, RESERVATION.prompt_hash, f"push-{number}", P) is not None:
             return REFUSED
-        work, order, found = orders.take(PushStart(name, f"push-{number}", r))
+        push, order, found = orders.take(0.0, PushStart(name, f"push-{number}", r))
         if found:
             return REFUSED
-        work.blocks, work.known = blocks, len(blocks)
-        planner.plan([work.job(r.first, r.end)], number)
+        push.blocks, push.known = blocks, len(blocks)
+        planner.plan([push.job(r.first, r.end)], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")
         book.finished(name, holds_blocks=False, why="over")
