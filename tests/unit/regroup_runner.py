@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from regroup_kit import LOOPBACK, NAME
 from regroup_prefill import HOOKS, Answer, Layer, Parts, PrefillRank, Share
 
@@ -21,6 +20,7 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.prefill.decisions import PrefillStep
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Transport
 
 
@@ -51,20 +51,16 @@ class AscendRank(PrefillRank):
         return self.worker._runtime
 
     def run(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
-        self.worker.preempt(step)
-        self.worker.bind(step)
+        self.worker.preempt(StepMetadata(prefill=step))
+        self.worker.bind(StepMetadata(prefill=step))
         if shares:
             RUNS.get(hook, HOOKS["none"])(self, lambda own: self.write(own, shares))
         if hook != "no end":
             self.worker.end_step()
-        return Answer(self.worker.finished(ended), self.worker.missed_exchanges())
+        return Answer(set(self.worker.ended(ended).sent), list(self.worker.news().missed))
 
-    def fire(self, own: int, *, name: str = "", fresh: bool = False) -> None:
-        """`fresh`: the runner hands over views that it has just made."""
-        value = self.memory.tensors[self.names[own]]
-        if fresh and not isinstance(value, torch.Tensor):
-            value = [part.view(part.shape) for part in value]
-        self.worker.save_layer(name, value)
+    def fire(self, own: int) -> None:
+        self.worker.save_layer(self.names[own])
 
     def dummy_run(self) -> None:
         """A forward without requests: every hook fires, nothing was computed."""
@@ -75,16 +71,10 @@ class AscendRank(PrefillRank):
         self.worker.close()
 
 
-def nameless(rank: AscendRank, write: Layer) -> None:
+def by_name(rank: AscendRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
         rank.fire(own)
-
-
-def fresh_lists(rank: AscendRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        rank.fire(own, fresh=True)
 
 
 def one_in_a_graph(rank: AscendRank, write: Layer) -> None:
@@ -102,21 +92,18 @@ def twice(rank: AscendRank, write: Layer) -> None:
 
 
 def with_strangers(rank: AscendRank, write: Layer) -> None:
-    """Layers that the connector never heard of: a draft model's, or a hook without tensors."""
-    stranger = torch.empty(64)
+    """Layers that the connector never heard of: a draft model's, or a hook without a name."""
     for own in range(len(rank.names)):
         write(own)
-        rank.worker.save_layer("", (stranger, stranger))
-        rank.worker.save_layer("model.draft.attn", None)
-        rank.worker.save_layer("", ())
+        rank.worker.save_layer("")
+        rank.worker.save_layer("model.draft.attn")
         rank.fire(own)
 
 
 RUNS: dict[str, Callable[[AscendRank, Layer], None]] = {
-    "nameless": nameless,
-    "fresh lists": fresh_lists,
+    "by name": by_name,
     "one in a graph": one_in_a_graph,
     "twice": twice,
     "with strangers": with_strangers,
-    "no end": nameless,
+    "no end": by_name,
 }

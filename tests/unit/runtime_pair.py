@@ -35,6 +35,7 @@ from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 from vllm_ascend_pd.regroup.parts import Place
+from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Transport
 from vllm_ascend_pd.transport.memory import MemoryTransport
 
@@ -163,7 +164,7 @@ class DecodeSite:
         """One engine step: the metadata goes to the workers, their reports come back."""
         step = self.book.take_step(None)
         for worker in self.workers:
-            worker.bind(step)
+            worker.bind(StepMetadata(decode=step))
         self.collect()
         return step
 
@@ -354,8 +355,9 @@ class PrefillSite:
     def _deliver(self, ranges: list[tuple[Request, int, int]], hook: Hook) -> PrefillStep:
         step = self.book.take_step(self.geometry)
         for worker in self.workers.values():
-            worker.preempt(step)
-            worker.bind(step)
+            worker.preempt(StepMetadata(prefill=step))
+            assert worker._runtime is not None
+            worker._runtime.begin_step(step)  # not `bind`, which ends an engine whose writer has died
         for (stage, rank), worker in self.workers.items():
             cache = self.caches[stage, rank]
             for index, name in enumerate(self.stages[stage]):
@@ -377,7 +379,7 @@ class PrefillSite:
     def collect(self) -> None:
         ended, self.ended = self.ended, []
         for key, worker in self.workers.items():
-            for name in worker.finished(ended):
+            for name in worker.ended(ended).sent:
                 self.seen[key][name] += 1
                 assert self.seen[key][name] == 1, f"{name} was reported twice by {key}"
                 if all(counts[name] for counts in self.seen.values()):

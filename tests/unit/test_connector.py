@@ -147,7 +147,7 @@ def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
     scheduler = connector("kv_producer", KVConnectorRole.SCHEDULER, tensor_parallel_size=2, pipeline_parallel_size=2)
     shakes = {key: pickle.loads(pickle.dumps(worker.get_handshake_metadata())) for key, worker in workers.items()}
     scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
-    geometry = scheduler._roles.prefill_scheduler._geometry  # type: ignore[union-attr]
+    geometry = scheduler._scheduler._geometry  # type: ignore[union-attr]
     assert geometry is not None and geometry.stages == ((LAYERS[0],), (LAYERS[1],)) and geometry.tp_size == 2
     for made in (*workers.values(), scheduler):
         made.shutdown()
@@ -356,7 +356,7 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: s
 
 def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: Pair) -> None:
     """vLLM has no other way to make /health say so: an error out of a worker's hook ends the engine."""
-    runtime = pair.prefill_worker._roles.prefill_worker
+    runtime = pair.prefill_worker._worker
     assert runtime is not None and runtime._runtime is not None
     runtime._runtime._writer.died(OSError("the engine broke"))
     with pytest.raises(PdError, match="PD-XFER-007"):
@@ -452,7 +452,7 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
     pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
     worker, (mine, _) = pair.prefill_worker, pair.caches
     worker.bind_connector_metadata(pair.prefill.build_connector_meta(output("r-p", len(TOKENS), [1, 6])))
-    runtime = worker._roles.prefill_worker._runtime  # type: ignore[union-attr]
+    runtime = worker._worker._runtime  # type: ignore[union-attr]
     assert runtime is not None and runtime._steps._current is not None
 
     def forward() -> None:

@@ -54,8 +54,8 @@ def test_pushes_are_complete_and_right_however_the_hooks_are_called(
         d.close()
 
 
-@pytest.mark.parametrize("hook", ["nameless", "fresh lists", "with strangers", "twice"])
-def test_a_layer_is_pushed_when_its_nameless_hook_fires_and_not_at_the_end_of_the_step(hook: str) -> None:
+@pytest.mark.parametrize("hook", ["by name", "with strangers", "twice"])
+def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(hook: str) -> None:
     cache = Cache(tp=1, layers=3)
     rank = AscendRank(cache, Contributor(0, 0), allocate, push=config(regroup="never"))
     p, d = PrefillSite(cache, [Here(rank)]), DecodeSite(cache)
@@ -96,7 +96,7 @@ def test_dummy_runs_push_nothing(fleet: Fleet, tmp_path: Path, mode: str) -> Non
         for count in (24, 40):
             for member in members:
                 member.ask("dummy_run")
-            p.compute((prompt, count), hook="nameless")
+            p.compute((prompt, count), hook="by name")
         for member in members:
             member.ask("dummy_run")
         assert p.ended(prompt)

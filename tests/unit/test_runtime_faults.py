@@ -260,7 +260,7 @@ def test_a_dead_pusher_fails_every_push_and_releases_the_blocks_when_they_are_qu
         (worker,) = p.workers.values()
         assert (worker.stats() or {})["levels"]["writers_dead"]
         with pytest.raises(PdError, match="PD-XFER-007"):
-            worker.check()
+            worker._runtime.check()
 
 
 @pytest.mark.parametrize("wrong", ["a layer too few", "a region too few", "no layer"])

@@ -15,6 +15,7 @@ from watching import traced, until
 
 from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
 from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -176,13 +177,13 @@ def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push()
         p.book.preempted(request.p_name)
         step = p.book.take_step(p.geometry)
         (worker,) = p.workers.values()
-        worker.preempt(step)
+        worker.preempt(StepMetadata(prefill=step))
         device.open.set()
         until(
             lambda: device.seen_done >= TUPLES.layers, "the writer's thread to see the layers, and the end behind them"
         )
         time.sleep(0.05)
-        worker.bind(step)
+        worker.bind(StepMetadata(prefill=step))
         (report,) = d.received(request)
         assert not report.ok, "a request without any KV ended well"
 

@@ -198,7 +198,7 @@ class Engine:
         for request_id, (lo, hi) in spans.items():
             self._write(parts, rank, layer, request_id, lo, hi)
         if layer != self.missing_hook:
-            worker.save_kv_layer("", list(parts), {"": None})
+            worker.save_kv_layer(LAYERS[layer], list(parts), {"": None})
 
     def _write(self, parts: Sequence[torch.Tensor], rank: int, layer: int, request_id: str, lo: int, hi: int) -> None:
         hi = min(hi, self.scheduler.requests[request_id].num_prompt_tokens)

@@ -24,6 +24,7 @@ from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId, pusher
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
 
@@ -61,7 +62,7 @@ class _Online:
     wake: tuple[str, int]
 
 
-class DecodeScheduler:
+class DecodeScheduler(SchedulerRole):
     """The constructor does no network I/O; the client and the doorbell start with the handshake."""
 
     def __init__(self, engine: Engine, patience: Patience, *, recomputes: bool = False) -> None:
@@ -143,6 +144,9 @@ class DecodeScheduler:
         )
         online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
 
+    def metadata(self, output: Any) -> StepMetadata:
+        return StepMetadata(decode=self.build_step())
+
     def build_step(self) -> DecodeStep:
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
@@ -151,6 +155,9 @@ class DecodeScheduler:
             else:
                 self._book.failed(transfer, outcome.code, outcome.detail)
         return self._book.take_step(self._online.wake if self._online is not None else None)
+
+    def heard(self, news: WorkerNews) -> None:
+        self.ended(news.ends)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
         """Workers tell how their parts of loads ended, before the load as a whole is reported."""
@@ -189,6 +196,9 @@ class DecodeScheduler:
         if self._online is not None:
             self._online.client.report(asked.ticket.metaserver, asked.report)
         return True
+
+    def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
+        return False, self.finished(request.request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The request ended: what its answer says of the load."""

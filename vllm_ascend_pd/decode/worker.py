@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from vllm_ascend_pd.decode.core.loads import Loaded
-from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
+from vllm_ascend_pd.decode.decisions import LoadEnd
 from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 
 
-class DecodeWorker:
+class DecodeWorker(WorkerRole):
     """Created with the worker; the runtime starts when the KV caches are registered."""
 
     def __init__(self, engine: Engine, shape: CacheShape, device: Device, rank: int) -> None:
@@ -42,19 +43,27 @@ class DecodeWorker:
     def handshake(self) -> WorkerFacts | None:
         return self._facts
 
-    def bind(self, step: DecodeStep) -> None:
-        if self._runtime is not None:
-            self._runtime.step(step)
+    def bind(self, step: StepMetadata) -> None:
+        if self._runtime is not None and step.decode is not None:
+            self._runtime.step(step.decode)
+
+    def ended(self, requests: Iterable[str]) -> Ended:
+        found = self.reports()
+        failed = [report for report in found if not report.ok]
+        return Ended(
+            received=frozenset(report.request_id for report in found),
+            failed=frozenset(report.request_id for report in failed),
+            invalid_blocks=frozenset(block for report in failed for block in report.blocks),
+        )
 
     def reports(self) -> list[Loaded]:
         found = [] if self._runtime is None else self._runtime.take_reports()
         self._ends += [LoadEnd(report.request_id, report.code, report.push) for report in found]
         return found
 
-    def ends(self) -> list[LoadEnd]:
-        """How loads ended here since the last call."""
+    def news(self) -> WorkerNews:
         ends, self._ends = self._ends, []
-        return ends
+        return WorkerNews(ends=frozenset(ends))
 
     def close(self) -> None:
         if self._runtime is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
@@ -15,10 +15,11 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
+from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import push_id
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
+from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 REMEMBERED = 4096
 
 
-class PrefillScheduler:
+class PrefillScheduler(SchedulerRole):
     """No thread and no socket: reservations come with the requests."""
 
     def __init__(self, engine: Engine) -> None:
@@ -40,7 +41,7 @@ class PrefillScheduler:
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._geometry = merge_geometries(workers)
 
-    def allocated(self, request: Any) -> None:
+    def allocated(self, request: Any, blocks: Sequence[int] = (), count: int = 0) -> None:
         """vLLM schedules the request: take its reservation, once."""
         request_id = request.request_id
         params = request.kv_transfer_params
@@ -54,6 +55,9 @@ class PrefillScheduler:
         if error is not None:
             self._refused[request_id] = error
             log.warning("request %s is prefilled but not pushed: %s", request_id, error)
+
+    def metadata(self, output: Any) -> StepMetadata:
+        return StepMetadata(prefill=self.build_step(output))
 
     def build_step(self, output: Any) -> PrefillStep:
         """Translate one SchedulerOutput."""
@@ -78,6 +82,9 @@ class PrefillScheduler:
                 )
         return self._book.take_step(self._geometry)
 
+    def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
+        return self.finished(request, holds_blocks)
+
     def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: whether its blocks are held, and what its HTTP answer says of the push."""
         request_id = request.request_id
@@ -94,6 +101,10 @@ class PrefillScheduler:
             trace.emit("released", request=request_id)
         return free
 
+    def heard(self, news: WorkerNews) -> None:
+        self._book.missed(news.missed)
+        self.failed(news.failures)
+
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
         """Workers tell which pushes failed; each transfer counts once, whichever rank says so first."""
         for transfer, code in sorted(failures):
@@ -109,14 +120,11 @@ class PrefillScheduler:
     def stats(self) -> dict[str, Any] | None:
         return self.tally.take()
 
-    def missed(self, exchanges: Iterable[Exchanged]) -> None:
-        self._book.missed(exchanges)
-
     def must_step(self) -> bool:
         return self._book.must_step()
 
-    def close(self) -> None:
-        return None
+    def open_loads(self) -> int:
+        return -1 if self.must_step() else 0
 
     def _admit(self, request: Any, params: Mapping[str, Any]) -> PdError | None:
         encoded = params.get("reservation")

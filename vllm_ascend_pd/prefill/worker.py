@@ -12,15 +12,13 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.prefill.core.pushes import PushSite
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, allocate
+from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 
-NO_STEP = PrefillStep(rotation=0)
 
-
-class PrefillWorker:
+class PrefillWorker(WorkerRole):
     """Created with the worker; the runtime starts when the KV caches are registered."""
 
     def __init__(
@@ -48,18 +46,15 @@ class PrefillWorker:
     def handshake(self) -> WorkerFacts | None:
         return self._facts
 
-    def preempt(self, step: PrefillStep) -> None:
-        if self._runtime is not None and step.preempted:
-            self._runtime.preempt(step.preempted)
+    def preempt(self, step: StepMetadata) -> None:
+        if self._runtime is not None and step.prefill is not None and step.prefill.preempted:
+            self._runtime.preempt(step.prefill.preempted)
 
-    def check(self) -> None:
+    def bind(self, step: StepMetadata) -> None:
         """Raises PdError when this worker can never push again: the engine must end, so that /health says so."""
-        if self._runtime is not None:
+        if self._runtime is not None and step.prefill is not None:
             self._runtime.check()
-
-    def bind(self, step: PrefillStep) -> None:
-        if self._runtime is not None:
-            self._runtime.begin_step(step)
+            self._runtime.begin_step(step.prefill)
 
     def save_layer(self, name: str) -> None:
         if self._runtime is not None:
@@ -69,17 +64,17 @@ class PrefillWorker:
         if self._runtime is not None:
             self._runtime.end_step()
 
-    def failures(self) -> list[tuple[str, str]]:
-        return [] if self._runtime is None else self._runtime.take_failures()
+    def ended(self, requests: Iterable[str]) -> Ended:
+        return Ended() if self._runtime is None else Ended(sent=frozenset(self._runtime.take_finished(requests)))
+
+    def news(self) -> WorkerNews:
+        if self._runtime is None:
+            return WorkerNews()
+        missed, failures = self._runtime.missed_exchanges(), self._runtime.take_failures()
+        return WorkerNews(missed=frozenset(missed), failures=frozenset(failures))
 
     def stats(self) -> dict[str, Any] | None:
         return None if self._runtime is None else self._runtime.tally.take()
-
-    def missed_exchanges(self) -> list[Exchanged]:
-        return [] if self._runtime is None else self._runtime.missed_exchanges()
-
-    def finished(self, ended: Iterable[str]) -> set[str]:
-        return set() if self._runtime is None else self._runtime.take_finished(ended)
 
     def close(self) -> None:
         if self._runtime is not None:
