@@ -29,7 +29,7 @@ class Prefill(PrefillSite):
 
     def collect(self) -> None:
         ended, self.ended = self.ended, []
-        outputs = [output(KVConnectorOutput(finished_sending=w.finished(ended))) for w in self.workers.values()]
+        outputs = [output(KVConnectorOutput(finished_sending=set(w.ended(ended).sent))) for w in self.workers.values()]
         combined = self.aggregator.aggregate(outputs)
         assert combined is not None and combined.kv_connector_output is not None
         for name in combined.kv_connector_output.finished_sending or ():

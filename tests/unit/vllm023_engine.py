@@ -31,14 +31,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm_configs import LAYERS, model_dir, vllm_config
 
-import vllm_ascend_pd.device.base
+import vllm_ascend_pd.device.current
 from vllm_ascend_pd.connector import AscendPushConnector
 
 BLOCK, BLOCKS, HEADS, DIM = 32, 64, 4, 16
 UNTOUCHED = 7.0
 
 # Host memory that lies as an NPU's does. Everything else is what an engine on a CPU gets.
-vllm_ascend_pd.device.base.current = lambda: Device("token")
+vllm_ascend_pd.device.current.current = lambda: Device("token")
 
 
 def content(request: str, layer: int, part: int, tokens: int) -> torch.Tensor:
