@@ -72,7 +72,7 @@ def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
     return Spec(role, Origin(parts.scheme, parts.hostname, port), float(weight))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Instance:
     """One engine as this process sees it."""
 
@@ -93,6 +93,14 @@ class Instance:
     broke: int = 0
     last_error: str = ""
     last_error_at: float = field(default=0.0)  # wall clock, for the operator
+
+    def __repr__(self) -> str:
+        """<prefill 10.0.0.2:8100 ready, 120 tokens in 2 requests, served 7, broke 1: no connection>"""
+        words = [self.condition().value]
+        words += [f"{self.load:g} tokens in {self.requests} requests"] if self.requests else []
+        words += [f"served {self.served}"] if self.served else []
+        words += [f"broke {self.broke}: {self.last_error}"] if self.broke else []
+        return f"<{self.role.value} {self.name} {', '.join(words)}>"
 
     def condition(self) -> Condition:
         return condition(self.circuit, self.answered, self.draining)

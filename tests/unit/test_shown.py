@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a debugger or a failing test shows of a transfer, a writer, a push and a staging slot."""
+"""What a debugger or a failing test shows of a transfer, a writer, a push, a staging slot and an instance."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
 import torch
 from protocol_rig import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
 
+from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence, Role
+from vllm_ascend_pd.metaserver.http1 import Origin
+from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.prefill.core.push import Push as WorkersPush
+from vllm_ascend_pd.prefill.core.push import Unit
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.regroup.staging import StagingSlot
@@ -65,3 +74,27 @@ def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
 def test_a_staging_slot_tells_whose_it_is_and_who_reads_it() -> None:
     slot = StagingSlot(3, "d0:4711", torch.zeros(1024, dtype=torch.uint8), users=2)
     assert repr(slot) == f"<StagingSlot 3 for d0:4711, 1024 bytes at {slot.address:#x}, read by 2>"
+
+
+def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
+    blocks = np.zeros(4, dtype=np.int32)
+    reservation = cast("Any", SimpleNamespace(transfer=T))
+    push = WorkersPush("p-1", "r", reservation, True, True, (), (0,), blocks, blocks, 0.0, known=3)
+    assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks; no D rank>"
+    s = sender()
+    s.open(0.0, order())
+    push.pairs, push.held = s.pairs(PUSH), True
+    push.owed.add((Unit(1, 0, 1), 0))
+    assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks, owes 1, held; D rank 0 ask>"
+
+
+def test_an_instance_tells_whether_it_serves_and_what_broke_last() -> None:
+    origin = Origin("http", "10.0.0.2", 8100)
+    instance = Instance(origin.netloc, Role.PREFILL, origin, 1.0, "flag", Circuit(CircuitPolicy()))
+    assert repr(instance) == "<prefill 10.0.0.2:8100 starting>"
+    instance.circuit.seen(0.0, Evidence.PROBE_OK, 0.5)
+    instance.answered, instance.load, instance.requests, instance.served = True, 120.0, 2, 7
+    instance.broke, instance.last_error = 1, "no connection"
+    assert repr(instance) == (
+        "<prefill 10.0.0.2:8100 ready, 120 tokens in 2 requests, served 7, broke 1: no connection>"
+    )
