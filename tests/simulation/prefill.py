@@ -8,8 +8,7 @@ the threads' wake-ups: when the writer's turn comes. It decides nothing about a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -203,9 +202,10 @@ class PrefillRank:
         step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
         step.waiting = set(step.meta.preempted)
         self._step = step
-        with self.deciding() as core:
-            core.hold(step.waiting)
-        self.process.post(self.engine.cluster.settings.timers.preempt_drain_s, self._drained, step, True)
+        if step.waiting:
+            with self.deciding() as core:
+                core.hold(step.waiting)
+            self.process.post(self.engine.cluster.settings.timers.preempt_drain_s, self._drained, step, True)
         self._drained(step, False)
 
     def _ended(self) -> bool:
@@ -220,8 +220,9 @@ class PrefillRank:
     def _drained(self, step: Step, late: bool) -> None:
         if self._step is step and (late or not self.core.out(step.waiting)):
             self._step = None
-            with self.deciding() as core:
-                core.start_over(self.process.clock(), step.waiting)
+            if step.waiting:
+                with self.deciding() as core:
+                    core.start_over(self.process.clock(), step.waiting)
             self._compute(step)
 
     def _compute(self, step: Step) -> None:
@@ -362,7 +363,8 @@ class PrefillRank:
             self.trouble = self.process.world.now
         flight.outcome = state
         self._look_again()
-        self.process.post(0.001, self._drained_perhaps)
+        if self._step is not None:
+            self.process.post(0.002, self._drained_perhaps)
 
     def _drained_perhaps(self) -> None:
         if self._step is not None:
@@ -392,14 +394,17 @@ class PrefillRank:
 
     # -- what the core wants done
 
-    @contextmanager
-    def deciding(self) -> Iterator[Pushes]:
-        try:
-            yield self.core
-        finally:
-            for effect in self.core.take_effects():
-                self._act(effect)
-            self._alarm.set()
+    def deciding(self) -> PrefillRank:
+        """`with rank.deciding() as core`: its effects happen at the end. Not a generator: this runs all the time."""
+        return self
+
+    def __enter__(self) -> Pushes:
+        return self.core
+
+    def __exit__(self, *failed: object) -> None:
+        for effect in self.core.take_effects():
+            self._act(effect)
+        self._alarm.set()
 
     def _act(self, effect: Effect) -> None:
         world = self.process.world
