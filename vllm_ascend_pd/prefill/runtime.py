@@ -39,6 +39,7 @@ from vllm_ascend_pd.transport.base import Transport
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
+CLOSED = "push_closed"
 
 
 class PushRuntime:
@@ -176,6 +177,7 @@ class PushRuntime:
                     yield self.core
                 finally:
                     effects = self.core.take_effects()
+                    self._account(effects)
                     wake = self._earlier()
                     self._changed.notify_all()
         finally:
@@ -183,6 +185,17 @@ class PushRuntime:
                 self._act(effect)
             if wake is not None:
                 self._loop.post(self._arm, wake)
+
+    def _account(self, effects: list[Effect]) -> None:
+        """Under the lock: whoever hears that the blocks are free finds the push's end in the trace and in the metrics."""
+        for effect in effects:
+            if isinstance(effect, Told):
+                self.tally.tell(effect.metric, effect.value)
+            elif isinstance(effect, act.Note) and effect.stage == CLOSED:
+                trace.emit(CLOSED, **effect.facts)
+                if not effect.facts["ok"]:
+                    words = "{transfer} failed: {code} {detail}".format(**effect.facts)
+                    log.warning("push of transfer %s", one_line(words))
 
     def _earlier(self) -> float | None:
         """Under the lock. When to wake, if that is earlier than the timer is armed for."""
@@ -195,13 +208,8 @@ class PushRuntime:
     def _act(self, effect: Effect) -> None:
         if isinstance(effect, act.Send):
             self._loop.post(self._dialer.send, effect.peer, effect.message)
-        elif isinstance(effect, act.Note):
+        elif isinstance(effect, act.Note) and effect.stage != CLOSED:
             trace.emit(effect.stage, **effect.facts)
-            if effect.stage == "push_closed" and not effect.facts["ok"]:
-                words = "{transfer} failed: {code} {detail}".format(**effect.facts)
-                log.warning("push of transfer %s", one_line(words))
-        elif isinstance(effect, Told):
-            self.tally.tell(effect.metric, effect.value)
 
     # -- the loop thread
 

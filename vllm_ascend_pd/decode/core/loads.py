@@ -203,9 +203,9 @@ class Loads:
 
     def _do(self, actions: Iterable[act.Action]) -> None:
         for action in actions:
-            self._effects.append(action)
             if isinstance(action, act.Report):
-                self._report(action)
+                self._report(action)  # first: whoever hears of it finds it in the trace
+            self._effects.append(action)
 
     def _report(self, report: act.Report) -> None:
         why = report.failure or Failure("")
