@@ -24,7 +24,12 @@ PURE = sorted(
     or name.endswith((".decisions", ".regroup.staging"))
 )
 # What of the package itself a pure module may use: other pure ones, and what only declares.
-DECLARES = {"vllm_ascend_pd.errors", "vllm_ascend_pd.config", "vllm_ascend_pd.transport.base"}
+DECLARES = {
+    "vllm_ascend_pd.errors",
+    "vllm_ascend_pd.config",
+    "vllm_ascend_pd.transport.base",
+    "vllm_ascend_pd.shared.event",
+}
 ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "asyncio", "uuid"} | {"numpy", "msgspec"}
 
 

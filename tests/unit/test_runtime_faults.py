@@ -272,7 +272,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
     assert runtime is not None
     session, blocks, bases = msgspec.structs.astuple(runtime._addresses())
     cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
-    runtime._addresses = lambda: LayerAddresses(session, blocks, cut[wrong])  # type: ignore[method-assign]
+    runtime.core._addresses = lambda: LayerAddresses(session, blocks, cut[wrong])  # type: ignore[method-assign]
     with sites(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)
         d.step()
@@ -374,14 +374,14 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
         names.append(bad.reservation.transfer)
         if at == "start":  # with the first bind
             first = [RuntimeError("no port is free")]
-            addresses = runtime._addresses
+            addresses = runtime.core._addresses
 
             def once() -> LayerAddresses:
                 if first:
                     raise first.pop()
                 return addresses()
 
-            monkeypatch.setattr(runtime, "_addresses", once)
+            monkeypatch.setattr(runtime.core, "_addresses", once)
         elif at == "bind":
             monkeypatch.setattr(Receiver, "bind", breaking(Receiver.bind, lambda _, now, transfer, *rest: transfer))
         elif at == "compare":

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.core.loads import Event, Loaded, Loads
+from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.decisions import DecodeStep
 from vllm_ascend_pd.decode.verifier import Verifier
 from vllm_ascend_pd.device.base import Device
@@ -27,6 +27,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
+from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Ringer
 from vllm_ascend_pd.transport.base import Transport
@@ -54,8 +55,6 @@ class Site:
 class ReceiveRuntime:
     """Owns the core, the loop thread, the listener and the transfer engine of one D worker."""
 
-    core_type = Loads
-
     def __init__(
         self,
         config: PushConfig,
@@ -71,12 +70,12 @@ class ReceiveRuntime:
         self._timer: asyncio.TimerHandle | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
         self._verifier = Verifier(caches, device, site.rank) if config.wire.verify == "full" else None
-        self.core = self.core_type(
+        self.core = Loads(
             config,
             site.rank,
             site.model,
             caches.geometry,
-            self._told_addresses,
+            self._addresses,
             verify=self._verifier is not None,
         )
         transport.register(caches.storages)
@@ -228,9 +227,6 @@ class ReceiveRuntime:
         act.Revoke: _revoke,
         act.Note: _note,
     }
-
-    def _told_addresses(self) -> LayerAddresses:
-        return self._addresses()
 
     def _addresses(self) -> LayerAddresses:
         return LayerAddresses(self._transport.session, self._caches.num_blocks, self._caches.bases)

@@ -8,12 +8,7 @@ from typing import Protocol
 
 import torch
 
-
-class Event(Protocol):
-    """A point on the compute stream."""
-
-    def done(self) -> bool:
-        """Non-blocking: everything enqueued before the event has finished."""
+from vllm_ascend_pd.shared.event import Event
 
 
 class Device(Protocol):

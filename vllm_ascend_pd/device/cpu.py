@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.shared.event import Event
 
 
 class _Done:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch_npu
 
-from vllm_ascend_pd.device.base import Event
+from vllm_ascend_pd.shared.event import Event
 
 # aclFormat: NCHW, ND, NCDHW. torch_npu names a plain tensor by its number of dimensions; all of them are row-major.
 PLAIN_FORMATS = (0, 2, 30)

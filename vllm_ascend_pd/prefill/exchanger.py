@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.prefill.core.exchanges import Event, Run, Staged
+from vllm_ascend_pd.prefill.core.exchanges import Run, Staged
 from vllm_ascend_pd.prefill.core.pushes import StepPlan
 from vllm_ascend_pd.prefill.writer import Deciding, News, Sealed
 from vllm_ascend_pd.regroup.exchange import Outcome
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
+from vllm_ascend_pd.shared.event import Event
 
 log = logging.getLogger(__name__)
 

@@ -45,8 +45,6 @@ CLOSED = "push_closed"
 class PushRuntime:
     """Owns the core, its lock, all threads of one P worker, and the transfer engine."""
 
-    core_type = Pushes
-
     def __init__(
         self,
         config: PushConfig,
@@ -66,7 +64,7 @@ class PushRuntime:
         staging = regroup.staging if regroup is not None else None
         transport.register([*caches.storages, *([staging.region] if staging is not None else [])])
         summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
-        self.core = self.core_type(
+        self.core = Pushes(
             config,
             site,
             caches.geometry,

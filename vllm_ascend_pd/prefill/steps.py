@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.prefill.core.exchanges import Event, Run
+from vllm_ascend_pd.prefill.core.exchanges import Run
 from vllm_ascend_pd.prefill.core.push import Unit
 from vllm_ascend_pd.prefill.core.pushes import StepPlan
 from vllm_ascend_pd.prefill.decisions import PrefillStep
 from vllm_ascend_pd.prefill.writer import Computed, Deciding, News, Sealed
+from vllm_ascend_pd.shared.event import Event
 
 
 class Exchanging(Protocol):

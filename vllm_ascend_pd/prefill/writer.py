@@ -19,8 +19,9 @@ from typing import Protocol, TypeAlias
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.prefill.core.batches import Batch
-from vllm_ascend_pd.prefill.core.exchanges import Event, Staged
+from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
+from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.transport.base import Transport, WriteState
 
 log = logging.getLogger(__name__)

@@ -265,10 +265,6 @@ class Sender:
         record = self._pushes.get(push)
         return record.pairs if record else {}
 
-    def outstanding(self, push: str) -> int:
-        """Claims that have not come home."""
-        return sum(len(pair.coverage.out) for pair in self.pairs(push).values())
-
     def addresses(self, push: str, d_rank: int) -> LayerAddresses | None:
         """Where D's layers lie, as READY told it."""
         pair = self._pair(push, d_rank)

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
@@ -24,16 +23,11 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import LayerAddresses, Message
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
+from vllm_ascend_pd.shared.event import Event
 
 log = logging.getLogger(__name__)
 
 UNKNOWN = (ReservationState.UNBOUND, ReservationState.OVER)
-
-
-class Event(Protocol):
-    """A point on the device's stream."""
-
-    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job
@@ -21,14 +21,9 @@ from vllm_ascend_pd.prefill.core.missed import Missed
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
+from vllm_ascend_pd.shared.event import Event
 
 MOST_CATCH_UPS = 64  # asked for in one step
-
-
-class Event(Protocol):
-    """A point on the device's stream."""
-
-    def done(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
