@@ -125,6 +125,7 @@ class Manner:
     before_first_s: float = 0.0
     hold: bool = False  # no answer until the test lets go
     gap_s: float = 0.0
+    paused: bool = False  # a stream stands still after its next piece until the test lets it go on
     prefill_s: float = 0.0
     status: int = 200  # another one: it answers that
     wedged: bool = False  # 500 to whatever must be computed; it still lists its models
@@ -422,6 +423,8 @@ class FakeEngine:
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(self.manner.gap_s)
+            while self.manner.paused:
+                await asyncio.sleep(0.01)
         if self.manner.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await _piece(send, b"data: [DONE]\n\n", last=True)

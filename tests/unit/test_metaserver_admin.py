@@ -64,14 +64,14 @@ def test_an_added_instance_serves_and_a_removed_one_finishes_what_it_has() -> No
 def test_a_draining_instance_finishes_and_takes_nothing_new() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.gap_s = 1.0
+            engine.manner.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 3}) as answer:
             until(lambda: any(d.generations() for d in c.decode))
             busy = next(d for d in c.decode if d.generations())
             operation = c.http.post(f"/instances/{busy.address}/drain", json={})
             assert operation.json()["state"] == "draining" and operation.json()["requests"] == 1
             for engine in c.decode:
-                engine.manner.gap_s = 0.0
+                engine.manner.paused = False
             for i in range(5):
                 assert c.complete(f"p{i}").status_code == 200
             assert b"[DONE]" in answer.read()

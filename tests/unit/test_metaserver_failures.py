@@ -320,7 +320,7 @@ def test_readiness_is_denied_when_no_kv_arrives() -> None:
 
 def test_shutdown_lets_requests_finish_and_takes_no_new_ones() -> None:
     with cluster(grace_s=10) as c:
-        c.decode[0].manner.before_first_s = c.decode[0].manner.gap_s = 0.3
+        c.decode[0].manner.hold = True
         with ThreadPoolExecutor(1) as clients:
             running = clients.submit(c.complete, "x", stream=True)
             until(c.decode[0].generations)
@@ -328,6 +328,7 @@ def test_shutdown_lets_requests_finish_and_takes_no_new_ones() -> None:
             until(lambda: c.worker.front.closing)
             assert c.complete("late").status_code == 503
             assert c.http.get("/readiness").status_code == 503
+            c.decode[0].manner.hold = False
             assert streamed(running.result()) == "".join(words("x", 3))
         drained.result(5)
 

@@ -148,11 +148,12 @@ def test_a_browsers_question_goes_to_a_d(one: Cluster) -> None:
 
 def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
     with cluster() as c:
-        c.decode[0].manner.gap_s = 0.5
+        c.decode[0].manner.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 50_000, "stream": True}) as answer:
             next(answer.iter_raw())
             until(lambda: not c.worker._intake.held)
             assert c.worker.front.journal.exchanges, "it goes on"
+            c.decode[0].manner.paused = False
         c.decode[0].manner.hold = True
         with ThreadPoolExecutor(1) as clients:
             asking = clients.submit(c.complete, "y" * 50_000)

@@ -202,12 +202,13 @@ def test_prompt_logprobs_are_computed_by_d_alone() -> None:
 
 def test_a_stream_does_not_hold_its_prompt() -> None:
     with cluster() as c:
-        c.decode[0].manner.gap_s = 0.3
+        c.decode[0].manner.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 1_000_000, "stream": True}) as answer:
             pieces = answer.iter_bytes()
             next(pieces)
             (exchange,) = c.worker.front.journal.exchanges
             assert not exchange.request.fields
+            c.decode[0].manner.paused = False
             assert b"[DONE]" in b"".join(pieces)
         until(lambda: c.worker.front.journal.last)
         assert "xxxx" not in repr(c.worker.front.journal.last)
