@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.secret_files import load_secrets
-from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.base import Target, Wire
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,22 @@ class Engine:
             secrets=load_secrets(push.channel),
         )
 
-    def create_transport(self, attach_thread: Callable[[], None]) -> Transport:
+    def create_target(self, attach_thread: Callable[[], None]) -> Target:
         """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""
-        from vllm_ascend_pd.transport.create import create
+        from vllm_ascend_pd.transport.create import create_target
 
-        host = self.config.channel.advertise_host or self.host  # peers must reach the engine under its session's name
-        return create(self.config.wire, host, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
+        return create_target(self.config.wire, self._known_as, attach_thread)
+
+    def create_wire(self, attach_thread: Callable[[], None]) -> Wire:
+        """As `create_target`, for who writes."""
+        from vllm_ascend_pd.transport.create import create_wire
+
+        return create_wire(self.config.wire, self._known_as, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
+
+    @property
+    def _known_as(self) -> str:
+        """Peers must reach the transfer engine under its session's name."""
+        return self.config.channel.advertise_host or self.host
 
 
 def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:

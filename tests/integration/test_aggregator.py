@@ -128,7 +128,8 @@ def test_a_failure_on_one_of_four_workers_fails_the_request_on_all(
         made.append(OneBadWorker())
         return made[-1]
 
-    monkeypatch.setattr(factory, "create", create)
+    monkeypatch.setattr(factory, "create_target", create)
+    monkeypatch.setattr(factory, "create_wire", create)
     site = make_site()
     prefill, decode = site.engines
     free = [engine.free_blocks() for engine in site.engines]

@@ -74,7 +74,7 @@ def catch(memory: Memory, writer: Writer) -> bool:
     """Have the writer stopped with a part of its write landed. It writes the last piece last."""
     for _ in range(ATTEMPTS):
         memory.fill(None)
-        writer.say(memory.transport.session, memory.bytes.data_ptr())
+        writer.say(memory.target.session, memory.bytes.data_ptr())
         until = time.monotonic() + LIMIT_S
         while not int(memory.bytes[0]) and time.monotonic() < until:
             pass
@@ -92,7 +92,7 @@ def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool
     memory.fill(None)
     writer = Writer(size, protocol, devices)
     try:
-        base, old = memory.bytes.data_ptr(), memory.transport.session
+        base, old = memory.bytes.data_ptr(), memory.target.session
         writer.say(old, base)
         if writer.line() != "landed" or landed(memory) != size:
             print("figure: nothing arrives even before the revocation")
@@ -101,7 +101,7 @@ def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool
             print(f"figure: the writer was never caught in the middle of a write in {ATTEMPTS} attempts")
             return False
         before = landed(memory)
-        new = old if keep else memory.transport.revoke()
+        new = old if keep else memory.target.revoke()
         memory.fill(None)  # the memory has another owner now
         writer.signal(signal.SIGCONT)
         woken = writer.line()
@@ -117,7 +117,7 @@ def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool
         state, whole = writer.line(), landed(memory)
     finally:
         writer.end()
-        memory.transport.close()
+        memory.close()
     right = not late and not cached and state == "landed" and whole == size
     print(
         f"figure: revocation over {protocol}, writer stopped with {before / size:.0%} landed: {late} bytes landed when it "

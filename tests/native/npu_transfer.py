@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.config import WireConfig
-from vllm_ascend_pd.transport.base import Transport, WriteState
-from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.create import create_target, create_wire
 
 LOOPBACK = "127.0.0.1"
 ALIGNMENT = 2 << 20  # what an NPU's pages are
@@ -32,7 +32,7 @@ DEADLINE_S = 120.0
 
 
 class Memory:
-    """Aligned bytes on a device, registered with a transport."""
+    """Aligned bytes on a device, registered with a target and a wire."""
 
     def __init__(self, size: int, protocol: str, device: int) -> None:
         self.device = f"npu:{device}" if protocol == "ascend" else "cpu"
@@ -41,8 +41,11 @@ class Memory:
         whole = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=self.device)
         skip = -whole.data_ptr() % ALIGNMENT
         self.bytes = whole[skip : skip + size]
-        self.transport: Transport = create(WireConfig(mooncake_protocol=protocol), LOOPBACK)
-        self.transport.register([(self.bytes.data_ptr(), size)])
+        asked = WireConfig(mooncake_protocol=protocol)
+        self.target = create_target(asked, LOOPBACK)
+        self.wire = create_wire(asked, LOOPBACK, quiet_s=asked.transfer_timeout_s + 10.0, target=self.target)
+        self.target.register([(self.bytes.data_ptr(), size)])
+        self.wire.register([(self.bytes.data_ptr(), size)])
 
     def fill(self, seed: int | None) -> None:
         size = self.bytes.numel()
@@ -50,6 +53,10 @@ class Memory:
             np.zeros(size, np.uint8) if seed is None else np.random.default_rng(seed).integers(0, 256, size, np.uint8)
         )
         self.bytes.copy_(torch.from_numpy(host))
+
+    def close(self) -> None:
+        self.wire.close()
+        self.target.close()
 
     def sum(self) -> str:
         return hashlib.sha256(self.bytes.cpu().numpy().tobytes()).hexdigest()
@@ -59,7 +66,7 @@ def receive(size: int, protocol: str, device: int) -> None:
     """Print the session and the address, then obey: clear, sum, end."""
     memory = Memory(size, protocol, device)
     memory.fill(None)
-    print(memory.transport.session, memory.bytes.data_ptr(), flush=True)
+    print(memory.target.session, memory.bytes.data_ptr(), flush=True)
     for line in sys.stdin:
         word = line.strip()
         if word == "end":
@@ -67,7 +74,7 @@ def receive(size: int, protocol: str, device: int) -> None:
         if word == "clear":
             memory.fill(None)
         print(memory.sum(), flush=True)
-    memory.transport.close()
+    memory.close()
 
 
 def write(memory: Memory, session: str, base: int, piece: int) -> tuple[float, str]:
@@ -76,10 +83,10 @@ def write(memory: Memory, session: str, base: int, piece: int) -> tuple[float, s
     order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]) * piece
     sizes = np.full(count, piece)
     begun = time.perf_counter()
-    handle = memory.transport.submit(session, order + memory.bytes.data_ptr(), order + base, sizes)
+    handle = memory.wire.submit(session, order + memory.bytes.data_ptr(), order + base, sizes)
     state = WriteState.PENDING
     while state is WriteState.PENDING and time.perf_counter() - begun < DEADLINE_S:
-        state = memory.transport.poll(handle)
+        state = memory.wire.poll(handle)
         time.sleep(0.0001)
     return time.perf_counter() - begun, state.value
 
@@ -113,7 +120,7 @@ def run(size: int, protocol: str, devices: Sequence[int]) -> int:
             print(
                 f"figure: mooncake {protocol}, pieces of {piece >> 10} KiB: {size / seconds / 1e9:.2f} GB/s, {verdict}"
             )
-        memory.transport.close()
+        memory.close()
         child.stdin.write("end\n")
         child.stdin.flush()
         child.wait(60)

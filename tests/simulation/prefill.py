@@ -8,7 +8,8 @@ the threads' wake-ups: when the writer's turn comes. It decides nothing about a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ class RankWire:
     def __init__(self, rank: PrefillRank) -> None:
         self._rank = rank
         self._handles = itertools.count(1)
-        self._taken: dict[int, Flight] = {}  # by the batch's id, not submitted yet
+        self._taken: deque[Flight] = deque()  # in the order in which they are submitted
         self._flights: dict[int, Flight] = {}
 
     def take(self, batch: Batch) -> None:
@@ -104,11 +105,11 @@ class RankWire:
             flight.pieces.append((claim.push, rank.serials[claim.push], spans))
         if sum(len(spans.dst) for _, _, spans in flight.pieces) != len(batch.dst):
             raise Violation(f"{rank.process.name} writes something else than it has claimed")
-        self._taken[id(batch)] = flight
+        self._taken.append(flight)
 
-    def submit(self, batch: Batch) -> int:
+    def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         faults, world = self._rank.engine.cluster.settings.faults, self._rank.process.world
-        flight, handle = self._taken.pop(id(batch)), next(self._handles)
+        flight, handle = self._taken.popleft(), next(self._handles)
         if world.chance(faults.writer_dies):
             world.fault("writer died")
             raise OSError("the transfer engine broke")

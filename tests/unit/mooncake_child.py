@@ -17,18 +17,22 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.transport.base import Transport, WriteState
-from vllm_ascend_pd.transport.create import create
-from vllm_ascend_pd.transport.mooncake import MooncakeTransport
+from vllm_ascend_pd.transport.base import Wire, WriteState
+from vllm_ascend_pd.transport.create import create_target, create_wire
+from vllm_ascend_pd.transport.target import MooncakeTarget
+from vllm_ascend_pd.transport.wire import MooncakeWire
 
 LOOPBACK = "127.0.0.1"
-WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
+WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp", max_descriptors=100)
+QUIET_S = 7.0
 ROOT = Path(__file__).parents[2]
 PORT_WAIT_S = 120.0
 
@@ -110,46 +114,60 @@ class Stalls:
             self.worst = max(self.worst, time.monotonic() - before)
 
 
-def settle(transport: Transport, handle: int, limit_s: float = 40.0) -> WriteState:
+def target_of(memory: np.ndarray) -> MooncakeTarget:
+    target = create_target(WIRE, LOOPBACK)
+    assert isinstance(target, MooncakeTarget)
+    target.register([(memory.ctypes.data, len(memory))])
+    return target
+
+
+def wire_from(memory: np.ndarray, protocol: str = "tcp", **more: Any) -> MooncakeWire:
+    """From a protocol's name on, as a worker of P gets it."""
+    wire = create_wire(replace(WIRE, mooncake_protocol=protocol), LOOPBACK, quiet_s=QUIET_S, **more)
+    assert isinstance(wire, MooncakeWire)
+    wire.register([(memory.ctypes.data, len(memory))])
+    return wire
+
+
+def settle(wire: Wire, handle: int, limit_s: float = 40.0) -> WriteState:
     """Poll as the pusher does until the write has ended."""
     deadline = time.monotonic() + limit_s
-    while (state := transport.poll(handle)) is WriteState.PENDING:
+    while (state := wire.poll(handle)) is WriteState.PENDING:
         assert time.monotonic() < deadline, "the write did not end"
         time.sleep(0.0005)
     return state
 
 
-def _listen_on(port: int, size: int) -> tuple[MooncakeTransport, np.ndarray]:
+def _listen_on(port: int, size: int) -> tuple[MooncakeTarget, np.ndarray]:
     """The kernel keeps a port back for a minute after its last connection, and Mooncake does not ask for it sooner."""
     memory = np.zeros(size, dtype=np.uint8)
     deadline = time.monotonic() + (PORT_WAIT_S if port else 0.0)
     while True:
-        transport = create(WIRE, LOOPBACK)
-        assert isinstance(transport, MooncakeTransport)
-        transport.register([(memory.ctypes.data, size)])
+        target = target_of(memory)
         with contextlib.suppress(PdError):
-            if port in (0, int(transport.session.partition("/")[0].rpartition(":")[2])):
-                return transport, memory
-        transport.close()
+            if port in (0, int(target.session.partition("/")[0].rpartition(":")[2])):
+                return target, memory
+        target.close()
         if time.monotonic() > deadline:
             raise SystemExit(f"port {port} was not to be had")
 
 
-def _push(transport: MooncakeTransport, memory: np.ndarray, session: str, *numbers: str) -> int:
+def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -> int:
     """Returns while the write is under way: first contact is made, and nobody polls."""
     base, pieces, piece = map(int, numbers)
     memory[:] = 1
     n = np.arange(pieces) * 2 * piece
-    handle = transport.submit(session, memory.ctypes.data + n, base + n, np.full(pieces, piece))
-    while handle in transport._waiting:
-        transport.poll(handle)
+    handle = wire.submit(session, memory.ctypes.data + n, base + n, np.full(pieces, piece))
+    while handle in wire._waiting:
+        wire.poll(handle)
     return handle
 
 
 def main() -> None:
     size, port = int(sys.argv[1]), int(sys.argv[2])
-    transport, memory = _listen_on(port, size)
-    print(transport.session, memory.ctypes.data, flush=True)
+    target, memory = _listen_on(port, size)
+    wire = wire_from(memory)
+    print(target.session, memory.ctypes.data, flush=True)
     handle = 0
     for line in sys.stdin:
         command, *arguments = line.split()
@@ -159,12 +177,12 @@ def main() -> None:
             memory[:] = 0
             answer = "ok"
         elif command == "revoke":
-            answer = transport.revoke()
+            answer = target.revoke()
         elif command == "push":
-            handle = _push(transport, memory, *arguments)
+            handle = _push(wire, memory, *arguments)
             answer = "ok"
         else:
-            answer = settle(transport, handle).value
+            answer = settle(wire, handle).value
         print(answer, flush=True)
     os._exit(0)
 

@@ -28,7 +28,8 @@ from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, RegroupParts, assembled
-from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.base import Wire as AnyWire
+from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 Parts = Callable[[PushConfig, Place, Caches, Device], "RegroupParts | None"]
@@ -68,7 +69,7 @@ class PrefillRank:
         *,
         blocks: int = 160,
         push: PushConfig | None = None,
-        transport: Transport | None = None,
+        transport: AnyWire | None = None,
         step_tokens: int = 256,
         inline: bool = False,
     ) -> None:
@@ -370,7 +371,7 @@ def engine(
     *,
     blocks: int = 160,
     push: PushConfig | None = None,
-    transports: Sequence[Transport] | None = None,
+    transports: Sequence[AnyWire] | None = None,
     parts: Callable[[int, RegroupParts], RegroupParts] = lambda rank, made: made,
     timeout_s: float = 30.0,
     **keys: Any,

@@ -21,18 +21,18 @@ from vllm_ascend_pd.prefill.decisions import PrefillStep
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.roles import StepMetadata
-from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.base import Wire
 
 
 @dataclass(frozen=True)
 class GivenEngine(Engine):
     """An engine whose transfer engine the test has made."""
 
-    transport: Transport | None = None
+    wire: Wire | None = None
 
-    def create_transport(self, *_: Any, **__: Any) -> Transport:
-        assert self.transport is not None
-        return self.transport
+    def create_wire(self, *_: Any, **__: Any) -> Wire:
+        assert self.wire is not None
+        return self.wire
 
 
 class AscendRank(PrefillRank):

@@ -36,7 +36,7 @@ from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 from vllm_ascend_pd.regroup.parts import Place
 from vllm_ascend_pd.roles import StepMetadata
-from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.memory import MemoryTransport
 
 LOOPBACK = "127.0.0.1"
@@ -53,7 +53,7 @@ FAST = {
 }
 
 Tensors = Mapping[str, Any]
-MakeTransport = Callable[[], Transport]
+MakeTransport = Callable[[], MemoryTransport | Target | Wire]
 Hook = Callable[[PrefillWorker, str, Any], None]
 
 
@@ -66,11 +66,11 @@ class PairEngine(Engine):
     """An engine whose transfer engine the test chooses."""
 
     make_transport: MakeTransport = MemoryTransport
-    made: list[Transport] = field(default_factory=list, compare=False)
 
-    def create_transport(self, *_: Any, **__: Any) -> Transport:
-        self.made.append(self.make_transport())
-        return self.made[-1]
+    def create_target(self, *_: Any, **__: Any) -> Any:
+        return self.make_transport()
+
+    create_wire = create_target
 
 
 def engine_of(config: PushConfig, make_transport: MakeTransport, secrets: Secrets | None) -> PairEngine:

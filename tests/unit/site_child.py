@@ -29,8 +29,8 @@ from vllm_ascend_pd.config import PushConfig, WireConfig
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.transport.base import Transport
-from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.base import Target, Wire
+from vllm_ascend_pd.transport.create import create_target, create_wire
 from vllm_ascend_pd.transport.engine import Engine
 
 MODEL = Model("token", layers=4, dim=64)
@@ -44,12 +44,16 @@ def push_config() -> PushConfig:
     return config(transport="mooncake", lease_s=1.5, margin_s=0.3, ready_timeout_s=5.0)
 
 
-def wire() -> Transport:
-    return create(WIRE, LOOPBACK, quiet_s=5.0)
+def target() -> Target:
+    return create_target(WIRE, LOOPBACK)
+
+
+def wire() -> Wire:
+    return create_wire(WIRE, LOOPBACK, quiet_s=5.0)
 
 
 def decode_site(seed: int = 2) -> DecodeSite:
-    return DecodeSite(MODEL, 1, block=BLOCK, blocks=BLOCKS, push=push_config(), make_transport=wire, seed=seed)
+    return DecodeSite(MODEL, 1, block=BLOCK, blocks=BLOCKS, push=push_config(), make_transport=target, seed=seed)
 
 
 def prefill_site(seed: int = 1) -> PrefillSite:

@@ -18,7 +18,7 @@ from runtime_pair import DecodeSite, PrefillSite, Request, sites
 from site_child import SiteChild, decode_site, packed, prefill_site, unpacked
 from watching import traced, until
 
-from vllm_ascend_pd.transport.mooncake import MooncakeTransport
+from vllm_ascend_pd.transport.wire import MooncakeWire
 
 TOKENS = 600
 WATCHED_S = 9.0  # longer than lease, transfer timeout and the transport's patience together
@@ -70,7 +70,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
             assert d.received(first)[0].ok
         text = decode_child.ask("reserve", "bad", TOKENS)
         if fault.endswith("its answer and first contact"):
-            _answers_once(_transport(p))
+            _answers_once(_wire(p))
         if not met:  # READY is on its way: P will write to a process that does not run
             decode_child.ask("halt-at", "ready")
         decode_child.ask("step")
@@ -103,17 +103,17 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
         assert len(failed) == 1 and failed[0]["transfer"] == str(bad.reservation.transfer)
 
 
-def _answers_once(transport: MooncakeTransport) -> None:
+def _answers_once(wire: MooncakeWire) -> None:
     """The peer is asked, answers, and is stopped then; whoever asks again asks the stopped one."""
-    introducer, answers = transport._introducer, iter([True])
+    introducer, answers = wire._contacts._introducer, iter([True])
     probe = introducer._probe
     introducer._probe = lambda address: next(answers, False) or probe(address)
 
 
-def _transport(p: PrefillSite) -> MooncakeTransport:
+def _wire(p: PrefillSite) -> MooncakeWire:
     (worker,) = p.workers.values()
-    assert worker._runtime is not None and isinstance(worker._runtime._transport, MooncakeTransport)
-    return worker._runtime._transport
+    assert worker._runtime is not None and isinstance(worker._runtime._wire, MooncakeWire)
+    return worker._runtime._wire
 
 
 def _timed(step) -> float:

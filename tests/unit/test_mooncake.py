@@ -16,12 +16,11 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from mooncake_child import LOOPBACK, WIRE, Receiver, settle
+from mooncake_child import LOOPBACK, Receiver, settle, target_of, wire_from
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.create import create
-from vllm_ascend_pd.transport.mooncake import MooncakeTransport
+from vllm_ascend_pd.transport.wire import MooncakeWire
 
 SIZE = 8 << 20
 TASKS = Path("/proc/self/task")
@@ -39,111 +38,109 @@ def memory() -> np.ndarray:
 
 
 @pytest.fixture
-def transport(memory: np.ndarray) -> Iterator[MooncakeTransport]:
-    opened = create(WIRE, LOOPBACK)
-    assert isinstance(opened, MooncakeTransport)
-    opened.register([(memory.ctypes.data, SIZE)])
+def wire(memory: np.ndarray) -> Iterator[MooncakeWire]:
+    opened = wire_from(memory)
     yield opened
     opened.close()
 
 
-def test_bytes_land_where_they_were_sent(transport, receiver, memory) -> None:
+def test_bytes_land_where_they_were_sent(wire, receiver, memory) -> None:
     receiver.ask("clear")
-    handle = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base + 100], [1000])
-    assert settle(transport, handle) is WriteState.LANDED
+    handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base + 100], [1000])
+    assert settle(wire, handle) is WriteState.LANDED
     assert receiver.sum() == 1000
 
 
-def test_many_more_descriptors_than_the_window_all_land(transport, receiver, memory) -> None:
+def test_many_more_descriptors_than_the_window_all_land(wire, receiver, memory) -> None:
     receiver.ask("clear")
     n = np.arange(3000) * 512  # every other 256 bytes: nothing to merge
-    handle = transport.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(3000, 256))
-    assert settle(transport, handle) is WriteState.LANDED
+    handle = wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(3000, 256))
+    assert settle(wire, handle) is WriteState.LANDED
     assert receiver.sum() == 3000 * 256
 
 
-def test_submissions_overtake_nothing_and_lose_nothing(transport, receiver, memory) -> None:
+def test_submissions_overtake_nothing_and_lose_nothing(wire, receiver, memory) -> None:
     receiver.ask("clear")
     handles = []
     for batch in range(20):
         n = batch * 100_000 + np.arange(100) * 1000
         sizes = np.full(100, 500)
-        handles.append(transport.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, sizes))
-    assert {settle(transport, handle) for handle in handles} == {WriteState.LANDED}
+        handles.append(wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, sizes))
+    assert {settle(wire, handle) for handle in handles} == {WriteState.LANDED}
     assert receiver.sum() == 20 * 100 * 500
 
 
-def test_submit_does_not_wait_for_the_data(transport, receiver, memory) -> None:
-    warm = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
-    settle(transport, warm)
-    handle = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
-    assert transport.poll(handle) is WriteState.PENDING
-    assert settle(transport, handle) is WriteState.LANDED
+def test_submit_does_not_wait_for_the_data(wire, receiver, memory) -> None:
+    warm = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
+    settle(wire, warm)
+    handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
+    assert wire.poll(handle) is WriteState.PENDING
+    assert settle(wire, handle) is WriteState.LANDED
 
 
-def test_waiting_costs_little_cpu(transport, receiver, memory) -> None:
-    settle(transport, transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
+def test_waiting_costs_little_cpu(wire, receiver, memory) -> None:
+    settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
     receiver.stop()
     try:
-        handle = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
+        handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
         used, begun = time.process_time(), time.monotonic()
         while time.monotonic() - begun < 1.0:
-            assert transport.poll(handle) is WriteState.PENDING
+            assert wire.poll(handle) is WriteState.PENDING
             time.sleep(0.0005)
         share = (time.process_time() - used) / (time.monotonic() - begun)
     finally:
         receiver.wake()
-    assert settle(transport, handle) is WriteState.LANDED
+    assert settle(wire, handle) is WriteState.LANDED
     print(f"waiting used {share:.1%} of a core")
     assert share < 0.3  # the engine's own blocking call: 70 % and more
 
 
-def test_an_empty_submission_lands(transport, receiver) -> None:
-    assert settle(transport, transport.submit(receiver.session, [], [], [])) is WriteState.LANDED
+def test_an_empty_submission_lands(wire, receiver) -> None:
+    assert settle(wire, wire.submit(receiver.session, [], [], [])) is WriteState.LANDED
 
 
 @pytest.mark.parametrize("offset, size", [(-1, 10), (SIZE - 5, 10), (0, 0), (0, -4), (SIZE, 1)])
-def test_a_source_outside_the_registered_memory_is_never_read(transport, receiver, memory, offset, size) -> None:
+def test_a_source_outside_the_registered_memory_is_never_read(wire, receiver, memory, offset, size) -> None:
     receiver.ask("clear")
     good, bad = memory.ctypes.data, memory.ctypes.data + offset
-    handle = transport.submit(receiver.session, [good, bad], [receiver.base, receiver.base + 50], [20, size])
-    assert settle(transport, handle) is WriteState.FAILED
+    handle = wire.submit(receiver.session, [good, bad], [receiver.base, receiver.base + 50], [20, size])
+    assert settle(wire, handle) is WriteState.FAILED
     assert receiver.sum() == 0
 
 
-def test_a_destination_that_is_not_registered_is_refused_by_the_receiver(transport, receiver, memory) -> None:
-    handle = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base + SIZE], [4096])
-    assert settle(transport, handle) is WriteState.FAILED
-    handle = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10])
-    assert settle(transport, handle) is WriteState.LANDED, "one refused write must not spoil the next"
+def test_a_destination_that_is_not_registered_is_refused_by_the_receiver(wire, receiver, memory) -> None:
+    handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base + SIZE], [4096])
+    assert settle(wire, handle) is WriteState.FAILED
+    handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10])
+    assert settle(wire, handle) is WriteState.LANDED, "one refused write must not spoil the next"
 
 
-def test_a_peer_that_never_existed_fails_at_once(transport, memory) -> None:
-    handle = transport.submit(f"{LOOPBACK}:1/none", [memory.ctypes.data], [4096], [10])
-    assert settle(transport, handle, limit_s=2.0) is WriteState.UNISSUED, "nothing of it can land"
+def test_a_peer_that_never_existed_fails_at_once(wire, memory) -> None:
+    handle = wire.submit(f"{LOOPBACK}:1/none", [memory.ctypes.data], [4096], [10])
+    assert settle(wire, handle, limit_s=2.0) is WriteState.UNISSUED, "nothing of it can land"
 
 
-def test_who_only_writes_exposes_no_memory(transport, receiver, memory) -> None:
-    settle(transport, transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10]))
-    assert transport._home is None
-    assert transport._writer is not None and transport._writer.address not in receiver.session
+def test_who_only_writes_exposes_no_memory(wire, receiver, memory) -> None:
+    settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10]))
+    engine = wire._engines.current
+    assert engine is not None and engine.address not in receiver.session
 
 
-def test_registering_what_is_not_mapped_is_refused(transport) -> None:
+def test_registering_what_is_not_mapped_is_refused(wire) -> None:
     with pytest.raises(PdError, match="not mapped") as caught:
-        transport.register([(4096, 4096)])
+        wire.register([(4096, 4096)])
     assert caught.value.code == "PD-WIRE-002"
 
 
-def test_threads_end_with_the_transport(receiver, memory) -> None:
+def test_threads_end_with_wire_and_target(receiver, memory) -> None:
     before = len(list(TASKS.iterdir()))
     names = {thread.name for thread in threading.enumerate()}
-    opened = create(WIRE, LOOPBACK)
-    opened.register([(memory.ctypes.data, SIZE)])
-    assert opened.session
+    target, opened = target_of(memory), wire_from(memory)
+    assert target.session
     settle(opened, opened.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10]))
-    opened.close()
-    opened.close()
+    for _ in range(2):
+        opened.close()
+        target.close()
     assert {thread.name for thread in threading.enumerate()} <= names
     assert len(list(TASKS.iterdir())) <= before
     assert (
@@ -152,20 +149,12 @@ def test_threads_end_with_the_transport(receiver, memory) -> None:
 
 
 def test_blocking_lanes_deliver_too(receiver, memory) -> None:
-    """The path for Ascend, over TCP: one blocking call per batch, on threads of the transport's own."""
+    """The path for Ascend, over TCP: one blocking call per batch, on threads of the wire's own."""
     receiver.ask("clear")
     attached: list[str] = []
     forced = os.environ.pop("MC_FORCE_TCP", None)
     try:
-        opened = MooncakeTransport(
-            LOOPBACK,
-            "ascend",
-            transfer_timeout_s=5,
-            max_descriptors=100,
-            quiet_s=1,
-            attach_thread=lambda: attached.append(threading.current_thread().name),
-        )
-        opened.register([(memory.ctypes.data, SIZE)])
+        opened = wire_from(memory, "ascend", attach_thread=lambda: attached.append(threading.current_thread().name))
         n = np.arange(250) * 1000
         handles = [
             opened.submit(receiver.session, memory.ctypes.data + n, receiver.base + n + k * 250_000, np.full(250, 500))

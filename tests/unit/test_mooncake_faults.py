@@ -15,12 +15,12 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from mooncake_child import LOOPBACK, WIRE, Receiver, Stalls, settle
+from mooncake_child import LOOPBACK, Receiver, Stalls, settle, target_of, wire_from
 from watching import address_of, listening
 
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.create import create
-from vllm_ascend_pd.transport.mooncake import HEARD_S, MooncakeTransport
+from vllm_ascend_pd.transport.contact import HEARD_S
+from vllm_ascend_pd.transport.wire import MooncakeWire
 
 SIZE = 64 << 20
 PIECE = 64 << 10
@@ -34,47 +34,45 @@ def memory() -> np.ndarray:
 
 
 @pytest.fixture
-def transport(memory: np.ndarray) -> Iterator[MooncakeTransport]:
-    opened = create(WIRE, LOOPBACK)
-    assert isinstance(opened, MooncakeTransport)
-    opened.register([(memory.ctypes.data, SIZE)])
+def wire(memory: np.ndarray) -> Iterator[MooncakeWire]:
+    opened = wire_from(memory)
     yield opened
     opened.close()
 
 
-def one(transport: MooncakeTransport, receiver: Receiver, memory: np.ndarray) -> WriteState:
-    return settle(transport, transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
+def one(wire: MooncakeWire, receiver: Receiver, memory: np.ndarray) -> WriteState:
+    return settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
 
 
-def many(transport: MooncakeTransport, receiver: Receiver, memory: np.ndarray) -> int:
+def many(wire: MooncakeWire, receiver: Receiver, memory: np.ndarray) -> int:
     """A write of half the memory in pieces that cannot be merged: it takes a while."""
     n = np.arange(PIECES) * 2 * PIECE
-    return transport.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
+    return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
 
 
-def test_a_receiver_killed_in_the_middle_fails_the_write_soon(transport, memory) -> None:
+def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire, memory) -> None:
     with Receiver(SIZE) as receiver, Receiver(SIZE) as other:
-        assert one(transport, receiver, memory) is one(transport, other, memory) is WriteState.LANDED
-        handle = many(transport, receiver, memory)
-        transport.poll(handle)
+        assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
+        handle = many(wire, receiver, memory)
+        wire.poll(handle)
         receiver.kill()
-        assert settle(transport, handle, limit_s=4.0) is WriteState.FAILED
-        assert one(transport, other, memory) is WriteState.LANDED
-        assert one(transport, receiver, memory) is WriteState.UNISSUED
+        assert settle(wire, handle, limit_s=4.0) is WriteState.FAILED
+        assert one(wire, other, memory) is WriteState.LANDED
+        assert one(wire, receiver, memory) is WriteState.UNISSUED
 
 
-def test_a_failed_write_is_over_when_it_says_so(transport, memory) -> None:
+def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
     """A stopped receiver: after FAILED only what its kernel holds already arrives, and nothing after that."""
     with Receiver(SIZE) as receiver, Receiver(1024) as other, Stalls() as stalls:
-        assert one(transport, receiver, memory) is one(transport, other, memory) is WriteState.LANDED
+        assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         receiver.ask("clear")
-        handle = many(transport, receiver, memory)
+        handle = many(wire, receiver, memory)
         receiver.stop()
         begun, worst = time.monotonic(), 0.0
-        while transport.poll(handle) is WriteState.PENDING:
+        while wire.poll(handle) is WriteState.PENDING:
             assert time.monotonic() - begun < 15
             at = time.monotonic()
-            assert one(transport, other, memory) is WriteState.LANDED
+            assert one(wire, other, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"failed after {time.monotonic() - begun:.1f} s; the slowest write to another peer {worst * 1e3:.0f} ms")
         assert worst < 1.0 + stalls.worst
@@ -89,31 +87,30 @@ def test_a_failed_write_is_over_when_it_says_so(transport, memory) -> None:
             assert landed < PIECES * PIECE, "the whole write landed: the receiver was not stopped in time"
         finally:
             memory[:] = source
-        assert one(transport, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
+        assert one(wire, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
 
 
-def test_after_a_revocation_nothing_of_the_old_session_lands(transport, memory) -> None:
+def test_after_a_revocation_nothing_of_the_old_session_lands(wire, memory) -> None:
     with Receiver(SIZE) as receiver:
-        assert one(transport, receiver, memory) is WriteState.LANDED
+        assert one(wire, receiver, memory) is WriteState.LANDED
         old = receiver.session
-        handle = many(transport, receiver, memory)
-        transport.poll(handle)
+        handle = many(wire, receiver, memory)
+        wire.poll(handle)
         receiver.session = receiver.ask("revoke")
         assert receiver.session != old
         receiver.ask("clear")  # the blocks have another owner now
-        ended = settle(transport, handle)
-        again = settle(transport, transport.submit(old, [memory.ctypes.data], [receiver.base], [PIECE]))
+        ended = settle(wire, handle)
+        again = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [PIECE]))
         assert receiver.sum() == 0, "a write of the old session landed after revoke returned"
         assert (ended, again) == (WriteState.FAILED, WriteState.UNISSUED)
-        assert one(transport, receiver, memory) is WriteState.LANDED
+        assert one(wire, receiver, memory) is WriteState.LANDED
         assert receiver.sum() == 1
 
 
 def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory) -> None:
     """The fence's own case: the *sender* sleeps in the middle of a write, wakes up later, and must hit nothing."""
-    receiving = create(WIRE, LOOPBACK)
     target = np.zeros(SIZE, dtype=np.uint8)
-    receiving.register([(target.ctypes.data, SIZE)])
+    receiving = target_of(target)
     with Receiver(SIZE) as sender:
         for _ in range(10):
             sender.ask(f"push {receiving.session} {target.ctypes.data} 4 {SIZE // 8}")
@@ -136,45 +133,45 @@ def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wake
     receiving.close()
 
 
-def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(transport, memory) -> None:
+def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(wire, memory) -> None:
     with Receiver(1024) as receiver:
-        assert one(transport, receiver, memory) is WriteState.LANDED
-        before = transport._writer
+        assert one(wire, receiver, memory) is WriteState.LANDED
+        before = wire._engines.current
         receiver.session = receiver.session.partition("/")[0] + "/another"
-        assert one(transport, receiver, memory) is WriteState.LANDED
-        assert transport._writer is not before and before is not None
+        assert one(wire, receiver, memory) is WriteState.LANDED
+        assert wire._engines.current is not before and before is not None
         deadline = time.monotonic() + 2
         while not before.closed:
-            assert one(transport, receiver, memory) is WriteState.LANDED
+            assert one(wire, receiver, memory) is WriteState.LANDED
             assert time.monotonic() < deadline, "the replaced engine was not closed"
 
 
 @pytest.mark.slow
-def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(transport, memory) -> None:
+def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(wire, memory) -> None:
     with Receiver(1024) as receiver:
-        assert one(transport, receiver, memory) is WriteState.LANDED
+        assert one(wire, receiver, memory) is WriteState.LANDED
         port = receiver.port
     with Receiver(1024, port) as successor:
         assert successor.port == port
-        assert one(transport, successor, memory) is WriteState.LANDED
+        assert one(wire, successor, memory) is WriteState.LANDED
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_nobody(transport, memory) -> None:
+def test_a_silent_peer_delays_nobody(wire, memory) -> None:
     """It accepts connections and never answers: Mooncake alone stands still for 60 s."""
     with Receiver(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
         silent.listen()
-        assert one(transport, receiver, memory) is WriteState.LANDED
+        assert one(wire, receiver, memory) is WriteState.LANDED
         name = f"{LOOPBACK}:{silent.getsockname()[1]}/silent"
         begun = time.monotonic()
-        handle = transport.submit(name, [memory.ctypes.data], [4096], [10])
+        handle = wire.submit(name, [memory.ctypes.data], [4096], [10])
         worst, state = time.monotonic() - begun, WriteState.PENDING
         while state is WriteState.PENDING:
             assert time.monotonic() - begun < 10
             at = time.monotonic()
-            state = transport.poll(handle)
-            assert one(transport, receiver, memory) is WriteState.LANDED
+            state = wire.poll(handle)
+            assert one(wire, receiver, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"the silent peer failed after {time.monotonic() - begun:.1f} s, worst delay {worst * 1e3:.0f} ms")
         assert worst < 0.5 + stalls.worst  # without asking first it is 0.8: the hang-up of the next test
@@ -185,11 +182,11 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
     protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window that asking first leaves open. Many ranks of one engine: what they cost must not add up."""
-    with opened(protocol, memory, monkeypatch) as transport, contextlib.ExitStack() as stack:
+    with opened(protocol, memory, monkeypatch) as wire, contextlib.ExitStack() as stack:
         receiver, stalls = stack.enter_context(Receiver(1024)), stack.enter_context(Stalls())
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
-        assert one(transport, receiver, memory) is WriteState.LANDED
-        probe, once = transport._introducer._probe, {address_of(sock) for sock in silent}
+        assert one(wire, receiver, memory) is WriteState.LANDED
+        probe, once = wire._contacts._introducer._probe, {address_of(sock) for sock in silent}
         said: list[str] = []
 
         def answers_once(address: str) -> bool:
@@ -198,64 +195,60 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
                 return True
             return probe(address)
 
-        monkeypatch.setattr(transport._introducer, "_probe", answers_once)
+        monkeypatch.setattr(wire._contacts._introducer, "_probe", answers_once)
         begun, worst = time.monotonic(), 0.0
-        handles = [
-            transport.submit(f"{address_of(sock)}/silent", [memory.ctypes.data], [4096], [10]) for sock in silent
-        ]
+        handles = [wire.submit(f"{address_of(sock)}/silent", [memory.ctypes.data], [4096], [10]) for sock in silent]
         states: dict[int, WriteState] = {}
         while len(states) < len(handles):
             assert time.monotonic() - begun < 20
             at = time.monotonic()
             for handle in handles:
-                if handle not in states and (state := transport.poll(handle)) is not WriteState.PENDING:
+                if handle not in states and (state := wire.poll(handle)) is not WriteState.PENDING:
                     states[handle] = state
-            assert one(transport, receiver, memory) is WriteState.LANDED
+            assert one(wire, receiver, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"{protocol}: given up after {time.monotonic() - begun:.1f} s, worst delay {worst * 1e3:.0f} ms")
         assert WriteState.LANDED not in states.values() and len(said) == RANKS
         assert worst < 1.0 + stalls.worst
 
 
-def test_an_answer_is_not_kept_for_a_later_write(transport, memory) -> None:
+def test_an_answer_is_not_kept_for_a_later_write(wire, memory) -> None:
     with Receiver(1024) as receiver:
         receiver.stop()
-        assert one(transport, receiver, memory) is WriteState.UNISSUED
+        assert one(wire, receiver, memory) is WriteState.UNISSUED
         receiver.wake()
-        assert one(transport, receiver, memory) is WriteState.LANDED, "it is asked again"
+        assert one(wire, receiver, memory) is WriteState.LANDED, "it is asked again"
 
 
 def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(memory, monkeypatch) -> None:
     """A connection is no answer: the kernel of a stopped process accepts it."""
-    for module in ("engine", "mooncake"):
-        monkeypatch.setattr(f"vllm_ascend_pd.transport.{module}.can_ask", lambda kind: False)
+    monkeypatch.setattr("vllm_ascend_pd.transport.engine.can_ask", lambda kind: False)
     heard: dict[str, float] = {}
-    with opened("tcp", memory, monkeypatch) as transport, Receiver(1024) as receiver, listening() as silent:
-        transport.listen(heard.get)
+    with opened("tcp", memory, monkeypatch) as wire, Receiver(1024) as receiver, listening() as silent:
+        wire.listen(heard.get)
         name = f"{address_of(silent)}/silent"
         heard[name] = time.monotonic() - HEARD_S  # it was heard, but not lately
         begun = time.monotonic()
-        state = settle(transport, transport.submit(name, [memory.ctypes.data], [4096], [10]))
+        state = settle(wire, wire.submit(name, [memory.ctypes.data], [4096], [10]))
         assert state is WriteState.UNISSUED and time.monotonic() - begun < 10
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
             silent.accept()
-        waits = transport.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
+        waits = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
         for _ in range(50):
-            assert transport.poll(waits) is WriteState.PENDING
+            assert wire.poll(waits) is WriteState.PENDING
             time.sleep(0.001)
         heard[receiver.session] = time.monotonic()
-        assert settle(transport, waits) is WriteState.LANDED
+        assert settle(wire, waits) is WriteState.LANDED
         heard.clear()
-        assert one(transport, receiver, memory) is WriteState.LANDED, "whom we know need not be heard"
+        assert one(wire, receiver, memory) is WriteState.LANDED, "whom we know need not be heard"
 
 
 @contextlib.contextmanager
-def opened(protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeTransport]:
+def opened(protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeWire]:
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
-    transport = MooncakeTransport(LOOPBACK, protocol, transfer_timeout_s=5, max_descriptors=100, quiet_s=7)
-    transport.register([(memory.ctypes.data, SIZE)])
+    wire = wire_from(memory, protocol)
     try:
-        yield transport
+        yield wire
     finally:
-        transport.close()
+        wire.close()

@@ -16,8 +16,7 @@ from watching import traced, until
 
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.transport.base import Transport
-from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.create import create_target, create_wire
 
 SHAPES = [
     pytest.param("opaque", 2, 1, 1, 1, id="GQA 1 to 1, planes"),
@@ -227,12 +226,9 @@ def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_la
 def test_a_pair_over_the_real_transfer_engine() -> None:
     push = config(transport="mooncake", mooncake_protocol="tcp")
 
-    def real() -> Transport:
-        return create(push.wire, LOOPBACK, quiet_s=5.0)
-
     model = Model("token", heads=4)
-    p = PrefillSite(model, 2, push=push, make_transport=real)
-    d = DecodeSite(model, 1, push=push, make_transport=real)
+    p = PrefillSite(model, 2, push=push, make_transport=lambda: create_wire(push.wire, LOOPBACK, quiet_s=5.0))
+    d = DecodeSite(model, 1, push=push, make_transport=lambda: create_target(push.wire, LOOPBACK))
     with sites(p, d):
         requests = [d.reserve("r", 45), d.reserve("s", 18, first=8)]
         d.step()

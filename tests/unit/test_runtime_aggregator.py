@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from watching import until
 
-from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 MLA = Model("latent", heads=1)
@@ -81,13 +81,13 @@ def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
 
 
 def test_a_failure_on_one_of_four_workers_fails_the_request_on_all() -> None:
-    made: list[Transport] = []
+    made: list[MemoryTransport] = []
 
     class OneBadWorker(MemoryTransport):
         def land(self, write: Write) -> WriteState:
             return WriteState.FAILED if self is made[2] else super().land(write)
 
-    def make() -> Transport:
+    def make() -> MemoryTransport:
         made.append(OneBadWorker())
         return made[-1]
 

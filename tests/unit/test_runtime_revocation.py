@@ -46,7 +46,7 @@ def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
         worker._runtime._loop.post(awake.wait, 30.0)
         d.book.request_finished(request.name)
         assert not d.received(request)[0].ok
-        assert d.workers[0]._runtime._transport.tries == 2  # type: ignore[union-attr]
+        assert d.workers[0]._runtime._target.tries == 2  # type: ignore[union-attr]
         release.set()
         awake.set()
         p.finish(request)

@@ -51,24 +51,21 @@ def test_a_host_without_ports_is_an_error_with_a_code() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
 def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_again() -> None:
-    from mooncake_child import LOOPBACK, WIRE, settle
+    from mooncake_child import settle, target_of, wire_from
 
-    from vllm_ascend_pd.transport.create import create
-
-    receiving, sending = create(WIRE, LOOPBACK), create(WIRE, LOOPBACK)
     source, target = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
-    receiving.register([(target.ctypes.data, 64)])
-    sending.register([(source.ctypes.data, 64)])
+    receiving, sending = target_of(target), wire_from(source)
+    engines = sending._engines
 
     def write() -> WriteState:
         pieces = [source.ctypes.data], [target.ctypes.data], [64]
         return settle(sending, sending.submit(receiving.session, *pieces))
 
     try:
-        sending._probe(receiving.session.partition("/")[0])  # the engine that asks is open already
-        whole, sending._kind = sending._kind, losing(99)
+        engines.probe(receiving.session.partition("/")[0])  # the engine that asks is open already
+        whole, engines._open_engine = engines._open_engine, lambda: Engine(losing(99), "127.0.0.1", "tcp")
         assert write() is WriteState.UNISSUED
-        sending._kind = whole
+        engines._open_engine = whole
         assert write() is WriteState.LANDED
         assert target.all()
     finally:

@@ -18,6 +18,8 @@ from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, Lanes
 class BlockingEngine:
     """`write` returns when its peer's gate is open, with the peer's verdict."""
 
+    closed = False
+
     def __init__(self) -> None:
         self.gates: dict[str, threading.Event] = {}
         self.bad: set[str] = set()
@@ -226,6 +228,8 @@ def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) ->
 
 class OpeningEngine:
     """Opens a peer's segment inside the first write, as Mooncake does: connects and reads without a limit."""
+
+    closed = False
 
     def write(self, address: str, *_: object) -> bool:
         host, _, port = address.rpartition(":")

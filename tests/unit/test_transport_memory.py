@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd.config import WireConfig
-from vllm_ascend_pd.transport.base import Transport, WriteState
-from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.create import create_target
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 SIZE = 1 << 16
 
 
 class Side:
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport
         self.bytes = np.zeros(SIZE, dtype=np.uint8)
         self.at = self.bytes.ctypes.data
@@ -27,7 +27,7 @@ class Side:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Side, Side]]:
-    p, d = Side(create(WireConfig(transport="memory"), "ignored")), Side(MemoryTransport())
+    p, d = Side(create_target(WireConfig(transport="memory"), "ignored")), Side(MemoryTransport())
     p.bytes[:] = 7
     yield p, d
     p.transport.close()

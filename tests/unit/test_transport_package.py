@@ -11,7 +11,7 @@ import pytest
 from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.transport import package
-from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.create import create_target
 
 
 def test_tcp_is_forced_and_the_timeout_is_ours() -> None:
@@ -76,15 +76,15 @@ def test_an_engine_that_is_too_old_for_tcp_is_named(monkeypatch) -> None:
 def test_a_missing_engine_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(PdError, match=r"mooncake\.engine") as caught:
-        create(WireConfig(mooncake_protocol="tcp"), "127.0.0.1")
+        create_target(WireConfig(mooncake_protocol="tcp"), "127.0.0.1")
     assert caught.value.code == "PD-WIRE-001"
 
 
 def test_nothing_is_imported_before_it_is_chosen() -> None:
     program = (
-        "import sys, vllm_ascend_pd.transport.create as c, vllm_ascend_pd.transport.mooncake\n"
+        "import sys, vllm_ascend_pd.transport.create as c, vllm_ascend_pd.transport.wire\n"
         "from vllm_ascend_pd.config import WireConfig\n"
-        "c.create(WireConfig(transport='memory'), 'x').close()\n"
+        "c.create_target(WireConfig(transport='memory'), 'x').close()\n"
         "print([m for m in ('mooncake', 'torch', 'torch_npu') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -30,7 +30,7 @@ from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Ringer
-from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.base import Target
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class ReceiveRuntime:
         site: Site,
         caches: Caches,
         device: Device,
-        transport: Transport,
+        target: Target,
         secrets: Secrets | None,
     ) -> None:
-        self._caches, self._device, self._transport = caches, device, transport
+        self._caches, self._device, self._target = caches, device, target
         self._reports: deque[Loaded] = deque()
         self._ringer = Ringer()
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +78,7 @@ class ReceiveRuntime:
             self._addresses,
             verify=self._verifier is not None,
         )
-        transport.register(caches.storages)
+        target.register(caches.storages)
         self._loop = LoopThread(f"pd-receive-{site.rank}")
         self._listener = Listener(
             host=site.host,
@@ -94,7 +94,7 @@ class ReceiveRuntime:
             bound = self._loop.call(self._listener.start(), timeout=START_S)
         except (PdError, TimeoutError):
             self._loop.stop(CLOSE_GRACE_S)
-            transport.close()
+            target.close()
             raise
         self.endpoint = Endpoint(site.advertise_host or bound.host, bound.port)
 
@@ -123,7 +123,7 @@ class ReceiveRuntime:
                 log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
         self._loop.stop(CLOSE_GRACE_S)
         self._ringer.close()
-        self._transport.close()
+        self._target.close()
 
     # -- the loop thread
 
@@ -206,7 +206,7 @@ class ReceiveRuntime:
     def _revoke(self, action: act.Revoke) -> None:
         log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
         try:
-            self._transport.revoke()
+            self._target.revoke()
         except PdError as error:  # the old engine is closed, so nothing lands; but there is no other one yet
             log.error("%s", error)
             self._loop.loop.call_later(REVOKE_AGAIN_S, self._revoke_again, action)
@@ -229,4 +229,4 @@ class ReceiveRuntime:
     }
 
     def _addresses(self) -> LayerAddresses:
-        return LayerAddresses(self._transport.session, self._caches.num_blocks, self._caches.bases)
+        return LayerAddresses(self._target.session, self._caches.num_blocks, self._caches.bases)

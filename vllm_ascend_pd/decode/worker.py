@@ -36,8 +36,8 @@ class DecodeWorker(WorkerRole):
             port=channel.side_channel_port + self._rank if channel.side_channel_port else 0,
             advertise_host=channel.advertise_host,
         )
-        transport = engine.create_transport(self._device.attach_thread)
-        self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, transport, engine.secrets)
+        target = engine.create_target(self._device.attach_thread)
+        self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
         self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry)
 
     def handshake(self) -> WorkerFacts | None:

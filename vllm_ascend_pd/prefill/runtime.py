@@ -28,13 +28,13 @@ from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.sums import Summer
-from vllm_ascend_pd.prefill.writer import TransportWire, Writer, WriterThread
+from vllm_ascend_pd.prefill.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
 from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.shared.loop import LoopThread
-from vllm_ascend_pd.transport.base import Transport
+from vllm_ascend_pd.transport.base import Wire
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,18 @@ class PushRuntime:
         site: PushSite,
         caches: Caches,
         device: Device,
-        transport: Transport,
+        wire: Wire,
         secrets: Secrets | None,
         regroup: RegroupParts | None = None,
     ) -> None:
-        self._config, self._transport = config, transport
+        self._config, self._wire = config, wire
         self.tally = Tally()
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)  # a write came home, a slot is free
         self._timer: asyncio.TimerHandle | None = None
         self._armed = float("inf")
         staging = regroup.staging if regroup is not None else None
-        transport.register([*caches.storages, *([staging.region] if staging is not None else [])])
+        wire.register([*caches.storages, *([staging.region] if staging is not None else [])])
         summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
         self.core = Pushes(
             config,
@@ -83,8 +83,8 @@ class PushRuntime:
             on_unreachable=self._on_unreachable,
         )
         sums = summer.staged if summer is not None else None
-        self._writer = Writer(self.deciding, TransportWire(transport), time.monotonic, sums)
-        transport.listen(self._heard)
+        self._writer = Writer(self.deciding, wire, time.monotonic, sums)
+        wire.listen(self._heard)
         self._writing = WriterThread(f"pd-writer-{site.contributor}", self._writer, device)
         self._exchanger: Exchanger | None = None
         if regroup is not None:
@@ -151,7 +151,7 @@ class PushRuntime:
             self._exchanger.close(CLOSE_GRACE_S)
         # Once the thread has ended nothing of ours lands any more: D need not revoke to be sure of it.
         quiet = self._writing.stop(CLOSE_GRACE_S)
-        self._transport.close()
+        self._wire.close()
         if self._loop.alive:
             try:
                 self._loop.call(self._dialer.close(quiet=quiet), timeout=CLOSE_GRACE_S)

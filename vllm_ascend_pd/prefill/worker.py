@@ -37,7 +37,7 @@ class PrefillWorker(WorkerRole):
             site,
             caches,
             self._device,
-            self._engine.create_transport(self._device.attach_thread),
+            self._engine.create_wire(self._device.attach_thread),
             self._engine.secrets,
             allocate(self._engine.config, self._place, caches, self._device),
         )

@@ -15,14 +15,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
 from vllm_ascend_pd.shared.event import Event
-from vllm_ascend_pd.transport.base import Transport, WriteState
+from vllm_ascend_pd.transport.base import Wire, WriteState
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,6 @@ class Sealed:
 
 
 News: TypeAlias = Computed | Staged | Sealed
-
-
-class Wire(Protocol):
-    def submit(self, batch: Batch) -> int: ...
-    def poll(self, handle: int) -> WriteState: ...
 
 
 class Writer:
@@ -144,22 +139,9 @@ class Writer:
 
     def _send(self, batch: Batch) -> None:
         batch.submitted_at = self._clock()
-        batch.handle = self._wire.submit(batch)
+        batch.handle = self._wire.submit(batch.session, batch.src, batch.dst, batch.size)
         with self._deciding() as core:
             core.submitted(self._clock(), batch)
-
-
-class TransportWire:
-    """A batch as the transfer engine takes it."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def submit(self, batch: Batch) -> int:
-        return self._transport.submit(batch.session, batch.src, batch.dst, batch.size)
-
-    def poll(self, handle: int) -> WriteState:
-        return self._transport.poll(handle)
 
 
 class WriterThread:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rest of the package asks of a transfer engine.
+"""What the rest of the package asks of a transfer engine: decode of a target, prefill of a wire.
 
-One writer thread submits and polls; nobody else touches the engine. A write that failed is not quiet:
-its bytes may still land for `quiet_s`, so its blocks stay fenced that long (see docs/protocol.md).
-
-What may be issued later than `submit` returned: a write to a peer that has not answered yet, one that waits for its turn
-(both within seconds, or not at all), and what exceeds the number of descriptors in flight per peer. Nothing is issued
-any more once the write has ended.
+A write that failed is not quiet: its bytes may still land for a while, so its blocks stay fenced that long (see
+docs/protocol.md). What may be issued later than `submit` returned: a write to a peer that has not answered yet, one that
+waits for its turn (both within seconds, or not at all), and what exceeds the number of descriptors in flight per peer.
+Nothing is issued any more once the write has ended.
 """
 
 from __future__ import annotations
@@ -23,17 +21,28 @@ class WriteState(enum.Enum):
     UNISSUED = "unissued"  # failed before the engine was given any of it: nothing of it can land
 
 
-class Transport(Protocol):
+class Target(Protocol):
+    """Memory that peers write to. Only its owner's thread calls it."""
+
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
+        """Register (address, length) regions once; neighbours in memory are merged."""
+
     @property
     def session(self) -> str:
         """The name under which peers write to us. Changes with every `revoke`."""
 
-    @property
-    def quiet_s(self) -> float:
-        """After a failed write, how long its bytes may still land."""
+    def revoke(self) -> str:
+        """Cut every peer off: no write of an old session can land once this returns. Returns the new session."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Wire(Protocol):
+    """Writes into peers' memory. Only the writer thread calls `submit` and `poll`."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Register (address, length) regions once; neighbours in memory are merged. Sources must lie in them too."""
+        """What may be written from: (address, length) regions, once; neighbours in memory are merged."""
 
     def listen(self, heard: Callable[[str], float | None]) -> None:
         """`heard` tells when the process behind a session last said anything to us, by time.monotonic(). Asked by `poll`
@@ -46,8 +55,5 @@ class Transport(Protocol):
     def poll(self, handle: int) -> WriteState:
         """Non-blocking; a handle that is not PENDING any more is forgotten by this call."""
 
-    def revoke(self) -> str:
-        """Cut every peer off: no write of an old session can land once this returns. Returns the new session."""
-
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent; after the writer thread has ended."""

@@ -10,11 +10,12 @@ A write's time runs from when it is issued. What could not be issued in time nev
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vllm_ascend_pd.transport.base import WriteState
@@ -64,7 +65,7 @@ class Lanes:
         self._changed = threading.Condition()
         self._lanes: dict[str, deque[_Job]] = {}  # by peer, whose turn is next comes first; no job here is out
         self._out: dict[str, _Job] = {}  # by peer
-        self._stop = False
+        self._stop = self._paused = False
         self._attached = 0
         self._most = THREADS  # less once the device has refused one: another would be refused as well
         self._threads: list[threading.Thread] = []
@@ -130,6 +131,19 @@ class Lanes:
             if not self._changed.wait_for(lambda: not self._out, self._timeout_s + JOIN_S):
                 log.error("a transfer did not return within %.0f s", self._timeout_s + JOIN_S)
 
+    @contextlib.contextmanager
+    def kept_out(self) -> Iterator[None]:
+        """No call is out, and none begins; what is submitted meanwhile waits."""
+        with self._changed:
+            self._paused = True
+        self.drop_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._paused = False
+                self._staff()
+
     def close(self) -> None:
         """Idempotent. Waits like `drop_all`."""
         self.drop_all()
@@ -157,6 +171,8 @@ class Lanes:
 
     def _turn(self) -> str | None:
         """The peer whose turn it is, if a call may begin now."""
+        if self._paused:
+            return None
         now = self._clock()
         brisk = sum(job.out_for(now) < DRAGS_S for job in self._out.values())
         return None if brisk >= CALLS else next((at for at in self._lanes if at not in self._out), None)
@@ -211,7 +227,7 @@ class Lanes:
                 if lane:
                     self._lanes[address] = lane  # behind the others
                 now = self._clock()
-                if job.late(now):  # this process may have been stopped meanwhile
+                if job.late(now) or job.engine.closed:  # this process may have been stopped meanwhile; or a revocation
                     self._fail(job)
                     continue
                 job.deadline = min(job.deadline, now + self._timeout_s)

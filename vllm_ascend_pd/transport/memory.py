@@ -37,8 +37,7 @@ class Write:
 class MemoryTransport:
     """Writes land when they are polled, so a submission never does the work of another."""
 
-    def __init__(self, quiet_s: float = 0.0) -> None:
-        self._quiet_s = quiet_s
+    def __init__(self) -> None:
         self._regions: list[tuple[int, int]] = []
         self._bounds = Bounds((), "source")
         self._writes: dict[int, Write | None] = {}  # None: refused
@@ -50,18 +49,10 @@ class MemoryTransport:
     def session(self) -> str:
         return self._session
 
-    @property
-    def quiet_s(self) -> float:
-        return self._quiet_s
-
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         with _lock:
             self._regions = merge_regions([*self._regions, *regions])
             self._bounds = Bounds(self._regions, "source")
-
-    def introduce(self, session: str) -> bool:
-        with _lock:
-            return session in _sessions
 
     def listen(self, heard: Callable[[str], float | None]) -> None:
         """There is no first contact here."""

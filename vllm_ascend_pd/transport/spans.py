@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from vllm_ascend_pd.errors import PdError
 
 Bytes: TypeAlias = NDArray[np.int64]
+Spans: TypeAlias = tuple[Bytes, Bytes, Bytes]  # source, destination, size
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -54,7 +55,7 @@ class Bounds:
         return inside
 
 
-def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> tuple[Bytes, Bytes, Bytes]:
+def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> Spans:
     """The same bytes in as few spans as possible: sorted by destination, merged where both sides continue."""
     if len(dst) > 1 and bool((np.diff(dst) < 0).any()):
         order = np.argsort(dst, kind="stable")
@@ -66,7 +67,7 @@ def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> tuple[Bytes, Bytes, Bytes
     return src[heads], dst[heads], np.add.reduceat(size, heads)
 
 
-def as_spans(src: ArrayLike, dst: ArrayLike, size: ArrayLike) -> tuple[Bytes, Bytes, Bytes]:
+def as_spans(src: ArrayLike, dst: ArrayLike, size: ArrayLike) -> Spans:
     """Three int64 vectors of one length; ValueError otherwise: that is the caller's bug."""
     one, two, three = (np.ascontiguousarray(side, dtype=np.int64) for side in (src, dst, size))
     if not one.ndim == two.ndim == three.ndim == 1 or not len(one) == len(two) == len(three):

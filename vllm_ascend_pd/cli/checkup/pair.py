@@ -28,8 +28,8 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.transport.base import Transport, WriteState
-from vllm_ascend_pd.transport.create import create
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.create import create_target, create_wire
 from vllm_ascend_pd.transport.package import installed_version
 
 SIZE = 2 << 20
@@ -163,19 +163,21 @@ class Wire:
         asked = side.asked
         self._patience_s = asked.push.wire.transfer_timeout_s + 5.0
         self.scratch = Scratch(asked.on_npu and protocol_of(asked) == "ascend")
-        self._transport: Transport = create(asked.push.wire, host)
-        self._transport.register([(self.scratch.source, 2 * SIZE)])
+        self._target = create_target(asked.push.wire, host)
+        self._wire = create_wire(asked.push.wire, host, quiet_s=asked.push.quiet_s, target=self._target)
+        for end in (self._target, self._wire):
+            end.register([(self.scratch.source, 2 * SIZE)])
 
     def offer(self) -> Offer:
-        return Offer(self._transport.session, self.scratch.target)
+        return Offer(self._target.session, self.scratch.target)
 
     def write(self, offer: Offer) -> Wrote:
         """Write our half into the other side's, and wait for its end."""
         began = time.monotonic()
-        handle = self._transport.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
+        handle = self._wire.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
         state = WriteState.PENDING
         while state is WriteState.PENDING and time.monotonic() - began < self._patience_s:
-            state = self._transport.poll(handle)
+            state = self._wire.poll(handle)
             if state is WriteState.PENDING:
                 _nap()
         took = time.monotonic() - began
@@ -187,7 +189,8 @@ class Wire:
         return Wrote(problems.get(state, ""), self.scratch.sent, took)
 
     def close(self) -> None:
-        self._transport.close()
+        self._wire.close()
+        self._target.close()
 
 
 def _nap() -> None:

@@ -167,25 +167,25 @@ def _patch_wire() -> None:
     import itertools
 
     from vllm_ascend_pd.transport.base import WriteState
-    from vllm_ascend_pd.transport.mooncake import MooncakeTransport
+    from vllm_ascend_pd.transport.wire import MooncakeWire
 
-    submit, poll = MooncakeTransport.submit, MooncakeTransport.poll
+    submit, poll = MooncakeWire.submit, MooncakeWire.poll
     dropped, handles = set(), itertools.count(-1, -1)
 
-    def submit_or_drop(self: MooncakeTransport, session: str, src: Any, dst: Any, size: Any) -> int:
+    def submit_or_drop(self: MooncakeWire, session: str, src: Any, dst: Any, size: Any) -> int:
         if not refuses("drop writes"):
             return submit(self, session, src, dst, size)
         dropped.add(handle := next(handles))
         return handle
 
-    def poll_or_claim(self: MooncakeTransport, handle: int) -> WriteState:
+    def poll_or_claim(self: MooncakeWire, handle: int) -> WriteState:
         if handle not in dropped:
             return poll(self, handle)
         dropped.remove(handle)
         return WriteState.LANDED
 
-    MooncakeTransport.submit = submit_or_drop  # type: ignore[method-assign]
-    MooncakeTransport.poll = poll_or_claim  # type: ignore[method-assign]
+    MooncakeWire.submit = submit_or_drop  # type: ignore[method-assign]
+    MooncakeWire.poll = poll_or_claim  # type: ignore[method-assign]
 
 
 # -- the metaserver

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine that writes over Ascend's links. There is one for each process, which is also the one that peers write to,
+and what it reads must be registered: it is the target's, and a revocation replaces it under the writer.
+
+One call carries a whole batch, and only its blocking form has been proven there: see lanes.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.introducer import AGAIN_S
+from vllm_ascend_pd.transport.lanes import Lanes
+from vllm_ascend_pd.transport.sockets import hang_up
+from vllm_ascend_pd.transport.spans import Spans
+from vllm_ascend_pd.transport.target import MooncakeTarget
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 5.0
+
+
+class AscendEngine:
+    def __init__(self, target: MooncakeTarget, lanes: Lanes) -> None:
+        self._target, self._lanes = target, lanes
+        self._probed: list[str] = []  # addresses that a thread of the introducer is asking
+        self._shut = False  # no probe begins
+        self._changed = threading.Condition()
+        target.share(self._kept_out)
+
+    @property
+    def current(self) -> Engine | None:
+        return self._target.opened
+
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
+        self._target.register(regions)
+
+    def need(self) -> Engine:
+        return self._target.engine()
+
+    def replace(self, why: str) -> None:
+        """Only a revocation replaces this engine."""
+
+    def probe(self, address: str) -> bool:
+        with self._changed:
+            if self._shut:
+                return False
+            self._probed.append(address)
+        try:
+            return self._target.engine().answers(address)
+        finally:
+            with self._changed:
+                self._probed.remove(address)
+                self._changed.notify_all()
+
+    def submit(self, engine: Engine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+        return self._lanes.submit(engine, address, *spans, issue_by=issue_by, first_s=first_s)
+
+    def poll(self, handle: int) -> WriteState:
+        return self._lanes.poll(handle)
+
+    def alive(self, handle: int) -> bool:
+        return self._lanes.alive(handle)
+
+    def meeting(self) -> bool:
+        return self._lanes.meeting()
+
+    def tend(self) -> None:
+        """Nothing is replaced behind the writer's back but by a revocation."""
+
+    def close(self, *, probed: bool) -> None:
+        self._lanes.close()
+        try:
+            self._target.close()
+        except LocalProtocolError as error:  # it ends with the process
+            log.error("shutting down: %s", error)
+
+    @contextlib.contextmanager
+    def _kept_out(self) -> Iterator[None]:
+        """No thread of ours is in the engine, and none goes in: what waited for it was never issued."""
+        with self._changed:
+            self._shut = True
+            end = time.monotonic() + LEAVE_S
+            while self._probed and time.monotonic() < end:
+                for address in self._probed:
+                    hang_up(address)
+                self._changed.wait(AGAIN_S)
+        try:
+            with self._lanes.kept_out():
+                yield
+        finally:
+            with self._changed:
+                self._shut = False

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that peers write to, registered with an engine that can be replaced: closing it is what revocation means.
+
+What is registered can be written by anybody who reaches the engine's ports. So nothing is registered over TCP until
+somebody asks for the session. Over Ascend's links one engine serves a whole process, for reading too: a writer in this
+process shares it (`engine`), and must be out of it while it is replaced (`share`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.transport.engine import Engine, RawEngine
+from vllm_ascend_pd.transport.maps import check_mapped
+from vllm_ascend_pd.transport.spans import merge_regions
+
+
+class MooncakeTarget:
+    def __init__(
+        self, kind: type[RawEngine], host: str, protocol: str, attach_thread: Callable[[], None] = lambda: None
+    ) -> None:
+        self._kind, self._host, self._protocol = kind, host, protocol
+        self._attach_thread, self._at_once = attach_thread, protocol == "ascend"
+        self._lock = threading.Lock()
+        self._regions: list[tuple[int, int]] = []
+        self._engine: Engine | None = None
+        self._session = ""
+        self._closed = False
+        self._kept_out: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def session(self) -> str:
+        with self._lock:
+            self._opened()
+            return self._session
+
+    @property
+    def opened(self) -> Engine | None:
+        return self._engine
+
+    def engine(self) -> Engine:
+        """The engine that is open now; the next call may bring another one."""
+        with self._lock:
+            return self._opened()
+
+    def share(self, kept_out: Callable[[], AbstractContextManager[None]]) -> None:
+        """Somebody else uses `engine` too; the engine is closed inside this context only."""
+        self._kept_out = kept_out
+
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
+        merged = merge_regions(regions)
+        if not self._at_once:
+            check_mapped(merged)
+        with self._lock:
+            new = [region for region in merged if not self._registered(*region)]
+            if self._engine is not None:
+                self._engine.register(new)
+            self._regions += new
+            if self._at_once:
+                self._opened()
+
+    def revoke(self) -> str:
+        """Closes the engine, which holds the interpreter for about 0.05 s, and registers everything with a new one."""
+        self._attach_thread()  # a new engine takes the device of the thread that opens it
+        with self._kept_out(), self._lock:
+            self._shut()
+            self._opened()
+            return self._session
+
+    def close(self) -> None:
+        with self._kept_out(), self._lock:
+            self._closed = True
+            self._shut()
+
+    def _registered(self, address: int, length: int) -> bool:
+        """Who writes with the same engine registers the same cache."""
+        return any(at <= address and address + length <= at + size for at, size in self._regions)
+
+    def _shut(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            if self._closed:
+                raise PdError("PD-WIRE-001", why="the transport is closed")
+            engine = Engine(self._kind, self._host, self._protocol)
+            engine.register(self._regions)
+            self._engine, self._session = engine, f"{engine.address}/{os.urandom(4).hex()}"
+        return self._engine

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that write over TCP: one that exposes no memory, polled, and replaced while it holds on to what has failed.
+
+A failed write goes on: its bytes still land. FAILED is said only when the engine has let go of it; an engine that does
+not let go (the peer is stopped) is closed, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.flights import Flights
+from vllm_ascend_pd.transport.maps import check_mapped
+from vllm_ascend_pd.transport.spans import Spans
+
+log = logging.getLogger(__name__)
+
+TEND_S = 0.1
+
+
+class TcpEngines:
+    def __init__(
+        self, open_engine: Callable[[], Engine], flights: Flights, *, registers: bool, clock: Callable[[], float]
+    ) -> None:
+        """`registers`: links other than TCP read registered memory only."""
+        self._open_engine, self._flights, self._registers, self._clock = open_engine, flights, registers, clock
+        self._regions: list[tuple[int, int]] = []
+        self._engine: Engine | None = None
+        self._retired: list[Engine] = []
+        self._scout: Engine | None = None  # asks for answers, so that the one that writes can be closed at any time
+        self._scout_lock = threading.Lock()
+        self._tended = 0.0
+        self._closed = False
+
+    @property
+    def current(self) -> Engine | None:
+        return self._engine
+
+    def register(self, regions: Sequence[tuple[int, int]]) -> None:
+        check_mapped(regions)
+        self._regions += regions
+
+    def need(self) -> Engine:
+        if self._closed:
+            raise PdError("PD-WIRE-001", why="the transport is closed")
+        if self._engine is None:
+            self._engine = self._open_engine()
+            if self._registers:
+                self._engine.register(self._regions)
+        return self._engine
+
+    def replace(self, why: str) -> None:
+        if self._engine is None:
+            return
+        log.warning("the transfer engine that writes is replaced: %s", why)
+        self._retired.append(self._engine)
+        self._engine = None
+
+    def probe(self, address: str) -> bool:
+        with self._scout_lock:
+            if self._closed:
+                return False
+            if self._scout is None:
+                self._scout = self._open_engine()
+            scout = self._scout
+        return scout.answers(address)
+
+    def submit(self, engine: Engine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+        return self._flights.submit(engine, address, *spans, first_s=first_s)
+
+    def poll(self, handle: int) -> WriteState:
+        return self._flights.poll(handle)
+
+    def alive(self, handle: int) -> bool:
+        return self._flights.alive(handle)
+
+    def meeting(self) -> bool:
+        """First contact is over when `submit` returns."""
+        return False
+
+    def tend(self) -> None:
+        now = self._clock()
+        if now - self._tended < TEND_S:
+            return
+        self._tended = now
+        if self._engine is not None and self._engine in self._flights.stuck():
+            self.replace("it holds on to writes that have failed")
+        for engine in [engine for engine in self._retired if not self._flights.busy(engine)]:
+            self._retired.remove(engine)
+            self._flights.drop(engine)
+            engine.close()
+
+    def close(self, *, probed: bool) -> None:
+        """`probed`: nobody is in a probe any more; else the engine that asks ends with the process."""
+        with self._scout_lock:
+            self._closed = True
+            scout, self._scout = self._scout, None
+        writing, self._retired, self._engine = [*self._retired, self._engine], [], None
+        for engine in writing:
+            if engine is not None:
+                self._flights.drop(engine)
+                _close(engine)
+        if scout is not None and probed:
+            _close(scout)
+
+
+def _close(engine: Engine) -> None:
+    try:
+        engine.close()
+    except LocalProtocolError as error:  # it ends with the process
+        log.error("shutting down: %s", error)
