@@ -582,6 +582,21 @@ def test_an_answer_right_after_a_stop_is_believed_only_when_what_waited_has_been
     assert reports(run_until(r, 50.0 + TIMERS.margin_s - 0.01, 50.0 + TIMERS.margin_s + 0.01))
 
 
+def test_stops_after_an_answer_do_not_put_off_that_it_is_believed() -> None:
+    """Found on a machine that stood still for a second again and again: the margin began anew each time, for ever."""
+    r = fencing()
+    run_until(r, 0.0, 1.0)
+    assert told(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
+    now, ran = 50.0, 0.0
+    while ran + 1.5 < TIMERS.margin_s:
+        assert not reports(run_until(r, now, now + 1.5)), "only what it ran counts"
+        ran, now = ran + 1.5, now + 1.5 + 30.0
+        assert not reports(r.tick(now))
+    left = TIMERS.margin_s - ran
+    assert not reports(run_until(r, now, now + left - 0.01))
+    assert reports(run_until(r, now + left - 0.01, now + left + 0.01))
+
+
 def test_done_right_after_a_stop_is_believed_at_once() -> None:
     """Every write was acknowledged by our own transport: nothing waits anywhere."""
     r = fencing()

@@ -29,12 +29,12 @@ class Fence:
     quiet_s: float
     clock: RunningClock = field(default_factory=RunningClock)
     revoking: bool = False
-    rested_at: float = 0.0  # on the running clock: when what waited for us while we were stopped has been read
+    rested_at: float = 0.0  # when what waited for us while we were stopped has been read; only running counts towards it
     _gone: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def observe(self, now: float) -> None:
         if self.clock.observe(now):
-            self.rested_at = self.clock.seconds + self.timers.margin_s
+            self.rested_at = self.clock.seconds - self.clock.stopped + self.timers.margin_s
 
     def lease(self, writer: Writer, begin: Begin) -> None:
         """A READY leaves now: the writer may write from here on."""
@@ -44,6 +44,13 @@ class Fence:
         lease_s, margin_s = self.timers.lease_s, self.timers.margin_s
         writer.lapse_at = self.clock.seconds + lapse_s(lease_s, margin_s)
         writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)
+
+    def answered(self, writer: Writer) -> None:
+        """It says that it is quiet. A stop after that answer adds nothing to what was sent before it: else a process that is
+        stopped again and again would never believe anybody."""
+        if writer.state is not WriterState.ANSWERED:
+            writer.read_at = self.rested_at
+        writer.on(WriterEvent.ANSWER)
 
     def gone(self, p_incarnation: str) -> None:
         self._gone.setdefault(p_incarnation, self.clock.seconds)
@@ -62,7 +69,7 @@ class Fence:
     def proven_at(self, writer: Writer) -> float | None:
         """On the running clock: when what is known of this writer proves that it is quiet; None if it does not."""
         if writer.state is WriterState.ANSWERED:
-            return self.rested_at
+            return writer.read_at + self.clock.stopped
         gone_at = self._gone.get(writer.p_incarnation)
         if gone_at is None:
             return None

@@ -174,7 +174,7 @@ class ReservationMachine:
         self.fence(now, record, failure_of(heard.message))
 
     def fail_quietly(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
-        record.author(heard.message).on(WriterEvent.ANSWER)
+        self._fence_of.answered(record.author(heard.message))
         self.fail(now, record, heard)
 
     def fail_other_plan(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
@@ -217,7 +217,7 @@ class ReservationMachine:
 
     def hear_quiet(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
         self.acknowledge(now, record, heard)
-        record.author(heard.message).on(WriterEvent.ANSWER)
+        self._fence_of.answered(record.author(heard.message))
         self.prove(now, record, None)
 
     def prove(self, now: float, record: Transfer, came: None) -> None:

@@ -48,6 +48,7 @@ class RunningClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.stopped = 0.0  # of these, what was counted for times in which it was stopped
         self._last: float | None = None
 
     def observe(self, now: float) -> bool:
@@ -55,7 +56,9 @@ class RunningClock:
         gap = 0.0 if self._last is None else max(0.0, now - self._last)
         self._last = now if self._last is None else max(now, self._last)
         self.seconds += min(gap, OBSERVED_GAP_S)
-        return gap > OBSERVED_GAP_S
+        stopped = gap > OBSERVED_GAP_S
+        self.stopped += OBSERVED_GAP_S if stopped else 0.0
+        return stopped
 
     def wake(self, due: float) -> float:
         """When to look next, if something is due when `seconds` reaches `due`."""

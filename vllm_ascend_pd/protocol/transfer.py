@@ -45,6 +45,7 @@ class Writer:
     quiet_s: float = 0.0
     lapse_at: float = 0.0
     hold_at: float = 0.0
+    read_at: float = 0.0  # as Fence.rested_at: when what it sent before it answered has been read
     checksums: tuple[tuple[str, int], ...] = ()
     cancel: Backoff | None = None  # CANCEL is repeated while this is set and the writer leased
 
