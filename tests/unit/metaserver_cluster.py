@@ -30,6 +30,15 @@ class Cluster:
     def complete(self, prompt: object = "a prompt", **more: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"model": "fake", "prompt": prompt, "max_tokens": 3, **more})
 
+    @contextmanager
+    def leaving(self, prompt: str) -> Iterator[None]:
+        """A client that has asked, and leaves at the end of the block, whatever it was answered."""
+        body = json.dumps({"model": "fake", "prompt": prompt}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.served.port), 20) as client:
+            client.sendall(head.encode() + body)
+            yield
+
     def legs(self) -> list[dict[str, Any]]:
         return [seen.body for p in self.prefill for seen in p.generations()]
 
