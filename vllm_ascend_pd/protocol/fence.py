@@ -29,7 +29,7 @@ class Fence:
     quiet_s: float
     clock: RunningClock = field(default_factory=RunningClock)
     revoking: bool = False
-    rested_at: float = 0.0  # when what waited for us while we were stopped has been read; only running counts towards it
+    rested_at: float = 0.0  # in time that we ran: when what waited for us while we were stopped has been read
     _gone: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def observe(self, now: float) -> None:
