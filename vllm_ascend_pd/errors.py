@@ -83,6 +83,7 @@ CATALOGUE: dict[str, Entry] = {
     "PD-CTRL-001": Entry("The side channel cannot listen on {address}: {why}.", "Free the port or change side_channel_port."),
     "PD-CTRL-002": Entry("A peer sent a message that is not valid: {why}.", "Check that both engines run the same version."),
     "PD-CTRL-003": Entry("Protocol version {theirs} of the peer is not {ours}.", "Install the same version on both engines."),
+    "PD-CTRL-004": Entry("A message needs {word!r}, which this release does not know.", "Upgrade this engine first."),
     # -- security
     "PD-SEC-001": Entry("The secret file {path!r} cannot be used: {why}.", "Create it with mode 0600 and at least 32 bytes."),
     "PD-SEC-002": Entry(

@@ -50,6 +50,7 @@ from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, unseal
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import (
     Ack,
@@ -62,6 +63,7 @@ from vllm_ascend_pd.protocol.messages import (
     Message,
     Ready,
     Refused,
+    Renew,
     Reservation,
 )
 from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
@@ -155,10 +157,11 @@ def _messages() -> list[Message]:
     return [
         _begin(),
         Ready(**_said(), lease_s=15.0, layout="hash", addresses=addresses),
-        Refused(**_said(), code="over", detail="of what"),
+        Renew(**_said(seq=2)),
+        Refused(**_said(), failure=Failure("PD-XFER-005", "over: of what")),
         Done(**_said(seq=2), layers=2, tokens=40, bytes=4096, plan_digest=digest, checksums=(("layer.0", 1 << 63),)),
-        Failed(**_said(seq=2), quiescent=True, cause="PD-XFER-003 why"),
-        Cancel(**_said(), cause="PD-XFER-001 why"),
+        Failed(**_said(seq=2), quiescent=True, failure=Failure("PD-XFER-003", "why")),
+        Cancel(**_said(), failure=Failure("PD-XFER-001", "why")),
         Ack(**_said(), kind="done"),
     ]
 

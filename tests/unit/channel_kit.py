@@ -21,8 +21,10 @@ from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Ack, Cancel, Endpoint, Message
+from vllm_ascend_pd.protocol.versions import OURS, Release
 
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
@@ -42,7 +44,7 @@ def message(seq: int = 0, p: str = "p-1", text: str = "") -> Cancel:
         contributor=Contributor(0, 0),
         d_rank=0,
         seq=seq,
-        cause=text,
+        failure=Failure("PD-XFER-002", text),
     )
 
 
@@ -54,7 +56,9 @@ def answer(to: Message) -> Ack:
 class Ear:
     """A listener that answers every message and remembers what it was told."""
 
-    def __init__(self, secrets: Secrets | None = None, limits: ChannelLimits = FAST, port: int = 0) -> None:
+    def __init__(
+        self, secrets: Secrets | None = None, limits: ChannelLimits = FAST, port: int = 0, release: Release = OURS
+    ) -> None:
         self.heard: list[tuple[str, int]] = []
         self.events: list[tuple[str, str]] = []
         self.listener = Listener(
@@ -66,6 +70,7 @@ class Ear:
             on_gone=lambda who: self.events.append(("gone", who)),
             on_back=lambda who: self.events.append(("back", who)),
             limits=limits,
+            release=release,
         )
         self.endpoint = Endpoint(LOOPBACK, 1)
 
@@ -84,7 +89,13 @@ class Ear:
 class Mouth:
     """A dialer that remembers what it was told."""
 
-    def __init__(self, p: str = "p-1", secrets: Secrets | None = None, limits: ChannelLimits = FAST) -> None:
+    def __init__(
+        self,
+        p: str = "p-1",
+        secrets: Secrets | None = None,
+        limits: ChannelLimits = FAST,
+        release: Release = OURS,
+    ) -> None:
         self.p = p
         self.answers: list[int] = []
         self.unreachable: list[str] = []
@@ -95,6 +106,7 @@ class Mouth:
             on_message=lambda _, got: self.answers.append(got.seq),
             on_unreachable=lambda _, detail: self.unreachable.append(detail),
             limits=limits,
+            release=release,
             jitter=lambda: 0.5,
         )
 

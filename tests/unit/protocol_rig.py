@@ -11,6 +11,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import (
     Ack,
@@ -22,6 +23,7 @@ from vllm_ascend_pd.protocol.messages import (
     Message,
     Ready,
     Refused,
+    Renew,
     layout_hash,
 )
 from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
@@ -100,13 +102,17 @@ def begin(contributor: Contributor = ONE, seq: int = 1, **changes: Any) -> Begin
     return Begin(**_head(contributor, seq, {**own, **changes}))
 
 
+def renew(contributor: Contributor = ONE, seq: int = 2, **changes: Any) -> Renew:
+    return Renew(**_head(contributor, seq, changes))
+
+
 def done(contributor: Contributor = ONE, seq: int = 9, **changes: Any) -> Done:
     own: dict[str, Any] = {"layers": 2, "tokens": 40, "bytes": 100, "plan_digest": DIGEST}
     return Done(**_head(contributor, seq, {**own, **changes}))
 
 
 def failed(contributor: Contributor = ONE, seq: int = 9, quiescent: bool = True, **changes: Any) -> Failed:
-    own: dict[str, Any] = {"quiescent": quiescent, "cause": "PD-XFER-003 a write failed"}
+    own: dict[str, Any] = {"quiescent": quiescent, "failure": Failure("PD-XFER-003", "a write failed")}
     return Failed(**_head(contributor, seq, {**own, **changes}))
 
 
@@ -116,11 +122,11 @@ def ready(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Ready
 
 
 def refused(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Refused:
-    return Refused(**_head(contributor, seq, {"code": "over", **changes}))
+    return Refused(**_head(contributor, seq, {"failure": Failure("PD-XFER-005", "over: "), **changes}))
 
 
 def cancel(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Cancel:
-    return Cancel(**_head(contributor, seq, {"cause": "PD-XFER-001 deadline", **changes}))
+    return Cancel(**_head(contributor, seq, {"failure": Failure("PD-XFER-001", "deadline"), **changes}))
 
 
 def ack(kind: str, seq: int, contributor: Contributor = ONE, **changes: Any) -> Ack:
@@ -174,9 +180,9 @@ def told(actions: Iterable[Action]) -> str:
     return " ".join(word for action in actions if (word := _word(action)))
 
 
-def messages(actions: Iterable[Action], kind: type[Any] | None = None) -> list[Any]:
+def messages(actions: Iterable[Action], *kinds: type[Any]) -> list[Any]:
     sent: list[Message] = [action.message for action in actions if isinstance(action, Send)]
-    return [message for message in sent if kind is None or isinstance(message, kind)]
+    return [message for message in sent if not kinds or isinstance(message, kinds)]
 
 
 def _word(action: Action) -> str:
@@ -193,7 +199,7 @@ def _word(action: Action) -> str:
     message = action.message
     name = type(message).__name__.lower()
     detail = {
-        Refused: lambda: ":" + message.code,
+        Refused: lambda: ":" + message.failure.detail.partition(":")[0],
         Ack: lambda: ":" + message.kind,
         Failed: lambda: ":quiet" if message.quiescent else ":loud",
     }.get(type(message), lambda: "")()

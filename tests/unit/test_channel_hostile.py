@@ -35,6 +35,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Endpoint
+from vllm_ascend_pd.protocol.versions import Release
 
 SECRET = Secrets(b"s" * 32)
 HELLO = Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, False)
@@ -84,9 +85,7 @@ async def still_works(ear: Ear, secrets: Secrets | None = None) -> None:
         await until(lambda: mouth.answers == [99])
 
 
-async def test_another_version_is_refused_in_words_on_both_sides(monkeypatch) -> None:
-    from vllm_ascend_pd.channel import link
-
+async def test_another_version_is_refused_in_words_on_both_sides() -> None:
     async with Ear() as ear:
         async with Raw(ear) as raw:
             future = msgspec.msgpack.encode(
@@ -95,14 +94,12 @@ async def test_another_version_is_refused_in_words_on_both_sides(monkeypatch) ->
             raw.send(struct.pack(">IB", len(future) + 1, CLEAR) + future)
             refusal = await raw.goodbye()
         assert refusal.code == "PD-CTRL-003"
-        assert "Protocol version 7 of the peer is not 1" in refusal.detail and "Install" in refusal.detail
-        monkeypatch.setattr(link, "PROTOCOL_VERSION", 2)
-        async with Mouth() as mouth:
+        assert "Protocol version 7 of the peer is not 2" in refusal.detail and "Install" in refusal.detail
+        async with Mouth(release=Release(4, 3)) as mouth:
             mouth.say(ear.endpoint)
             await until(lambda: mouth.unreachable)
-            assert mouth.unreachable[0].startswith("PD-CTRL-003") and "version 2" in mouth.unreachable[0]
+            assert mouth.unreachable[0].startswith("PD-CTRL-003") and "version 3 to 4" in mouth.unreachable[0]
         assert not ear.events and not ear.heard
-        monkeypatch.undo()
         await still_works(ear)
 
 

@@ -28,8 +28,9 @@ from protocol_rig import (
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Closed
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, layout_hash
+from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, Renew, layout_hash
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import authority_until, hold_s, settled_s
@@ -52,11 +53,11 @@ def pushing(ranks: tuple[int, ...] = (0,), **changes: object) -> Sender:
 
 
 def begins(s: Sender, start: float, end: float) -> list[float]:
-    """When BEGINs leave, if nobody answers."""
+    """When a BEGIN or RENEW leaves, if nobody answers."""
     found, at = [], start
     while (wake := s.next_wake()) is not None and wake <= end:
         at = max(at, wake)
-        if messages(s.tick(at), Begin):
+        if messages(s.tick(at), Begin, Renew):
             found.append(round(at, 3))
     return found
 
@@ -168,7 +169,7 @@ def test_a_late_answer_never_shortens_authority() -> None:
 def test_when_authority_is_over_the_push_fails_and_no_write_starts() -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
-    assert told(run_until(s, 0.0, AUTHORITY - 0.01)).split()[-1] == "begin"
+    assert told(run_until(s, 0.0, AUTHORITY - 0.01)).split()[-1] == "renew"
     s.offer(AUTHORITY - 0.01, PUSH, 0, "another", 10)
     assert told(s.tick(AUTHORITY + 0.001)) == "failed:quiet closed:failed"
     assert s.claim(AUTHORITY + 0.002) == []
@@ -320,7 +321,9 @@ def test_a_push_fails_as_one_on_all_its_pairs() -> None:
     assert told(run_until(s, 2.0, 1.0 + settled_s(QUIET) + 0.1)).endswith("failed:quiet closed:failed")
 
 
-@pytest.mark.parametrize("message", [cancel(), refused(code="mismatch", detail="dtype: prefill a, decode b")])
+@pytest.mark.parametrize(
+    "message", [cancel(), refused(failure=Failure("PD-GEO-001", "mismatch: dtype: prefill a, decode b"))]
+)
 def test_decode_can_stop_a_push(message: object) -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)

@@ -153,14 +153,14 @@ def test_more_layers_than_any_model_has_are_refused_whatever_their_stages() -> N
     r = opened()
     stages = tuple(tuple(f"{stage}.{layer}" for layer in range(4096)) for stage in range(2))
     (answer,) = messages(r.message(0.2, "p1", begin(geometry=geometry(2, stages=stages))), Refused)
-    assert (answer.code, answer.detail) == ("mismatch", "layers: prefill 8192, decode accepts at most 4096")
+    assert answer.failure == Failure("PD-GEO-001", "mismatch: layers: prefill 8192, decode accepts at most 4096")
 
 
 def test_of_very_many_contributors_only_some_are_told() -> None:
     r = opened()
     crowd = tuple(Contributor(0, index) for index in range(60_000))
     (answer,) = messages(r.message(0.2, "p1", begin(contributors=crowd)), Refused)
-    assert answer.code == "mismatch" and "contributors: prefill P0.0 P0.1 P0.2" in answer.detail
+    assert answer.failure.code == "PD-GEO-001" and "contributors: prefill P0.0 P0.1 P0.2" in answer.failure.detail
 
 
 def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
@@ -177,7 +177,7 @@ def test_a_transfer_that_the_scheduler_skipped_is_refused_when_a_later_one_is_bo
     r.message(0.0, "p1", begin(transfer=TransferId(D_INCARNATION, 5, "skipped")))
     (answer,) = messages(r.bind(0.1, T, FIRST, END, 300.0))
     assert isinstance(answer, Refused)
-    assert answer.code == "over"
+    assert answer.failure == Failure("PD-XFER-005", "over: ")
     assert r.parked_count() == 0
 
 
@@ -219,7 +219,8 @@ def test_addresses_are_told_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"version": 99}, ["protocol version: prefill 99, decode 1"]),
+        ({"version": 99}, ["Protocol version 99 of the peer is not 2"]),
+        ({"needs": ("sections",)}, ["needs 'sections', which this release does not know"]),
         ({"model": "other/7"}, ["model: prefill other/7, decode model/1"]),
         ({"geometry": geometry(2, dtype="fp16")}, ["dtype: prefill fp16, decode bf16"]),
         ({"geometry": geometry(2, packing="kv")}, ["packing: prefill kv, decode k|v"]),
@@ -243,8 +244,8 @@ def test_a_difference_is_refused_field_by_field_with_both_values(changes: dict[s
     r = opened()
     (answer,) = messages(r.message(0.1, "p1", begin(**changes)))
     assert isinstance(answer, Refused)
-    assert answer.code == "mismatch"
-    assert all(words in answer.detail for words in named), answer.detail
+    assert answer.failure.code == "PD-GEO-001"
+    assert all(words in answer.failure.detail for words in named), answer.failure.detail
     assert r.state(T) is ReservationState.OPEN
     assert told(r.message(0.2, "p1", begin())) == "ready", "a refusal binds nothing"
 
@@ -257,7 +258,7 @@ def test_opaque_blocks_must_be_of_equal_size() -> None:
     r.bind(0.0, T, FIRST, 32, 300.0)
     r.gate_open(0.0, T)
     (answer,) = messages(r.message(0.1, "p1", begin(geometry=opaque(2, 32))))
-    assert "block_size: prefill 32, decode 16" in answer.detail
+    assert "block_size: prefill 32, decode 16" in answer.failure.detail
 
 
 def test_contributors_are_pairs_over_the_stages_that_share_a_layer() -> None:
@@ -273,7 +274,8 @@ def test_the_first_push_binds_and_another_is_refused() -> None:
     r = opened()
     r.message(0.0, "p1", begin(ONE))
     (answer,) = messages(r.message(0.1, "p9", begin(TWO, push="push-2")))
-    assert (answer.code, "push-2" in answer.detail, PUSH in answer.detail) == ("bound", True, True)
+    assert answer.failure.code == "PD-XFER-005" and answer.failure.detail.startswith("bound: ")
+    assert "push-2" in answer.failure.detail and PUSH in answer.failure.detail
     assert told(r.message(0.2, "p2", begin(TWO))) == "ready"
 
 
@@ -331,8 +333,8 @@ def test_a_lapsed_lease_fails_the_transfer_and_names_the_contributor() -> None:
     actions = run_until(r, LAPSE - 0.1, LAPSE + 0.1)
     cancels = messages(actions, Cancel)
     assert {m.contributor for m in cancels} == {ONE, TWO}
-    assert "P0.0" in cancels[0].cause
-    assert "P0.1" not in cancels[0].cause
+    assert "P0.0" in cancels[0].failure.detail
+    assert "P0.1" not in cancels[0].failure.detail
 
 
 # ---- ending well

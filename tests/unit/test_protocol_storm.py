@@ -31,10 +31,12 @@ from protocol_rig import (
     ready,
     receiver,
     refused,
+    renew,
     sender,
 )
 
 from vllm_ascend_pd.protocol.actions import Closed, Report, Revoke
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
 from vllm_ascend_pd.protocol.states import PairState, ReservationState
@@ -64,6 +66,9 @@ def made(build: Any, **own: Any) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries({}, optional={**heads, **own}).map(lambda changes: build(**changes))
 
 
+failures = st.builds(
+    Failure, st.sampled_from(["PD-XFER-003", "", "nonsense", "PD-XFER-999"]), st.sampled_from(["", "x"])
+)
 to_decode = st.one_of(
     made(
         begin,
@@ -74,14 +79,15 @@ to_decode = st.one_of(
         plan_digest=st.sampled_from([DIGEST, "x"]),
         quiet_s=st.sampled_from([40.0, 0.0, 500.0]),
     ),
+    made(renew),
     made(done, plan_digest=st.sampled_from([DIGEST, "x"]), checksums=st.sampled_from([(), ((LAYERS[0], 2**64 - 1),)])),
-    made(failed, quiescent=st.booleans(), cause=st.sampled_from(["", "PD-XFER-003 x", "nonsense", "PD-XFER-999 y"])),
+    made(failed, quiescent=st.booleans(), failure=failures),
     made(ready),
     made(cancel),
 )
 to_prefill = st.one_of(
     made(ready, lease_s=st.sampled_from([0.0, 15.0, 1e4]), addresses=st.sampled_from([None, ADDRESSES, NEW_ADDRESSES])),
-    made(refused, code=st.sampled_from(["over", "mismatch", "nonsense"])),
+    made(refused, failure=failures),
     made(cancel),
     st.builds(
         lambda kind, seq, rank: ack(kind, seq, d_rank=rank),

@@ -34,6 +34,7 @@ from protocol_rig import (
     ready,
     receiver,
     refused,
+    renew,
     sender,
     told,
 )
@@ -88,12 +89,14 @@ def led(table: Any, entered: list[tuple[Any, Any]]) -> Any:
 RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     S.UNBOUND: {
         E.BEGIN: (S.UNBOUND, ""),
+        E.RENEW: (S.UNBOUND, ""),
         E.DONE: (S.UNBOUND, "ack:done"),
         E.FAILED: (S.UNBOUND, "ack:failed"),
         E.BIND: (S.GATED, ""),
     },
     S.GATED: {
         E.BEGIN: (S.GATED, ""),
+        E.RENEW: (S.GATED, ""),
         E.DONE: (S.GATED, "ack:done"),
         E.FAILED: (S.CLOSED_FAILED, "ack:failed report:failed"),
         E.GATE_OPEN: (S.OPEN, ""),
@@ -104,6 +107,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.OPEN: {
         E.BEGIN: (S.OPEN, "ready"),
+        E.RENEW: (S.OPEN, "ready"),
         E.FIRST_BEGIN: (S.OPEN, "ready"),
         E.BEGIN_AGAIN: (S.OPEN, "ready"),
         E.LATE_BEGIN: (S.OPEN, ""),
@@ -132,6 +136,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.VERIFYING: {
         E.BEGIN: (S.VERIFYING, "refused:over"),
+        E.RENEW: (S.VERIFYING, "refused:over"),
         E.DONE: (S.VERIFYING, "ack:done"),
         E.FAILED: (S.VERIFYING, "ack:failed"),
         E.CANCEL: (S.CLOSED_FAILED, "report:failed"),
@@ -143,6 +148,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.FENCING: {
         E.BEGIN: (S.FENCING, "refused:cancelled"),
+        E.RENEW: (S.FENCING, "refused:cancelled"),
         E.DONE: (S.CLOSED_FAILED, "ack:done report:failed"),
         E.LATE_DONE: (S.FENCING, "ack:done"),
         E.FAILED: (S.CLOSED_FAILED, "ack:failed report:failed"),
@@ -158,6 +164,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.CLOSED_OK: {
         E.BEGIN: (S.CLOSED_OK, "refused:over"),
+        E.RENEW: (S.CLOSED_OK, "refused:over"),
         E.DONE: (S.CLOSED_OK, "ack:done"),
         E.FAILED: (S.CLOSED_OK, "ack:failed"),
         E.CANCEL: (S.CLOSED_OK, ""),
@@ -167,6 +174,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.CLOSED_FAILED: {
         E.BEGIN: (S.CLOSED_FAILED, "refused:cancelled"),
+        E.RENEW: (S.CLOSED_FAILED, "refused:cancelled"),
         E.DONE: (S.CLOSED_FAILED, "ack:done"),
         E.FAILED: (S.CLOSED_FAILED, "ack:failed"),
         E.GATE_OPEN: (S.CLOSED_FAILED, ""),
@@ -179,6 +187,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     },
     S.OVER: {
         E.BEGIN: (S.OVER, "refused:over"),
+        E.RENEW: (S.OVER, "refused:over"),
         E.DONE: (S.OVER, "ack:done"),
         E.FAILED: (S.OVER, "ack:failed"),
         E.VERIFIED: (S.OVER, ""),
@@ -236,6 +245,7 @@ def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[
     late = TWO if state is S.FENCING else ONE  # of FENCING's, TWO was never granted anything
     calls: dict[ReservationEvent, Callable[[], list[Action]]] = {
         E.BEGIN: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
+        E.RENEW: lambda: r.message(0.1, "p1", renew(ONE)),
         E.FIRST_BEGIN: lambda: r.message(0.1, "p1", begin(ONE)),
         E.BEGIN_AGAIN: lambda: r.message(0.1, "p1", begin(ONE)),
         E.LATE_BEGIN: lambda: r.message(0.1, "p1", begin(ONE, seq=0)),
@@ -377,7 +387,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
         PE.LOST: (PS.DRAIN, "failed:loud"),
         PE.FAIL: (PS.DRAIN, "failed:loud"),
         PE.UNREACHABLE: (PS.PUSH, ""),
-        PE.RENEW: (PS.PUSH, "begin"),
+        PE.RENEW: (PS.PUSH, "renew"),
         PE.AUTHORITY_OVER: (PS.DRAIN, "failed:loud"),
         PE.COMPLETE: (PS.CLOSED, "done closed:ok"),
     },

@@ -50,7 +50,7 @@ def test_a_transfer_tells_its_state_its_tokens_and_who_writes() -> None:
 def test_a_writer_tells_what_it_was_granted_and_how_long_it_is_waited_for() -> None:
     writers = leased()._transfers[T].writers
     assert repr(writers[TWO]) == "<Writer P0.1 awaited>"
-    assert repr(writers[ONE]) == "<Writer P0.0 leased, BEGIN 3 of prefill-P0.0, lapses at 20.0, held until 60.1>"
+    assert repr(writers[ONE]) == "<Writer P0.0 leased, asked 3 of prefill-P0.0, lapses at 20.0, held until 60.1>"
 
 
 def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:

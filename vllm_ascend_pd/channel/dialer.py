@@ -11,7 +11,6 @@ here closes a working connection, and what is closed on purpose says Leaving fir
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.channel.link import Context, Link
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.versions import OURS, Release
 
 
 class Dialer:
@@ -35,6 +35,7 @@ class Dialer:
         on_unreachable: Callable[[Endpoint, str], None],
         limits: ChannelLimits | None = None,
         jitter: Callable[[], float] = random.random,
+        release: Release = OURS,
     ) -> None:
         self._limits = limits or ChannelLimits()
         self._counts: Counter[str] = Counter()
@@ -46,7 +47,7 @@ class Dialer:
             on_unreachable=on_unreachable,
             limits=self._limits,
             jitter=jitter,
-            nonce=os.urandom,
+            release=release,
             counts=self._counts,
         )
         self._links: dict[Endpoint, Link] = {}

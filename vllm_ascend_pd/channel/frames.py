@@ -15,8 +15,10 @@ import msgspec
 
 from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Name
+from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Token
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Text
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message
+from vllm_ascend_pd.protocol.versions import Release
 
 CLEAR = 0x01
 GUARDED = 0x02
@@ -26,17 +28,24 @@ FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 NONCE_BYTES = 32
 
 _LENGTH = struct.Struct(">I")
+Features: TypeAlias = Annotated[tuple[Token, ...], msgspec.Meta(max_length=64)]
 Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first frame of either side. Unknown fields are ignored, so that another version can still be told apart."""
+    """The first frame of either side, in the same words in every version, so that another one can still be told apart."""
 
-    version: int
+    version: int  # the newest that this side speaks
     incarnation: Token
     nonce: Nonce
     guarded: bool  # whether this side has a secret
     name: Name = ""
+    oldest: int = 0  # that this side speaks; version 1 does not say
+    features: Features = ()
+
+    @property
+    def release(self) -> Release:
+        return Release(self.version, self.oldest or self.version, self.features)
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -46,11 +55,11 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     detail: Text
 
 
-class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="proof"):
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
     """The first guarded frame of either side, the dialer's first: shows that it holds the key of this connection."""
 
 
-class Leaving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leaving"):
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """Dialer → listener: I close this connection on purpose.
 
     Without `quiet` the closing proves nothing about the process and its writes; with it the dialer vouches that its

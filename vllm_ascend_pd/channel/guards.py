@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
-from vllm_ascend_pd.channel.frames import Guard, Hello, Unguarded
+import os
+
+from vllm_ascend_pd.channel.frames import NONCE_BYTES, Guard, Hello, Unguarded
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, sessions
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
+from vllm_ascend_pd.protocol.versions import OURS, Release
 
 
-def check_greeting(hello: Hello, guarded: bool) -> None:
+def greeting(incarnation: str, secrets: Secrets | None, name: str = "", ours: Release = OURS) -> Hello:
+    nonce, guarded = os.urandom(NONCE_BYTES), secrets is not None
+    return Hello(ours.newest, incarnation, nonce, guarded, name, ours.oldest, ours.features)
+
+
+def check_greeting(hello: Hello, guarded: bool, ours: Release = OURS) -> None:
     """Raises the refusal that the other side is to read."""
-    if hello.version != PROTOCOL_VERSION:
-        raise RemoteProtocolError("PD-CTRL-003", theirs=hello.version, ours=PROTOCOL_VERSION)
+    if not ours.speaks_with(hello.release):
+        raise RemoteProtocolError("PD-CTRL-003", theirs=hello.release, ours=ours)
     if hello.guarded != guarded:
         one, other = ("a", "none") if hello.guarded else ("no", "one")
         raise RemoteProtocolError("PD-SEC-003", why=f"the sender has {one} secret_file, the receiver has {other}")

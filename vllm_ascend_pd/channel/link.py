@@ -16,7 +16,6 @@ from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
-    NONCE_BYTES,
     Goodbye,
     Guard,
     Hello,
@@ -27,12 +26,12 @@ from vllm_ascend_pd.channel.frames import (
     decode_guarded,
     guarded_frame,
 )
-from vllm_ascend_pd.channel.guards import candidates, check_greeting
+from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.versions import Release
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class Context:
     on_unreachable: Callable[[Endpoint, str], None]
     limits: ChannelLimits
     jitter: Callable[[], float]
-    nonce: Callable[[int], bytes]
+    release: Release
     counts: Counter[str]
     complain: Complaints | None = None
 
@@ -190,13 +189,7 @@ class Link:
         self._state = LinkState.GREETING
         context = self._context
         self._refusal = ""
-        self._hello = Hello(
-            PROTOCOL_VERSION,
-            context.incarnation,
-            context.nonce(NONCE_BYTES),
-            context.secrets is not None,
-            context.name,
-        )
+        self._hello = greeting(context.incarnation, context.secrets, context.name, context.release)
         connection.send(clear_frame(self._hello))
         if self._closed:
             connection.abort()
@@ -253,7 +246,7 @@ class Link:
             return
         if self._state is not LinkState.GREETING or self._hello is None or self._guard:
             raise RemoteProtocolError("PD-CTRL-002", why="a second greeting")
-        check_greeting(message, guarded=self._context.secrets is not None)
+        check_greeting(message, guarded=self._context.secrets is not None, ours=self._context.release)
         guards = candidates(self._context.secrets, self._hello, message, as_dialer=True)
         self._guard = guards[self._secret % len(guards)]
         connection.send(guarded_frame(self._guard, Proof()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
-    NONCE_BYTES,
     Goodbye,
     Guard,
     Guarded,
@@ -31,12 +29,12 @@ from vllm_ascend_pd.channel.frames import (
     decode_guarded,
     guarded_frame,
 )
-from vllm_ascend_pd.channel.guards import candidates, check_greeting
+from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.versions import OURS, Release
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +63,10 @@ class Listener:
         on_gone: Callable[[str], None],
         on_back: Callable[[str], None],
         limits: ChannelLimits | None = None,
+        release: Release = OURS,
     ) -> None:
         self._host, self._port = host, port
+        self._release = release
         self._incarnation = incarnation
         self._secrets = secrets
         self._on_message, self._on_gone, self._on_back = on_message, on_gone, on_back
@@ -188,8 +188,8 @@ class Listener:
         hello = decode_clear(payload) if kind == CLEAR else None
         if not isinstance(hello, Hello):
             raise RemoteProtocolError("PD-CTRL-002", why="the first frame is not a greeting")
-        check_greeting(hello, guarded=self._secrets is not None)
-        mine = Hello(PROTOCOL_VERSION, self._incarnation, os.urandom(NONCE_BYTES), self._secrets is not None)
+        check_greeting(hello, guarded=self._secrets is not None, ours=self._release)
+        mine = greeting(self._incarnation, self._secrets, ours=self._release)
         caller.guards = candidates(self._secrets, hello, mine, as_dialer=False)
         caller.hello = hello
         connection.send(clear_frame(mine))

@@ -23,7 +23,7 @@ Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # in bytes; times any b
 Stage = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Region(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a layer: packed K‖V, K or V alone, an MLA latent."""
 
     name: Name
@@ -37,7 +37,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.token_stride == 0
 
 
-class CacheGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheGeometry(msgspec.Struct, frozen=True):
     """One engine's KV cache: what the peer must know to write into it or read from it.
 
     Regions describe one rank's tensors and are the same for all ranks and layers. `kv_heads` counts

@@ -121,6 +121,7 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-GEO-001": (Culprit.NOBODY, "the two were started with different caches"),
     "PD-CTRL-002": (Culprit.NOBODY, "the two do not understand each other"),
     "PD-CTRL-003": (Culprit.NOBODY, "the two are of different versions"),
+    "PD-CTRL-004": (Culprit.NOBODY, "one is of an older version"),
     "PD-SEC-003": (Culprit.NOBODY, "the two have different secrets"),
     "PD-META-001": (Culprit.NOBODY, "D is not configured for this metaserver"),
     "PD-META-002": (Culprit.NOBODY, "D did not reach the metaserver, which P has nothing to do with"),

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.versions import OURS
 
 Blocks = NDArray[np.int32]
 
@@ -121,8 +122,9 @@ class PushBook:
 
         `engine` is this engine's cache: what cannot be pushed there is said at once, not by D's deadline.
         """
-        if reservation.version != PROTOCOL_VERSION:
-            return PdError("PD-CTRL-003", theirs=reservation.version, ours=PROTOCOL_VERSION)
+        refusal = OURS.refusal(reservation.version, reservation.needs)
+        if refusal is not None:
+            return refusal
         if reservation.transfer in self._seen:
             return PdError("PD-META-005", why=f"transfer {reservation.transfer} was pushed already")
         if reservation.model != self._model:

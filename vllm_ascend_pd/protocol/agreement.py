@@ -10,9 +10,10 @@ from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.shard import contributors, shared_stages
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
+from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Begin
 from vllm_ascend_pd.protocol.timing import MAX_QUIET_S
+from vllm_ascend_pd.protocol.versions import OURS
 
 PLAN_MODES = ("direct", "regroup")
 
@@ -30,7 +31,9 @@ def contributor_pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[
 def differences(begin: Begin, model: str, d: CacheGeometry, d_rank: int, first: int, end: int) -> list[str]:
     """What speaks against this BEGIN, one sentence per field; empty if nothing does."""
     found: list[str] = []
-    _compare(found, "protocol version", begin.version, PROTOCOL_VERSION)
+    refusal = OURS.refusal(begin.version, begin.needs)
+    if refusal is not None:
+        return [f"{refusal.sentence} {refusal.remedy}"]
     _compare(found, "model", begin.model, model)
     if begin.quiet_s > MAX_QUIET_S:
         found.append(f"quiet time: prefill {begin.quiet_s:g}, decode at most {MAX_QUIET_S:g}")

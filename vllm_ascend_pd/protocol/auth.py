@@ -12,6 +12,7 @@ Nonces come from the caller. Nothing here ever prints a key.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
+from vllm_ascend_pd.protocol.versions import OURS
 
 _T = TypeVar("_T")
 
@@ -39,6 +41,7 @@ _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_version_decoder = msgspec.msgpack.Decoder(Versioned)
 _reservation_decoder: msgspec.msgpack.Decoder[Reservation] = msgspec.msgpack.Decoder(Reservation)
 
 
@@ -201,8 +204,15 @@ def decode_message(payload: bytes | memoryview) -> Message:
 
 
 def decode_reservation(payload: bytes | memoryview) -> Reservation:
-    """As `decode_message`, for the inside of an envelope."""
-    return _decoded(_reservation_decoder, payload)
+    """As `decode_message`, for the inside of an envelope. One of another version need not have the same fields: PD-CTRL-003."""
+    try:
+        return _decoded(_reservation_decoder, payload)
+    except RemoteProtocolError as error:
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            refusal = OURS.refusal(_version_decoder.decode(payload).version, ())
+            if refusal is not None:
+                raise RemoteProtocolError(refusal.code, **refusal.values) from None
+        raise error
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes | memoryview) -> _T:

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why something failed, as one value. Text of it is made and read in `words.py` only, where messages are."""
+"""Why something failed, as one value: in memory and on the wire."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from vllm_ascend_pd.protocol.identity import Token
+
+MAX_TEXT = 1024
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, array_like=True):
     """A code of the catalogue, and what is known beyond it."""
 
-    code: str
-    detail: str = ""
+    code: Token
+    detail: Text = ""
 
     def __str__(self) -> str:
         return f"{self.code} {self.detail}"

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.protocol.messages import Begin
+from vllm_ascend_pd.protocol.messages import Begin, Renew
 from vllm_ascend_pd.protocol.states import WriterEvent, WriterState
 from vllm_ascend_pd.protocol.timing import RunningClock, hold_s, lapse_s, settled_s
 from vllm_ascend_pd.protocol.transfer import Writer
@@ -36,11 +36,12 @@ class Fence:
         if self.clock.observe(now):
             self.rested_at = self.clock.seconds - self.clock.stopped + self.timers.margin_s
 
-    def lease(self, writer: Writer, begin: Begin) -> None:
+    def lease(self, writer: Writer, asked: Begin | Renew) -> None:
         """A READY leaves now: the writer may write from here on."""
         writer.on(WriterEvent.GRANTED)
-        writer.granted = begin
-        writer.quiet_s = max(self.quiet_s, begin.quiet_s)
+        writer.seq = asked.seq
+        if isinstance(asked, Begin):
+            writer.granted, writer.quiet_s = asked, max(self.quiet_s, asked.quiet_s)
         lease_s, margin_s = self.timers.lease_s, self.timers.margin_s
         writer.lapse_at = self.clock.seconds + lapse_s(lease_s, margin_s)
         writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.agreement import differences
@@ -21,6 +22,7 @@ from vllm_ascend_pd.protocol.messages import (
     Ready,
     RefusalCode,
     Refused,
+    Renew,
 )
 from vllm_ascend_pd.protocol.pair import Pair
 from vllm_ascend_pd.protocol.states import (
@@ -36,6 +38,7 @@ from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 
 TO_DECODE: Mapping[type, ReservationEvent] = {
     Begin: ReservationEvent.BEGIN,
+    Renew: ReservationEvent.RENEW,
     Done: ReservationEvent.DONE,
     Failed: ReservationEvent.FAILED,
 }
@@ -47,11 +50,14 @@ TO_PREFILL: Mapping[type, PairEvent] = {
 }
 
 
+Asked = TypeVar("Asked", Begin, Renew, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A BEGIN to which D says no, and why."""
+    """A BEGIN or RENEW to which D says no, and why."""
 
-    heard: Heard[Begin]
+    heard: Heard[Begin | Renew]
     code: RefusalCode
     detail: str
 
@@ -71,6 +77,8 @@ class ReservationGuards:
         if record.state is ReservationState.OPEN:
             if isinstance(message, Begin):
                 return self._begin(record, Heard(heard.peer, message))
+            if isinstance(message, Renew):
+                return self._renew(record, Heard(heard.peer, message))
             if isinstance(message, Failed) and not record.bound:
                 return ReservationEvent.EARLY_FAILED, heard
         if record.state in (ReservationState.OPEN, ReservationState.FENCING) and isinstance(message, Done | Failed):
@@ -95,14 +103,31 @@ class ReservationGuards:
             return e.FIRST_BEGIN, heard
         if writer.state is WriterState.AWAITED:
             return e.BEGIN, heard
-        if writer.state is not WriterState.LEASED or begin.seq < writer.seq:
+        return self._of_granted(e.BEGIN, writer, heard)
+
+    def _renew(self, record: Transfer, heard: Heard[Renew]) -> tuple[ReservationEvent, Heard[Renew] | Refusal]:
+        e, renew = ReservationEvent, heard.message
+        writer = record.writers.get(renew.contributor)
+        if self.fence.is_gone(renew.p_incarnation):
+            return e.BEGIN_OF_GONE, heard
+        if writer is None or renew.push != record.push:
+            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"push: decode {record.push or 'none'}")
+        if self.fence.revoking:
+            return e.LATE_BEGIN, heard  # it is about to be cut off
+        return self._of_granted(e.RENEW, writer, heard)
+
+    def _of_granted(
+        self, event: ReservationEvent, writer: Writer, heard: Heard[Asked]
+    ) -> tuple[ReservationEvent, Heard[Asked] | Refusal]:
+        e, asked = ReservationEvent, heard.message
+        if writer.state is not WriterState.LEASED or asked.seq < writer.seq:
             return e.LATE_BEGIN, heard
-        if begin.p_incarnation != writer.p_incarnation:
-            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"{begin.contributor} was another process")
-        return (e.BEGIN if begin.seq > writer.seq else e.BEGIN_AGAIN), heard
+        if asked.p_incarnation != writer.p_incarnation:
+            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"{asked.contributor} was another process")
+        return (event if asked.seq > writer.seq else e.BEGIN_AGAIN), heard
 
     def _differences(self, record: Transfer, writer: Writer | None, begin: Begin) -> list[str]:
-        """Compare once per contributor; renewals are only compared with what was agreed."""
+        """Compare once per contributor; a BEGIN that comes again is only compared with what was agreed."""
         found = []
         if writer is None or writer.state is WriterState.AWAITED:
             found = differences(begin, self.model, self.geometry, self.rank, record.first, record.end)
@@ -155,6 +180,14 @@ Layouts = OrderedDict[
 ]  # by peer: what its addresses are called, and where they are
 
 
+def told(ready: Ready, pair: Pair, layouts: Layouts) -> tuple[str, LayerAddresses | None]:
+    """The addresses that a READY is about, by name: those it carries, or those known of the peer, or of the pair."""
+    if ready.addresses is not None:
+        return ready.layout, ready.addresses
+    known = layouts.get(pair.destination.peer)
+    return known if known is not None and known[0] == ready.layout else (pair.layout, pair.addresses)
+
+
 @dataclass(frozen=True, slots=True)
 class PairGuards:
     """P: what a message is to a pair, and what its writes have come to."""
@@ -177,9 +210,7 @@ class PairGuards:
         until = authority_until(sent, ready.lease_s)
         if until <= now or until <= (pair.authority or until - 1):
             return PairEvent.READY_LATE
-        layout, addresses = self.layouts.get(pair.destination.peer, ("", None))
-        if ready.addresses is not None:
-            layout, addresses = ready.layout, ready.addresses
+        layout, addresses = told(ready, pair, self.layouts)
         if addresses is None or layout != ready.layout:
             return PairEvent.READY_BARE
         if pair.addresses is not None and pair.layout != layout:

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # in which this release writes; versions.py says what it reads
 
 Token = Annotated[str, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
-class TransferId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TransferId(msgspec.Struct, frozen=True, array_like=True):
     """One attempt to fill one request's blocks. `n` rises with every reservation of one D scheduler."""
 
     incarnation: Token
@@ -39,7 +39,7 @@ def pusher(push: str) -> str:
     return incarnation if dot else ""
 
 
-class Contributor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
+class Contributor(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A P worker that writes to a D rank: pipeline stage and tensor-parallel rank."""
 
     stage: Rank

@@ -2,7 +2,8 @@
 """Everything that crosses between P and D on the side channel, and the reservation.
 
 Messages may be lost, doubled and reordered, so each is idempotent and carries the full identity.
-Durations cross the wire, never clock times. Sizes are bounded: a decoder refuses what is larger.
+Durations cross the wire, never clock times. Sizes are bounded: a decoder refuses what is larger. Fields that it does not
+know it ignores; `needs` names what may not be ignored (versions.py).
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from vllm_ascend_pd.geometry.layout import MAX_LAYERS, MAX_REGIONS, CacheGeometry, Name
+from vllm_ascend_pd.protocol.failure import Failure, Text
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Rank, Token, TransferId
 
 MAX_MESSAGE_BYTES = 4 << 20
 
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Sum = Annotated[int, msgspec.Meta(ge=0)]  # a 64-bit sum; msgpack itself holds it below 2**64
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
+Needs = Annotated[tuple[Token, ...], msgspec.Meta(max_length=64)]
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """Where a process listens on its side channel."""
 
     host: Name
@@ -33,7 +35,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return f"{self.host}:{self.port}"
 
 
-class LayerAddresses(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LayerAddresses(msgspec.Struct, frozen=True, array_like=True):
     """Where one rank's layers lie: base addresses by layer (in `layers` order) and region."""
 
     session: Name  # the transfer engine's own name
@@ -50,7 +52,7 @@ def layout_hash(addresses: LayerAddresses) -> str:
 
 
 class RefusalCode(str, enum.Enum):
-    """Why D says no to a BEGIN."""
+    """Why D says no to a BEGIN or a RENEW."""
 
     OVER = "over"  # the transfer is complete, or no longer known
     CANCELLED = "cancelled"
@@ -59,7 +61,13 @@ class RefusalCode(str, enum.Enum):
     STALE = "stale"  # meant for another incarnation of D
 
 
-class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Versioned(msgspec.Struct, frozen=True):
+    """Of a reservation of any version: what it is written in."""
+
+    version: int
+
+
+class Reservation(msgspec.Struct, frozen=True):
     """Which blocks of D a prefill may fill, for which attempt, until when. Signed as a whole."""
 
     version: int
@@ -74,9 +82,10 @@ class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: Seconds
     prompt_length: Count
     prompt_hash: Token
+    needs: Needs = ()
 
 
-class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferId
     push: Token
     p_incarnation: Token
@@ -87,7 +96,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Begin(_Head, frozen=True, tag="begin", kw_only=True):
-    """P rank → D rank: may I write? Repeated, with a new seq, to renew the lease."""
+    """P rank → D rank: may I write? Repeated, with a new seq, until it is answered."""
 
     version: int = PROTOCOL_VERSION
     model: Text
@@ -96,6 +105,11 @@ class Begin(_Head, frozen=True, tag="begin", kw_only=True):
     plan_digest: Token
     quiet_s: Seconds  # how long a failed write of P may still land
     known_layout: Token = ""  # hash of the LayerAddresses that P has already
+    needs: Needs = ()
+
+
+class Renew(_Head, frozen=True, tag="renew", kw_only=True):
+    """P rank → D rank: may I go on? With the seq of a BEGIN; what was agreed stays agreed."""
 
 
 class Ready(_Head, frozen=True, tag="ready", kw_only=True):
@@ -107,10 +121,9 @@ class Ready(_Head, frozen=True, tag="ready", kw_only=True):
 
 
 class Refused(_Head, frozen=True, tag="refused", kw_only=True):
-    """D rank → P rank: no. `code` is a word of RefusalCode; `detail` names field and both values."""
+    """D rank → P rank: no. What differs is told with both values."""
 
-    code: Token
-    detail: Text = ""
+    failure: Failure
 
 
 class Done(_Head, frozen=True, tag="done", kw_only=True):
@@ -127,13 +140,13 @@ class Failed(_Head, frozen=True, tag="failed", kw_only=True):
     """P rank → D rank: it will not be complete. `quiescent`: and nothing of mine can land any more."""
 
     quiescent: bool
-    cause: Text
+    failure: Failure
 
 
 class Cancel(_Head, frozen=True, tag="cancel", kw_only=True):
     """D rank → P rank: stop. Answered by Failed(quiescent=True) or Done."""
 
-    cause: Text
+    failure: Failure
 
 
 class Ack(_Head, frozen=True, tag="ack", kw_only=True):
@@ -142,4 +155,4 @@ class Ack(_Head, frozen=True, tag="ack", kw_only=True):
     kind: Token
 
 
-Message: TypeAlias = Begin | Ready | Refused | Done | Failed | Cancel | Ack
+Message: TypeAlias = Begin | Renew | Ready | Refused | Done | Failed | Cancel | Ack

@@ -6,14 +6,24 @@ state the pair is in by then; `push.py` is the face that the runtime sees.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
 
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.guards import PairGuards
-from vllm_ascend_pd.protocol.messages import Ack, Cancel, Done, Failed, LayerAddresses, Message, Ready, Refused
+from vllm_ascend_pd.protocol.guards import PairGuards, told
+from vllm_ascend_pd.protocol.messages import (
+    Ack,
+    Begin,
+    Cancel,
+    Done,
+    Failed,
+    LayerAddresses,
+    Message,
+    Ready,
+    Refused,
+    Renew,
+)
 from vllm_ascend_pd.protocol.pair import Claim, Coverage, Offer, Pair, Push
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, enter
 from vllm_ascend_pd.protocol.timing import Backoff, authority_until, hold_s, settled_s
@@ -65,17 +75,23 @@ class PairMachine:
     # -- asking
 
     def ask(self, now: float, pair: Pair, came: None) -> None:
-        to = pair.destination.peer
-        known = self._layouts.get(to)
-        begin = self.words.begin(pair, known[0] if known else "")
-        pair.seq = begin.seq
-        pair.sent_begin(begin.seq, now)
-        self.actions.append(Send(to, begin))
-        self._note("begin", pair, seq=begin.seq)
+        known = self._layouts.get(pair.destination.peer)
+        self._asked(now, pair, self.words.begin(pair, known[0] if known else ""))
 
     def ask_again(self, now: float, pair: Pair, came: None) -> None:
         pair.begin.again(now)
         self.ask(now, pair, came)
+
+    def renew(self, now: float, pair: Pair, came: None) -> None:
+        """What was agreed stays agreed: only the time is asked for."""
+        pair.begin.again(now)
+        self._asked(now, pair, self.words.renew(pair))
+
+    def _asked(self, now: float, pair: Pair, asks: Begin | Renew) -> None:
+        pair.seq = asks.seq
+        pair.sent_begin(asks.seq, now)
+        self.actions.append(Send(pair.destination.peer, asks))
+        self._note("begin", pair, seq=asks.seq)
 
     def start(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
         """Authority, for the first time."""
@@ -88,18 +104,21 @@ class PairMachine:
 
     def extend(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
         ready, sent = heard.message, pair.sent[heard.message.seq]
-        pair.layout, pair.addresses = self._learn(pair.destination.peer, ready)
+        pair.layout, pair.addresses = self._learn(pair, ready)
         pair.authority = authority_until(sent, ready.lease_s)
         pair.begin.rest(max(now + self._timers.resend_first_s, sent + ready.lease_s / 3))
 
-    def _learn(self, peer: Hashable, ready: Ready) -> tuple[str, LayerAddresses]:
+    def _learn(self, pair: Pair, ready: Ready) -> tuple[str, LayerAddresses]:
         """Remember the addresses of this peer, which are told or known."""
-        if ready.addresses is not None:
-            self._layouts[peer] = (ready.layout, ready.addresses)
-            if len(self._layouts) > MAX_LAYOUTS:
-                self._layouts.popitem(last=False)
+        layout, addresses = told(ready, pair, self._layouts)
+        if addresses is None:
+            raise LocalProtocolError(f"{ready.layout} of {pair!r} is not known")
+        peer = pair.destination.peer
+        self._layouts[peer] = layout, addresses
         self._layouts.move_to_end(peer)
-        return self._layouts[peer]
+        if len(self._layouts) > MAX_LAYOUTS:
+            self._layouts.popitem(last=False)
+        return layout, addresses
 
     # -- writing
 
@@ -153,12 +172,12 @@ class PairMachine:
 
     def fail_moved(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
         """What we wrote before may be lost."""
-        self._learn(pair.destination.peer, heard.message)
+        self._learn(pair, heard.message)
         self.fail(now, pair.push, Failure("PD-XFER-005", "the addresses changed during the transfer"))
 
     def fail_unfit(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
         to = pair.destination
-        addresses = self._learn(to.peer, heard.message)[1]
+        addresses = self._learn(pair, heard.message)[1]
         del self._layouts[to.peer]
         told = sorted({len(base) for base in addresses.bases})
         why = f"{to.peer} told addresses of {len(addresses.bases)} layers, regions {told}"

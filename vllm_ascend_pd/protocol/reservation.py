@@ -17,7 +17,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import ReservationGuards
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, Message, RefusalCode
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, Message, RefusalCode, Renew
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Heard, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
@@ -137,7 +137,7 @@ class Receiver:
 
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
         self._fence_of.observe(now)
-        if not isinstance(message, Begin | Done | Failed):
+        if not isinstance(message, Begin | Renew | Done | Failed):
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
         machine, heard = self._machine, Heard(peer, message)
@@ -227,10 +227,10 @@ class Receiver:
         return self._taken(record)
 
     def _turn_away(
-        self, now: float, record: Transfer, heard: Heard[Begin | Done | Failed], code: RefusalCode, detail: str
+        self, now: float, record: Transfer, heard: Heard[Begin | Renew | Done | Failed], code: RefusalCode, detail: str
     ) -> None:
         """It is not for this rank, whatever its transfer may be."""
-        if isinstance(heard.message, Begin):
+        if isinstance(heard.message, Begin | Renew):
             self._machine.say_no(Heard(heard.peer, heard.message), code, detail)
         else:
             self._machine.acknowledge(now, record, Heard(heard.peer, heard.message))

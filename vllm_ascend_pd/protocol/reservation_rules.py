@@ -14,7 +14,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import Refusal, ReservationGuards
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, RefusalCode, layout_hash
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, RefusalCode, Renew, layout_hash
 from vllm_ascend_pd.protocol.parking import Parking
 from vllm_ascend_pd.protocol.states import (
     Heard,
@@ -73,7 +73,7 @@ class ReservationMachine:
         record.state = cell.into
         cell.effect(self, now, record, came)
 
-    def hear(self, now: float, record: Transfer, heard: Heard[Begin | Done | Failed]) -> None:
+    def hear(self, now: float, record: Transfer, heard: Heard[Begin | Renew | Done | Failed]) -> None:
         event, came = self.guards.event(record, heard)
         self.fire(event, now, record, came)
 
@@ -131,16 +131,16 @@ class ReservationMachine:
         record.writers = {contributor: Writer(contributor) for contributor in begin.contributors}
         self.grant(now, record, heard)
 
-    def grant(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
+    def grant(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
         """Lease and hold start anew."""
         self._fence_of.lease(record.author(heard.message), heard.message)
         self.grant_again(now, record, heard)
 
-    def grant_again(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
-        begin = heard.message
-        record.author(begin).peer = heard.peer
-        self.actions.append(Send(heard.peer, ready(begin, self._timers.lease_s, self.layout, self.addresses)))
-        self.note("ready", record, contributor=str(begin.contributor), seq=begin.seq)
+    def grant_again(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
+        asked = heard.message
+        record.author(asked).peer = heard.peer
+        self.actions.append(Send(heard.peer, ready(asked, self._timers.lease_s, self.layout, self.addresses)))
+        self.note("ready", record, contributor=str(asked.contributor), seq=asked.seq)
 
     # -- ending well
 
@@ -256,13 +256,13 @@ class ReservationMachine:
     def refuse(self, now: float, record: Transfer, refusal: Refusal) -> None:
         self.say_no(refusal.heard, refusal.code, refusal.detail)
 
-    def refuse_over(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
+    def refuse_over(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
         self.say_no(heard, RefusalCode.OVER)
 
-    def refuse_cancelled(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
+    def refuse_cancelled(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
         self.say_no(heard, RefusalCode.CANCELLED, str(record.failure or "").strip())
 
-    def say_no(self, heard: Heard[Begin], code: RefusalCode, detail: str = "") -> None:
+    def say_no(self, heard: Heard[Begin | Renew], code: RefusalCode, detail: str = "") -> None:
         self.counters["refused_" + code.value] += 1
         self.actions.append(Send(heard.peer, refused(heard.message, code, detail)))
 

@@ -44,6 +44,7 @@ class ReservationEvent(enum.Enum):
     BEGIN_OF_ANOTHER = "begin_of_another"  # another push, or another process, than the one that was granted
     BEGIN_UNFIT = "begin_unfit"  # version, model, cache, plan or set differ
     BEGIN_IN_REVOCATION = "begin_in_revocation"  # the addresses are about to change
+    RENEW = "renew"  # asks for what was granted to go on; where it may not, it is one of the above
     # a DONE
     DONE = "done"  # of a writer
     LAST_DONE = "last_done"  # every other contributor is done already

@@ -24,12 +24,14 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
     return {
         s.UNBOUND: {
             e.BEGIN: Cell(s.UNBOUND, do.park),
+            e.RENEW: Cell(s.UNBOUND, do.ignore, "early_renew"),
             e.DONE: Cell(s.UNBOUND, do.acknowledge, "unexpected_done"),
             e.FAILED: Cell(s.UNBOUND, do.park_failure),
             e.BIND: Cell(s.GATED, do.bind),
         },
         s.GATED: {
             e.BEGIN: Cell(s.GATED, do.park),
+            e.RENEW: Cell(s.GATED, do.ignore, "early_renew"),
             e.DONE: Cell(s.GATED, do.acknowledge, "unexpected_done"),
             e.FAILED: Cell(s.FENCING, do.fail),
             e.GATE_OPEN: Cell(s.OPEN, do.open),
@@ -40,6 +42,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
         },
         s.OPEN: {
             e.BEGIN: Cell(s.OPEN, do.grant),
+            e.RENEW: Cell(s.OPEN, do.grant),
             e.FIRST_BEGIN: Cell(s.OPEN, do.grant_first),
             e.BEGIN_AGAIN: Cell(s.OPEN, do.grant_again),
             e.LATE_BEGIN: Cell(s.OPEN, do.ignore, "late_begin"),
@@ -68,6 +71,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
         },
         s.VERIFYING: {
             e.BEGIN: Cell(s.VERIFYING, do.refuse_over),
+            e.RENEW: Cell(s.VERIFYING, do.refuse_over),
             e.DONE: Cell(s.VERIFYING, do.acknowledge),
             e.FAILED: Cell(s.VERIFYING, do.acknowledge),
             e.CANCEL: Cell(s.FENCING, do.fence),
@@ -78,6 +82,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
         },
         s.FENCING: {
             e.BEGIN: Cell(s.FENCING, do.refuse_cancelled),
+            e.RENEW: Cell(s.FENCING, do.refuse_cancelled),
             e.DONE: Cell(s.FENCING, do.hear_done),
             e.LATE_DONE: Cell(s.FENCING, do.acknowledge),
             e.FAILED: Cell(s.FENCING, do.hear_quiet),
@@ -91,6 +96,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
         },
         s.CLOSED_OK: {
             e.BEGIN: Cell(s.CLOSED_OK, do.refuse_over),
+            e.RENEW: Cell(s.CLOSED_OK, do.refuse_over),
             e.DONE: Cell(s.CLOSED_OK, do.acknowledge),
             e.FAILED: Cell(s.CLOSED_OK, do.acknowledge),
             e.OVER: Cell(s.OVER, do.drop),
@@ -98,6 +104,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
         },
         s.CLOSED_FAILED: {
             e.BEGIN: Cell(s.CLOSED_FAILED, do.refuse_cancelled),
+            e.RENEW: Cell(s.CLOSED_FAILED, do.refuse_cancelled),
             e.DONE: Cell(s.CLOSED_FAILED, do.acknowledge),
             e.FAILED: Cell(s.CLOSED_FAILED, do.acknowledge),
             e.OVER: Cell(s.OVER, do.drop),
@@ -106,6 +113,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
         },
         s.OVER: {
             e.BEGIN: Cell(s.OVER, do.refuse_over),
+            e.RENEW: Cell(s.OVER, do.refuse_over),
             e.DONE: Cell(s.OVER, do.acknowledge),
             e.FAILED: Cell(s.OVER, do.acknowledge),
             **_idle(s.OVER, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled and over while the memory was compared
@@ -161,7 +169,7 @@ def _pair() -> Table[PairState, PairEvent]:
             e.LOST: Cell(s.PUSH, do.fail_lost),
             e.FAIL: Cell(s.DRAIN, do.drain),
             e.UNREACHABLE: Cell(s.PUSH, do.ignore),  # authority decides how long to go on
-            e.RENEW: Cell(s.PUSH, do.ask_again),
+            e.RENEW: Cell(s.PUSH, do.renew),
             e.AUTHORITY_OVER: Cell(s.PUSH, do.fail_for),
             e.COMPLETE: Cell(s.CLOSED, do.close_done),
         },

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Renew
 from vllm_ascend_pd.protocol.states import ReservationState, WriterEvent, WriterState
 from vllm_ascend_pd.protocol.timing import Backoff
 
@@ -42,6 +42,7 @@ class Writer:
     state: WriterState = WriterState.AWAITED
     peer: Hashable = None
     granted: Begin | None = None  # the newest BEGIN that was answered with READY
+    seq: int = 0  # of that, or of the newest RENEW
     quiet_s: float = 0.0
     lapse_at: float = 0.0
     hold_at: float = 0.0
@@ -50,10 +51,10 @@ class Writer:
     cancel: Backoff | None = None  # CANCEL is repeated while this is set and the writer leased
 
     def __repr__(self) -> str:
-        """<Writer P0.1 leased, BEGIN 3 of prefill-2, lapses at 20.0, held until 60.1>"""
+        """<Writer P0.1 leased, asked 3 of prefill-2, lapses at 20.0, held until 60.1>"""
         words = f"{self.contributor} {self.state.value}"
         if self.granted is not None:
-            words += f", BEGIN {self.seq} of {self.p_incarnation[:16]}"
+            words += f", asked {self.seq} of {self.p_incarnation[:16]}"
         if self.waited_for:
             words += f", lapses at {self.lapse_at:.1f}, held until {self.hold_at:.1f}"
         return f"<Writer {words}>"
@@ -61,10 +62,6 @@ class Writer:
     @property
     def p_incarnation(self) -> str:
         return self.granted.p_incarnation if self.granted else ""
-
-    @property
-    def seq(self) -> int:
-        return self.granted.seq if self.granted else 0
 
     @property
     def waited_for(self) -> bool:
@@ -114,6 +111,6 @@ class Transfer:
         """The writers that have to be waited for."""
         return [writer for writer in self.writers.values() if writer.waited_for]
 
-    def author(self, message: Begin | Done | Failed) -> Writer:
+    def author(self, message: Begin | Renew | Done | Failed) -> Writer:
         """The contributor that speaks."""
         return self.writers[message.contributor]

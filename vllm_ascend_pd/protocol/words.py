@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import (
     Ack,
@@ -21,10 +21,10 @@ from vllm_ascend_pd.protocol.messages import (
     Ready,
     RefusalCode,
     Refused,
+    Renew,
 )
 from vllm_ascend_pd.protocol.pair import Pair
 
-MAX_TEXT = 1000
 _HEAD = ("transfer", "push", "p_incarnation", "d_incarnation", "contributor", "d_rank", "seq")
 
 
@@ -66,6 +66,9 @@ class PrefillWords:
             known_layout=known_layout,
         )
 
+    def renew(self, pair: Pair) -> Renew:
+        return Renew(**self._next(pair))
+
     def done(self, pair: Pair) -> Done:
         return Done(
             **self._next(pair),
@@ -77,23 +80,24 @@ class PrefillWords:
         )
 
     def failed(self, pair: Pair, *, quiescent: bool) -> Failed:
-        return Failed(**self._next(pair), quiescent=quiescent, cause=_text(pair.push.cause))
+        return Failed(**self._next(pair), quiescent=quiescent, failure=_bounded(pair.push.cause))
 
     def gone(self, message: Message) -> Failed:
         """The answer for a push that is not known here (any more): nothing of it is out."""
         mine = {"p_incarnation": self.incarnation, "contributor": self.contributor}
         over = Failure("PD-XFER-002", "the push is over")
-        return Failed(**{**_head(message), **mine}, quiescent=True, cause=_text(over))
+        return Failed(**{**_head(message), **mine}, quiescent=True, failure=over)
 
 
-def ready(begin: Begin, lease_s: float, layout: str, addresses: LayerAddresses) -> Ready:
-    """Addresses are told only to a P that does not know them."""
-    told = None if begin.known_layout == layout else addresses
-    return Ready(**_head(begin), lease_s=lease_s, layout=layout, addresses=told)
+def ready(asked: Begin | Renew, lease_s: float, layout: str, addresses: LayerAddresses) -> Ready:
+    """Addresses are told only to a P that does not know them: who renews does."""
+    told = addresses if isinstance(asked, Begin) and asked.known_layout != layout else None
+    return Ready(**_head(asked), lease_s=lease_s, layout=layout, addresses=told)
 
 
 def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:
-    return Refused(**_head(message), code=code.value, detail=detail[:MAX_TEXT])
+    said = "PD-GEO-001" if code is RefusalCode.MISMATCH else "PD-XFER-005"
+    return Refused(**_head(message), failure=_bounded(Failure(said, f"{code.value}: {detail}")))
 
 
 def ack(message: Done | Failed) -> Ack:
@@ -102,19 +106,16 @@ def ack(message: Done | Failed) -> Ack:
 
 def cancel(begin: Begin, seq: int, failure: Failure) -> Cancel:
     """`begin` is what the contributor was granted."""
-    return Cancel(**{**_head(begin), "seq": seq}, cause=_text(failure))
+    return Cancel(**{**_head(begin), "seq": seq}, failure=_bounded(failure))
 
 
-def _text(failure: Failure) -> str:
-    return str(failure)[:MAX_TEXT]
+def _bounded(failure: Failure) -> Failure:
+    return Failure(failure.code, failure.detail[:MAX_TEXT])
 
 
 def failure_of(message: Refused | Failed | Cancel) -> Failure:
-    """What the other side says went wrong. Version 1 of the wire has texts: what `str` of a Failure makes, or anything."""
-    if isinstance(message, Refused):
-        code = "PD-GEO-001" if message.code == RefusalCode.MISMATCH else "PD-XFER-005"
-        return Failure(code, f"{message.code}: {message.detail}")
+    """What went wrong, as this side knows it: who was cancelled has not failed itself, and a code is one that we know."""
+    told = message.failure
     if isinstance(message, Cancel):
-        return Failure("PD-XFER-002", message.cause)
-    code, _, detail = message.cause.partition(" ")
-    return Failure(code, detail) if code in CATALOGUE else Failure("PD-META-006", message.cause)
+        return Failure("PD-XFER-002", str(told))
+    return told if told.code in CATALOGUE else Failure("PD-META-006", str(told))

@@ -19,7 +19,6 @@ from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
     GUARDED,
-    NONCE_BYTES,
     Clear,
     Goodbye,
     Guard,
@@ -31,10 +30,10 @@ from vllm_ascend_pd.channel.frames import (
     decoded,
     guarded_frame,
 )
-from vllm_ascend_pd.channel.guards import candidates, check_greeting
+from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
+from vllm_ascend_pd.protocol.versions import OURS
 
 DOCTOR = "vllm-ascend-pd doctor"  # the name in the greeting, by which one doctor knows another
 GREETING_S = 5.0
@@ -93,7 +92,7 @@ class Line:
             _, payload = self._frame(GREETING_S)
             self._guard = _first(guards, payload)
         except Broken as problem:
-            code = "PD-CTRL-003" if theirs.version != PROTOCOL_VERSION else "PD-SEC-003"
+            code = "PD-CTRL-003" if not OURS.speaks_with(theirs.release) else "PD-SEC-003"
             self._sock.sendall(clear_frame(Goodbye(code, f"{problem.says} {problem.remedy}"[:1024])))
             raise
         self._sock.sendall(guarded_frame(self._guard, Proof()))
@@ -165,7 +164,7 @@ def dial(host: str, port: int, within_s: float = GREETING_S) -> Line:
 
 
 def _hello(secrets: Secrets | None) -> Hello:
-    return Hello(PROTOCOL_VERSION, os.urandom(8).hex(), os.urandom(NONCE_BYTES), secrets is not None, DOCTOR)
+    return greeting(os.urandom(8).hex(), secrets, DOCTOR)
 
 
 def _accept(theirs: Hello, secrets: Secrets | None) -> None:

@@ -117,7 +117,7 @@ async def _say(send: Send, status: int) -> None:
 def _patch_engine() -> None:
     from vllm_ascend_pd.decode.runtime import ReceiveRuntime
     from vllm_ascend_pd.protocol.actions import Send as SendAction
-    from vllm_ascend_pd.protocol.messages import Begin, RefusalCode
+    from vllm_ascend_pd.protocol.messages import Begin, RefusalCode, Renew
     from vllm_ascend_pd.protocol.push import Sender
     from vllm_ascend_pd.protocol.reservation import Receiver
     from vllm_ascend_pd.protocol.words import refused
@@ -125,8 +125,8 @@ def _patch_engine() -> None:
     listen, complete, start = Receiver.message, Sender.seal, ReceiveRuntime.__init__
 
     def message(self: Receiver, now: float, peer: Any, heard: Any) -> list[Any]:
-        """D refuses every BEGIN."""
-        if isinstance(heard, Begin) and refuses("begin"):
+        """D refuses whoever asks."""
+        if isinstance(heard, Begin | Renew) and refuses("begin"):
             return [SendAction(peer, refused(heard, RefusalCode.MISMATCH, "refused by a test"))]
         return listen(self, now, peer, heard)
 

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases that meet: what pairs, what is refused in which words, and what an older one may ignore."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from channel_kit import LOOPBACK, Ear, Mouth, until
+from protocol_rig import ack, begin, cancel, done, failed, ready, refused, renew
+from test_channel_hostile import Raw, still_works
+
+from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.protocol.auth import decode_message, encode, seal, unseal
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
+from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
+from vllm_ascend_pd.protocol.versions import OURS, Release
+
+RECORDED = json.loads((Path(__file__).parent / "wire_recorded.json").read_text())
+GEOMETRY = CacheGeometry(
+    block_size=16,
+    kv_heads=2,
+    tp_size=1,
+    dtype="float16",
+    packing="",
+    regions=(Region("kv", 4096, 2048, 128, 128),),
+    stages=(("l.0", "l.1"),),
+)
+RESERVATION = Reservation(
+    version=PROTOCOL_VERSION,
+    transfer=TransferId("decode-1", 7, "u-7"),
+    d_engine="d",
+    model="m",
+    first=0,
+    end=20,
+    blocks=struct.pack("<2i", 1, 2),
+    geometry=GEOMETRY,
+    endpoints=(Endpoint(LOOPBACK, 9),),
+    deadline_s=60.0,
+    prompt_length=20,
+    prompt_hash="h",
+)
+MESSAGES: dict[str, Message] = {
+    "begin": begin(),
+    "renew": renew(),
+    "ready": ready(),
+    "refused": refused(),
+    "done": done(checksums=(("layer.0", 2**64 - 1),)),
+    "failed": failed(),
+    "cancel": cancel(),
+    "ack": ack("done", 3),
+}
+
+
+def recorded(version: int, what: str) -> bytes:
+    return base64.b64decode(RECORDED[str(version)][what])
+
+
+def admitted(reservation: Reservation) -> str:
+    refusal = PushBook(model="m").admit("r", reservation, 20, "h", "push")
+    return "" if refusal is None else str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "pair"),
+    [
+        (Release(2, 2), Release(2, 2), True),
+        (Release(3, 2), Release(2, 2), True),
+        (Release(3, 2), Release(4, 3), True),
+        (Release(2, 2), Release(3, 3), False),
+        (Release(2, 2), Release(1, 1), False),
+    ],
+    ids=str,
+)
+async def test_two_releases_pair_if_there_is_a_version_that_both_speak(
+    one: Release, other: Release, pair: bool
+) -> None:
+    for ears, mouths in ((one, other), (other, one)):
+        async with Ear(release=ears) as ear, Mouth(release=mouths) as mouth:
+            mouth.say(ear.endpoint)
+            await until(lambda mouth=mouth: mouth.answers or mouth.unreachable)
+            assert bool(mouth.answers) is pair
+            if not pair:
+                told = f"Protocol version {mouths} of the peer is not {ears}. Install the same version on both engines."
+                assert mouth.unreachable[0] == f"PD-CTRL-003: {told}"
+                assert not ear.heard and not ear.events
+
+
+async def test_version_1_is_refused_in_a_sentence_where_it_calls_and_where_it_reserves() -> None:
+    async with Ear() as ear:
+        async with Raw(ear) as raw:
+            raw.send(recorded(1, "hello"))
+            refusal = await raw.goodbye()
+        assert (refusal.code, refusal.detail) == (
+            "PD-CTRL-003",
+            "Protocol version 1 of the peer is not 2. Install the same version on both engines.",
+        )
+        await still_works(ear)
+    assert admitted(unseal(recorded(1, "reservation"), None)).startswith(
+        "PD-CTRL-003: Protocol version 1 of the peer is not 2."
+    )
+
+
+@pytest.mark.parametrize("version", [1, PROTOCOL_VERSION + 1])
+def test_a_reservation_of_another_version_may_have_other_fields(version: int) -> None:
+    sealed = b"PDR\x00" + msgspec.msgpack.encode({"version": version, "layout": b"", "groups": []})
+    with pytest.raises(RemoteProtocolError, match=f"Protocol version {version} of the peer is not {OURS}") as caught:
+        unseal(sealed, None)
+    assert caught.value.code == "PD-CTRL-003"
+
+
+def test_a_reservation_without_its_fields_is_no_matter_of_versions() -> None:
+    for body in ({"version": PROTOCOL_VERSION}, {"layout": b""}, {"version": "x"}):
+        with pytest.raises(RemoteProtocolError) as caught:
+            unseal(b"PDR\x00" + msgspec.msgpack.encode(body), None)
+        assert caught.value.code == "PD-CTRL-002"
+
+
+def test_what_a_reservation_needs_is_refused_by_its_name() -> None:
+    assert admitted(RESERVATION) == ""
+    wants = msgspec.structs.replace(RESERVATION, needs=("sections",))
+    assert admitted(unseal(seal(wants, None), None)) == (
+        "PD-CTRL-004: A message needs 'sections', which this release does not know. Upgrade this engine first."
+    )
+    assert Release(features=("sections",)).refusal(PROTOCOL_VERSION, ("sections",)) is None
+
+
+def grown(plain: Any) -> Any:
+    """The same of a later release: a field more in each map, an element more in each array of fixed length."""
+    return {**{key: grown(value) for key, value in plain.items()}, "later": [1]} if isinstance(plain, dict) else plain
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_fields_that_a_later_release_adds_are_ignored(name: str) -> None:
+    plain = msgspec.msgpack.decode(encode(MESSAGES[name]))
+    for field in ("transfer", "contributor", "failure", "addresses"):
+        if isinstance(plain.get(field), list):
+            plain[field] = [*plain[field], "later"]
+    assert decode_message(msgspec.msgpack.encode(grown(plain))) == MESSAGES[name]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_a_released_version_wrote_is_read_for_ever(name: str) -> None:
+    assert decode_message(recorded(2, name)) == MESSAGES[name]
+
+
+def test_what_is_recorded_is_all_that_there_is() -> None:
+    assert RECORDED["2"].keys() == {*MESSAGES, "reservation"}
+    assert unseal(recorded(2, "reservation"), None) == RESERVATION
+
+
+def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
+    stages = (tuple(f"model.layers.{n}.self_attn.attn" for n in range(61)),)
+    first = encode(begin(geometry=msgspec.structs.replace(GEOMETRY, stages=stages)))
+    assert len(encode(renew())) < 250 < 2000 < len(first)
