@@ -40,9 +40,9 @@ clean() {
   busy=()
 }
 
-# The run is the leader of a process group. It may clean up for 15 s, then it is killed.
+# The run is the leader of a process group. It may stop its engines for 90 s, then it is killed.
 end_run() {
-  local end=$((SECONDS + 15))
+  local end=$((SECONDS + 90))
   kill -TERM -- "-$run" 2>/dev/null || true
   while kill -0 "$run" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done
   kill -KILL -- "-$run" 2>/dev/null || true

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -131,12 +132,15 @@ def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]],
     return batches, carried
 
 
-def _once_busy(prefill: Engine, bodies: list[dict[str, Any]]) -> None:
-    """Send these once P computes something: by its own word, not after a time that a slow machine has not got far in."""
-    until = time.monotonic() + 30
-    while not prefill.metrics().get("vllm:num_requests_running", 0.0) and time.monotonic() < until:
+@contextmanager
+def beside(prefill: Engine, bodies: list[dict[str, Any]]) -> Iterator[None]:
+    """While P computes these: all of them, by its own word."""
+    load = threading.Thread(target=gather, args=(prefill.url, bodies), name="load")
+    load.start()
+    while prefill.metrics().get("vllm:num_requests_running", 0.0) < len(bodies) and load.is_alive():
         time.sleep(0.005)
-    gather(prefill.url, bodies)
+    yield
+    load.join()
 
 
 def restarted(events: list[Event]) -> set[str]:
@@ -262,18 +266,15 @@ class TestFromTp2:
             assert not p.get("num_failed_transfers_total") and not d.get("num_failed_recvs_total")
 
     def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair], cluster: Cluster) -> None:
-        """30 more urgent requests decode on P itself. Half-way the prompt that is being pushed loses its blocks, and they
-        are overwritten before it gets others."""
+        """10 more urgent requests decode on P itself, and take a block each every 32 steps, up to nearly all. A prompt that comes
+        meanwhile needs 38 steps and 57 of the 72 blocks: whenever that is, it loses them half-way while it is being pushed."""
         pair = two[0]
         for number in range(6):
             tokens = fresh_prompt(1800)
             (want,) = reference_answers(pair.prefill, [tokens], 12)
             since, failed = time.monotonic(), pair.failed_transfers()
-            growing = [body_of(fresh_prompt(24), 80, priority=-1) for _ in range(30)]
-            load = threading.Thread(target=_once_busy, args=(pair.prefill, growing), name="load")
-            load.start()
-            got = complete(pair.front.url, body_of(tokens, 12))
-            load.join()
+            with beside(pair.prefill, [body_of(fresh_prompt(24), 200, priority=-1) for _ in range(10)]):
+                got = complete(pair.front.url, body_of(tokens, 12))
             pair.tally.check(f"preempted, round {number}", tokens, want.tokens, got.tokens, pair.prefill.url)
             assert pair.failed_transfers() == failed, "the push did not survive, and the metaserver tried again"
             close_traces(pair)
