@@ -82,7 +82,10 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
             kv_bytes=72 * BLOCK * 2048,
             extra=cluster.push_config(),
             # A prompt takes half a step, so others run beside it; who is more urgent may take its blocks.
-            arguments=("--long-prefill-token-threshold", "48", "--scheduling-policy", "priority"),
+            arguments=(
+                *("--long-prefill-token-threshold", "48", "--scheduling-policy", "priority"),
+                "--no-scheduler-reserve-full-isl",  # a prompt may begin before there is room for all of it
+            ),
         )
     )
     pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
@@ -133,11 +136,12 @@ def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]],
 
 
 @contextmanager
-def beside(prefill: Engine, bodies: list[dict[str, Any]]) -> Iterator[None]:
-    """While P computes these: all of them, by its own word."""
+def beside(prefill: Engine, bodies: list[dict[str, Any]], tokens: int) -> Iterator[None]:
+    """While P answers these, from when it has made so many tokens for them."""
+    before = counter(prefill, "vllm:generation_tokens_total")
     load = threading.Thread(target=gather, args=(prefill.url, bodies), name="load")
     load.start()
-    while prefill.metrics().get("vllm:num_requests_running", 0.0) < len(bodies) and load.is_alive():
+    while counter(prefill, "vllm:generation_tokens_total") < before + tokens and load.is_alive():
         time.sleep(0.005)
     yield
     load.join()
@@ -266,14 +270,15 @@ class TestFromTp2:
             assert not p.get("num_failed_transfers_total") and not d.get("num_failed_recvs_total")
 
     def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair], cluster: Cluster) -> None:
-        """10 more urgent requests decode on P itself, and take a block each every 32 steps, up to nearly all. A prompt that comes
-        meanwhile needs 38 steps and 57 of the 72 blocks: whenever that is, it loses them half-way while it is being pushed."""
+        """Two more urgent requests decode on P itself, more than 1,000 steps, and in the end have all 72 blocks. They have 16 when a
+        prompt comes that needs 38 steps and 57 blocks: whenever that is, it loses what it has while it is being pushed, and
+        that is overwritten before it gets others."""
         pair = two[0]
         for number in range(6):
             tokens = fresh_prompt(1800)
             (want,) = reference_answers(pair.prefill, [tokens], 12)
             since, failed = time.monotonic(), pair.failed_transfers()
-            with beside(pair.prefill, [body_of(fresh_prompt(24), 200, priority=-1) for _ in range(10)]):
+            with beside(pair.prefill, [body_of(fresh_prompt(24), 1200, priority=-1) for _ in range(2)], 480):
                 got = complete(pair.front.url, body_of(tokens, 12))
             pair.tally.check(f"preempted, round {number}", tokens, want.tokens, got.tokens, pair.prefill.url)
             assert pair.failed_transfers() == failed, "the push did not survive, and the metaserver tried again"
