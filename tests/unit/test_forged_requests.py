@@ -25,6 +25,7 @@ from watching import until
 
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
 
 SECRET = Secrets(b"k" * 32)
@@ -168,7 +169,7 @@ def _params(reservation: Reservation) -> dict[str, Any]:
 
 
 FORGERIES: dict[str, dict[str, Any]] = {
-    "another protocol": {"version": 2},
+    "another protocol": {"version": PROTOCOL_VERSION + 1},
     "another model": {"model": "gpt"},
     "another prompt": {"prompt_hash": "0" * 64},
     "a longer prompt": {"prompt_length": 41, "end": 41},
