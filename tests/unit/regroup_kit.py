@@ -195,10 +195,10 @@ class Pool:
 class SharedTransport(MemoryTransport):
     """D's memory is a file that the writer maps too; a session says which file, and where D has it."""
 
-    def __init__(self, path: Path | None = None, memory: mmap.mmap | None = None, quiet_s: float = 0.0) -> None:
+    def __init__(self, path: Path | None = None, memory: mmap.mmap | None = None) -> None:
         self._path, self._file, self._generation = path, memory, 0
         self._maps: dict[str, mmap.mmap] = {}
-        super().__init__(quiet_s)
+        super().__init__()
 
     def _open(self) -> None:
         if self._file is None:
