@@ -148,6 +148,8 @@ class Manner:
     )
     refuses_push: str = ""  # as P: answers well, but says with this code that it did not push
     after_push_s: float = 0.0  # as P: from the KV's arrival to its own answer, which nobody may count on
+    hold_after_push: bool = False  # as P: the KV arrives, and no answer of its own until the test lets go
+    refuses_after_push: bool = False  # as P: the KV arrives, and 503
     breaks_after_push: bool = False  # as P: the KV arrives, its answer never does
     settle_s: float = 0.1  # as D: how long KV may be missing after P's good answer
     reports: bool = True  # as D: posts how a load came; whole answers say it in any case
@@ -301,6 +303,11 @@ class FakeEngine:
             if self.manner.push and not self.manner.refuses_push:
                 PUSHED[json.loads(base64.b64decode(params["reservation"]))["transfer"]] = self.incarnation
             await asyncio.sleep(self.manner.after_push_s)
+            while self.manner.hold_after_push:
+                await asyncio.sleep(0.01)
+            if self.manner.refuses_after_push:
+                await _answer(send, 503, _error(503, "as told"))
+                return
             if self.manner.breaks_after_push:
                 raise ConnectionAbortedError("as told")
         elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
@@ -344,10 +351,12 @@ class FakeEngine:
         self._waiting[transfer] = asyncio.get_running_loop().create_future()
         await asyncio.sleep(self.manner.before_post_s)
         self._client.reserve(transfer, params["metaserver"], body, 60.0)
+        well = False
         try:
             outcome = await self._loaded(transfer)
+            well = outcome.kind != "failed"
         finally:
-            if not self.manner.deaf:
+            if not well and not self.manner.deaf:  # the call of a good load ends by itself: P is finishing
                 self._client.forget(transfer)
             del self._waiting[transfer]
         self._tell(transfer, params, outcome)

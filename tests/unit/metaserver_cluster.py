@@ -96,7 +96,12 @@ def texts(answer: httpx.Response) -> list[str]:
 
 
 def events(answer: httpx.Response) -> list[str]:
-    return [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
+    assert answer.headers["content-type"].startswith("text/event-stream"), f"{answer.status_code}: {answer.text}"
+    return data(answer.content)
+
+
+def data(stream: bytes) -> list[str]:
+    return [line[6:] for line in stream.decode().split("\n") if line.startswith("data: ")]
 
 
 def streamed(answer: httpx.Response) -> str:

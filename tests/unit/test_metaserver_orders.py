@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import words
-from metaserver_cluster import Cluster, cluster, events, texts, until
+from metaserver_cluster import Cluster, cluster, data, events, texts, until
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver import http1
@@ -195,6 +195,26 @@ def test_what_d_has_finished_is_kept_when_ps_answer_breaks_after_the_kv_came() -
         assert len(c.decode[0].generations()) == 1 and len(c.legs()) == 1, "computed once"
 
 
+@pytest.mark.parametrize("client", ["answered", "reading"])
+def test_nobody_else_is_asked_for_what_d_has(client: str) -> None:
+    """P says no after its push, and D has the KV: another P would be asked for nothing, with a prompt that is forgotten."""
+    with cluster(prefill=2) as c:
+        for p in c.prefill:
+            p.manner.hold_after_push = p.manner.refuses_after_push = True
+        c.decode[0].manner.paused = client == "reading"
+        with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            if client == "answered":
+                list(pieces)
+            for p in c.prefill:
+                p.manner.hold_after_push = False
+            until(lambda: not c.worker._heart._open)  # D's call is over, and P's leg with it
+            c.decode[0].manner.paused = False
+            list(pieces)
+        assert len(c.legs()) == 1
+
+
 def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> None:
     with cluster(decode=2) as c:
         c.prefill[0].manner.breaks_after_push = True
@@ -231,10 +251,22 @@ def test_a_whole_answer_that_d_dropped_is_asked_for_again() -> None:
 
 def test_a_stream_that_d_dropped_ends_in_an_error_and_never_looks_complete() -> None:
     with cluster() as c:
-        c.decode[0].manner.drops_after = 2
-        *said, error, done = events(c.complete(stream=True))
+        c.decode[0].manner.drops_after, c.decode[0].manner.paused = 2, True
+        with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            pieces = answer.iter_raw()
+            begun = next(pieces)
+            c.decode[0].manner.paused = False
+            *said, error, done = data(begun + b"".join(pieces))
         assert done == "[DONE]" and json.loads(error)["error"]["code"] == "PD-META-022"
         assert len(said) == 2 and not any("finish_reason" in piece for piece in said)
+
+
+def test_a_stream_that_d_dropped_before_a_token_left_is_an_error_of_its_own() -> None:
+    """All that D said came in one read: nothing has been promised to the client, which gets a status to go by."""
+    with cluster() as c:
+        c.decode[0].manner.drops_after = 0
+        answer = c.complete(stream=True)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-022"
 
 
 def test_a_stream_that_d_dropped_before_its_first_token_is_tried_again() -> None:

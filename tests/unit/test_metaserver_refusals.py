@@ -150,7 +150,8 @@ def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
     with cluster() as c:
         c.decode[0].manner.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 50_000, "stream": True}) as answer:
-            next(answer.iter_raw())
+            pieces = answer.iter_raw()  # kept: a generator that nobody holds closes the connection
+            next(pieces)
             until(lambda: not c.worker._intake.held)
             assert c.worker.front.journal.exchanges, "it goes on"
             c.decode[0].manner.paused = False

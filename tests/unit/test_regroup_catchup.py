@@ -46,7 +46,7 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
     cache = Cache(tp=p_tp, heads=8, layers=LAYERS)
     p, wires = slotless(cache)
     d = DecodeSite(Cache(tp=d_tp, heads=8, layers=LAYERS), push=config(verify="full"))
-    with running(p, d), traced() as events:
+    with traced() as events, running(p, d):
         hold(wires, d)
         prompts = [d.reserve(60), d.reserve(90, first=8), d.reserve(33)]
         d.step()
@@ -79,7 +79,7 @@ def test_the_owners_are_those_of_the_first_time() -> None:
         wires = [Wire(), Wire()]
         p = engine(Cache(tp=2, layers=LAYERS), push=push, transports=wires)
         d = DecodeSite(Cache(layers=LAYERS))
-        with running(p, d), traced() as events:
+        with traced() as events, running(p, d):
             hold(wires, d)
             prompt = d.reserve(51)
             d.step()
@@ -114,7 +114,7 @@ def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
 
     p = engine(Cache(tp=2, layers=LAYERS), push=config(staging_slots=3 * LAYERS), parts=replaced)
     d = DecodeSite(Cache(layers=LAYERS))
-    with running(p, d), traced() as events:
+    with traced() as events, running(p, d):
         prompt = d.reserve(64)
         d.step()
         p.admit(prompt)
@@ -211,7 +211,7 @@ def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
     MAY_GATHER.clear()
     p = engine(Cache(tp=2, layers=LAYERS), push=config(verify="full"), parts=replaced)
     d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
-    with running(p, d), traced() as events:
+    with traced() as events, running(p, d):
         prompt = d.reserve(64)
         d.step()
         p.admit(prompt)
@@ -267,7 +267,7 @@ def test_a_stage_makes_only_its_own_layers_again() -> None:
     """Two stages of 3 and 2 layers: an exchange is named by its layer in the whole engine."""
     p, wires = slotless(Cache(tp=2, pp=2, layers=5))
     d = DecodeSite(Cache(layers=5))
-    with running(p, d), traced() as events:
+    with traced() as events, running(p, d):
         hold(wires, d)
         prompt = d.reserve(64)
         d.step()

@@ -391,7 +391,7 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
 
 def test_events_tell_what_was_exchanged_and_staged() -> None:
     p, d = engine(Cache(tp=2)), DecodeSite(Cache())
-    with running(p, d), traced() as events:
+    with traced() as events, running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
         p.compute((prompt, 64))

@@ -121,7 +121,7 @@ def test_a_layer_is_known_by_its_name_and_never_by_its_address() -> None:
     """Layers of several cache groups share addresses. A hook without a name says nothing: its layer is swept up."""
     model = Model("token")
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
 
         def only_the_last_has_a_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
             worker.save_layer(name if name == model.names[-1] else "")
@@ -158,7 +158,7 @@ def test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step() -> None:
             worker.save_layer(name)
 
     p, d = PrefillSite(Model(), 2), DecodeSite(Model(), 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 23)
         d.step()
         p.prefill(request, 10, 13, hook=all_but_one)
@@ -198,7 +198,7 @@ def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_la
     model, device = Model("token"), HeldDevice()
     p = PrefillSite(model, 1, blocks=256, device=device)
     one, two = DecodeSite(model, 1, blocks=256), DecodeSite(model, 2, blocks=256, seed=3)
-    with sites(p, one, two), traced() as events:
+    with traced() as events, sites(p, one, two):
         requests = [site.reserve(f"r{i}", 5 + i) for i in range(16) for site in (one, two)]
         one.step()
         two.step()

@@ -37,7 +37,7 @@ TUPLES = Model("token")
 def test_a_step_that_binds_late_loses_nothing() -> None:
     """BEGIN comes before D's workers know the transfer, P is ready long before; a DONE can never be early."""
     p, d = PrefillSite(PLANES, 2), DecodeSite(PLANES, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         first, late = d.reserve("first", 5), d.reserve("late", 21)
         p.prefill(late, 10, 11)
         p.prefill(first)
@@ -51,7 +51,7 @@ def test_a_step_that_binds_late_loses_nothing() -> None:
 def test_nothing_is_written_before_the_device_has_finished_what_ran_before() -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 21)
         d.step()
         p.prefill(request)
@@ -162,7 +162,7 @@ def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request
 
 def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
     p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
         nobody = Endpoint("127.0.0.1", 1)
         request.reservation = msgspec.structs.replace(request.reservation, endpoints=(nobody,))
@@ -176,7 +176,7 @@ def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
 def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> None:
     p = PrefillSite(PLANES, 1, push=config(ready_timeout_s=0.4))
     d = DecodeSite(PLANES, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)  # and D never steps
         p.prefill(request, 20, 10)
         p.finish(request)
@@ -188,7 +188,7 @@ def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> 
 def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30, deadline_s=0.5)
         d.step()  # the gate never opens
         p.prefill(request)
@@ -241,7 +241,7 @@ def test_a_dead_pusher_fails_every_push_and_releases_the_blocks_when_they_are_qu
     push, device = config(quiet_s=0.3), HeldDevice()
     p = PrefillSite(TUPLES, 1, push=push, make_transport=lambda: DyingWire(at), device=device)
     d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 2, push=push, seed=9)
-    with sites(p, d, e), traced() as events:
+    with traced() as events, sites(p, d, e):
         request, other, later = d.reserve("r", 30), e.reserve("other", 30), d.reserve("later", 9)
         d.step()
         e.step()
@@ -418,7 +418,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
 def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> None:
     push = config(quiet_s=0.6)
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=LossyWire), DecodeSite(PLANES, 1, push=push)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
         d.step()
         p.prefill(request)
@@ -441,7 +441,7 @@ class UnwillingWire(MemoryTransport):
 def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
     push = config(quiet_s=100.0)
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=UnwillingWire), DecodeSite(PLANES, 1, push=push)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
         d.step()
         p.prefill(request)
@@ -484,7 +484,7 @@ def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
 def test_a_dead_pusher_gathers_nothing() -> None:
     """Prefill goes on for a decode engine that cannot be served, perhaps for days."""
     p, d = PrefillSite(TUPLES, 1, make_transport=lambda: DyingWire("submit")), DecodeSite(TUPLES, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         first, later = d.reserve("first", 9), d.reserve("later", 30)
         d.step()
         p.prefill(first)
@@ -531,7 +531,7 @@ def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
     push = config(quiet_s=0.3, lease_s=1.4, margin_s=0.2)
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
         d.step()
         assert p.admit(request) is None
@@ -579,7 +579,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
     step alone: a rank that leaves out a request which it knows to have failed would leave holes in the others'."""
     model = Model("latent", heads=1)
     p, d = PrefillSite(model, 2), DecodeSite(model, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         failed, fine = d.reserve("failed", 64), d.reserve("fine", 64)
         d.step()
         for request in (failed, fine):

@@ -30,7 +30,7 @@ def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forwar
     with socket.create_server((LOOPBACK, 0)) as silent:
         p = PrefillSite(TUPLES, 1, push=config(ready_timeout_s=3.0))
         d, mute = DecodeSite(TUPLES, 1), DecodeSite(TUPLES, 1, seed=3)
-        with sites(p, d, mute), traced() as events:
+        with traced() as events, sites(p, d, mute):
             good, bad = d.reserve("good", 40), mute.reserve("bad", 40)
             nobody = Endpoint(LOOPBACK, silent.getsockname()[1])
             bad.reservation = msgspec.structs.replace(bad.reservation, endpoints=(nobody,))
@@ -118,7 +118,7 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
     """Without renewal P's authority runs out: it stops, and D hears of it when it goes on."""
     push = config(lease_s=0.6, margin_s=0.2, quiet_s=0.2)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 40)
         d.step()
         assert p.admit(request) is None
@@ -143,7 +143,7 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
 def test_a_lease_is_renewed_while_the_prefill_takes_its_time() -> None:
     push = config(lease_s=3.6, margin_s=1.0)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 40)
         d.step()
         assert p.admit(request) is None
@@ -161,7 +161,7 @@ def test_a_lease_is_renewed_while_the_prefill_takes_its_time() -> None:
 def test_engines_with_different_secrets_never_meet() -> None:
     p = PrefillSite(TUPLES, 1, secrets=Secrets(b"p" * 32), push=config(ready_timeout_s=0.5))
     d = DecodeSite(TUPLES, 1, secrets=Secrets(b"d" * 32))
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 20, deadline_s=2.0)
         d.step()
         p.prefill(request)
@@ -204,7 +204,7 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
     p = PrefillSite(TUPLES, 1, push=push, make_transport=Stopped)
     other = PrefillSite(TUPLES, 1, push=push, seed=8)
     d = DecodeSite(TUPLES, 1, push=push)
-    with sites(p, other, d), traced() as events:
+    with traced() as events, sites(p, other, d):
         request = d.reserve("r", 40)
         d.step()
         assert p.admit(request) is None

@@ -27,7 +27,7 @@ TUPLES = Model("token")
 def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: bool) -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 2, device=device), DecodeSite(TUPLES, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         if not held:
             device.open.set()
         request, other = d.reserve("r", 30), d.reserve("other", 30)
@@ -92,7 +92,7 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
     done.open.set()
     p = PrefillSite(model, 2, push=config(verify="off"), device=lambda rank: (done, held)[rank])
     d = DecodeSite(model, 1, push=config(verify="off"))
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request, other = d.reserve("r", 64), d.reserve("other", 64)
         d.step()
         assert p.admit(request) is None and p.admit(other) is None
@@ -129,7 +129,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
     wire, model = Turnstile(), Model("token", layers=6)
     push = config(preempt_drain_s=20.0, fuse_layers=1)
     p, d = PrefillSite(model, 1, push=push, make_transport=lambda: wire), DecodeSite(model, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
 
         def submitted() -> int:
             return sum(stage == "layer_submitted" for stage, _ in events)
@@ -169,7 +169,7 @@ def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push()
     device = HeldDevice()
     p = PrefillSite(TUPLES, 1, push=config(verify="off"), device=device)
     d = DecodeSite(TUPLES, 1, push=config(verify="off"))
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
         d.step()
         p.prefill(request)
@@ -192,7 +192,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
     wire = SlowWire()
     p = PrefillSite(TUPLES, 1, push=config(preempt_drain_s=0.05), make_transport=lambda: wire)
     d = DecodeSite(TUPLES, 1)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
         d.step()
         assert p.admit(request) is None

@@ -34,7 +34,7 @@ def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
     model = Model("token")
     p = PrefillSite(model, 1, push=push, make_transport=Stopped)
     d = DecodeSite(model, 1, push=push, make_transport=Unlucky)
-    with sites(p, d), traced() as events:
+    with traced() as events, sites(p, d):
         request = d.reserve("r", 40)
         d.step()
         assert p.admit(request) is None

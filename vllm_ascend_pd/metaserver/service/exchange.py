@@ -174,6 +174,10 @@ class Attempt:
         report = self.reports.get(transfer)
         return report is not None and report.received > 0
 
+    def wants(self, transfer: str) -> bool:
+        """Whether another P may be asked: not when D has the KV, nor when the client has been answered (D reports later)."""
+        return not self.received(transfer) and bool(self.exchange.request.fields)
+
     @property
     def load_failed(self) -> bool:
         """KV did not come: D may have failed for that, and only for that."""

@@ -210,7 +210,9 @@ class Reservations:
                 if delay is None or exchange.pinned is not None:
                     raise
                 METRICS.retries.labels(failed.failure.value).inc()
-            await asyncio.sleep(delay)
+                await asyncio.sleep(delay)
+                if not attempt.wants(posted.transfer):
+                    raise
 
     def _choose(self, attempt: Attempt, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front
