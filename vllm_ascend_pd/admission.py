@@ -31,7 +31,6 @@ def check_engine(config: Any, push: PushConfig) -> None:
         _refuse_if(parallel.pipeline_parallel_size > 1, "Pipeline parallelism on decode", "Start decode with -pp 1.")
     _refuse_if(getattr(parallel, "prefill_context_parallel_size", 1) > 1, "Prefill context parallelism", "Use 1.")
     _refuse_if(getattr(parallel, "decode_context_parallel_size", 1) > 1, "Decode context parallelism", "Use 1.")
-    _refuse_if(parallel.data_parallel_size > 1, "Data parallelism inside one engine", "Start one engine per DP rank.")
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
     if not decode and mode is not None and mode.has_full_cudagraphs():
         # They replay without the layer hooks: every layer would be pushed after the forward, and nothing hidden behind it.
@@ -49,10 +48,18 @@ def check_engine(config: Any, push: PushConfig) -> None:
     )
     _refuse_if(getattr(parallel, "enable_fault_tolerance", False), "enable_fault_tolerance", "Start without it.")
     _check_sizes(push, "decode" if decode else "prefill", parallel)
-    port = push.channel.side_channel_port
-    if decode and port and port + parallel.tensor_parallel_size > 65536:
-        why = f"rank {parallel.tensor_parallel_size - 1} would listen on {port + parallel.tensor_parallel_size - 1}"
+    port, last = push.channel.side_channel_port, listening_ports(parallel)[-1]
+    if decode and port and port + last > 65535:
+        why = f"rank {parallel.tensor_parallel_size - 1} would listen on {port + last}"
         raise ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
+
+
+def listening_ports(parallel: Any) -> range:
+    """Which ports an engine listens on, counted from side_channel_port: those of its data-parallel rank, so that ranks on one
+    host do not meet. vLLM takes apart the ranks of a dense model, and leaves their index."""
+    size = int(parallel.tensor_parallel_size)
+    first = int(getattr(parallel, "data_parallel_index", 0)) * size
+    return range(first, first + size)
 
 
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:

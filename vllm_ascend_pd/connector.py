@@ -57,7 +57,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         prefill, scheduler = transfer.is_kv_producer, role == KVConnectorRole.SCHEDULER
         self._trace = self._start_trace(prefill, scheduler)
-        _install_patience(engine)
+        _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         if not scheduler:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         elif prefill:
@@ -214,18 +214,19 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
 
     stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
     place = Place(
-        rank=parallel.rank,
+        rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         tp_size=parallel.tensor_parallel_size,
-        pp_size=parallel.pipeline_parallel_size,
+        groups=parallel.pipeline_parallel_size * parallel.data_parallel_size,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
     return PrefillWorker(engine, shape, current(), Contributor(stage, tp), place)
 
 
-def _install_patience(engine: Engine) -> None:
+def _install_patience(engine: Engine, *, lock_step: bool) -> None:
+    """Ranks that step together, as experts make them, would all wait for the one that sleeps."""
     from vllm.platforms import current_platform
 
-    if engine.config.observe.patient:
+    if engine.config.observe.patient and not lock_step:
         patience.install_nap()
     mode = engine.config.observe.patient_shm
     if mode == "on" or (mode == "auto" and current_platform.is_cpu()):

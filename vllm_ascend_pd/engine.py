@@ -17,6 +17,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
+from vllm_ascend_pd.protocol.identity import incarnation
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.transport.base import Target, Wire
@@ -45,6 +46,7 @@ class Engine:
     model: str
     host: str
     secrets: Secrets | None
+    first_port: int = 0  # of the side channel's listeners, one for each rank; 0: the kernel chooses
 
     @classmethod
     def of(cls, vllm_config: Any) -> Engine:
@@ -57,13 +59,15 @@ class Engine:
             )
         admission.check_engine(vllm_config, push)
         host = own_address(push, os.environ)
+        parallel, port = vllm_config.parallel_config, push.channel.side_channel_port
         return cls(
             config=push,
-            incarnation=os.urandom(8).hex(),
+            incarnation=incarnation(os.urandom(8).hex(), parallel.data_parallel_index, parallel.data_parallel_size),
             engine_id=str(transfer.engine_id),
             model=admission.model_fingerprint(vllm_config),
             host=host,
             secrets=load_secrets(push.channel),
+            first_port=port and port + admission.listening_ports(parallel)[0],
         )
 
     def create_target(self, attach_thread: Callable[[], None]) -> Target:

@@ -52,8 +52,10 @@ def prefilled(url: str) -> float:
 
 
 def settled_free_blocks(engine: Served) -> int:
-    """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one."""
-    post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")))
+    """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one, on each rank."""
+    for rank in range(engine.ranks):
+        whose = {"X-data-parallel-rank": str(rank)} if engine.ranks > 1 else None
+        post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")), headers=whose)
     return engine.free_blocks()
 
 

@@ -137,9 +137,11 @@ def attempt(
     return asyncio.run(run())
 
 
-def post(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+def post(
+    base: str, body: Mapping[str, Any], path: str = "/v1/completions", headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """One request that is not streamed; the whole JSON answer."""
-    response = httpx.post(base + path, json=dict(body), timeout=TIMEOUT, trust_env=False)
+    response = httpx.post(base + path, json=dict(body), headers=headers, timeout=TIMEOUT, trust_env=False)
     if response.status_code != 200:
         raise RequestFailed(response.status_code, response.text)
     found: dict[str, Any] = response.json()

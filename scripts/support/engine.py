@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -21,15 +22,29 @@ class Served:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.total_blocks = 0
+        self.ranks = 1  # data-parallel ones behind this address
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, by name; samples of several labels are summed."""
         found: dict[str, float] = {}
+        for name, _, value in self._samples():
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+    def by_rank(self, name: str) -> dict[str, float]:
+        """The samples of one name, by data-parallel rank."""
+        found: dict[str, float] = {}
+        for sampled, labels, value in self._samples():
+            rank = re.search(r'engine="(\d+)"', labels)
+            if sampled == name and rank is not None:
+                found[rank[1]] = found.get(rank[1], 0.0) + value
+        return found
+
+    def _samples(self) -> Iterator[tuple[str, str, float]]:
         for line in httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text.splitlines():
             match = _SAMPLE.match(line)
             if match:
-                found[match["name"]] = found.get(match["name"], 0.0) + float(match["value"])
-        return found
+                yield match["name"], match["labels"] or "", float(match["value"])
 
     def blocks(self) -> int:
         """Size of the block pool, without the null block."""
@@ -42,9 +57,9 @@ class Served:
         return self.total_blocks
 
     def free_blocks(self) -> int:
-        """Blocks the scheduler could hand out after its latest step."""
+        """Blocks that the schedulers of all ranks could hand out after their latest step."""
         used = self.metrics()["vllm:kv_cache_usage_perc"] * self.blocks()
-        return self.blocks() - round(used)
+        return self.ranks * self.blocks() - round(used)
 
 
 class Engine(Served):
@@ -52,7 +67,7 @@ class Engine(Served):
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:
         super().__init__(spec.name, spec.port, logs / f"{spec.name}.log")
-        self.spec = spec
+        self.spec, self.ranks = spec, spec.dp
         self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT)
 
     def ready(self) -> bool:
@@ -71,7 +86,7 @@ class Engine(Served):
         return "importing"
 
 
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(\{.*\})? (?P<value>[-+0-9.eEinfNa]+)$")
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})? (?P<value>[-+0-9.eEinfNa]+)$")
 _STAGES = (
     ("Application startup complete", "serving"),
     ("Starting vLLM", "opening its port"),

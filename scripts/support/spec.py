@@ -57,6 +57,7 @@ class EngineSpec:
     role: str = "plain"
     tp: int = 1
     pp: int = 1
+    dp: int = 1  # with expert parallelism
     port: int = 0  # 0: the cluster finds one
     kv_bytes: int = 64 << 20  # per worker
     max_len: int = 2048
@@ -88,6 +89,8 @@ class EngineSpec:
             words += ["--tensor-parallel-size", str(self.tp)]
         if self.pp > 1:
             words += ["--pipeline-parallel-size", str(self.pp)]
+        if self.dp > 1:
+            words += ["--data-parallel-size", str(self.dp), "--enable-expert-parallel"]
         if self.role != "plain":
             words += ["--kv-transfer-config", json.dumps(self.transfer_config())]
         return [*words, *self.arguments]
@@ -115,6 +118,7 @@ class EngineSpec:
 
     def describe(self) -> str:
         shape = f"TP {self.tp}" + (f", PP {self.pp}" if self.pp > 1 else "")
+        shape += f", DP {self.dp}" if self.dp > 1 else ""
         connector = "" if self.role == "plain" or self.connector == CONNECTOR else f", {self.connector}"
         return f"{self.name} ({ROLES[self.role]}, {shape}{connector})"
 

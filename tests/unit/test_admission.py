@@ -103,7 +103,6 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
         "Decode context parallelism",
         lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
     ),
-    ("Data parallelism", lambda role: vllm_config(role, data_parallel_size=2)),
     (
         "draft model",
         lambda role: vllm_config(

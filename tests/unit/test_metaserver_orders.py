@@ -344,21 +344,36 @@ def test_what_is_known_of_a_life_does_not_depend_on_the_order_in_which_it_is_hea
         lambda life: life.heard("one", 1.0),
         lambda life: life.refuses(2.0),
         lambda life: life.heard("two", 3.0),
-        lambda life: life.merged(Life("one", 1.5, 1.7)),
+        lambda life: life.merged(told("one", 1.5, 1.7)),
     ]
     life = Life()
     for word in order:
         life = said[word](life)
-    assert life == Life("two", 3.0, 2.0)
+    assert life == told("two", 3.0, 2.0)
     assert not life.may_be("one", 2.5) and not life.may_be("two", 1.9), "of before it was gone"
     assert life.may_be("two", 2.1) and life.may_be("three", 3.5), "the first that is heard of a new one"
 
 
 def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
-    proof, p, d = Proof("p", "p1", "d", "d1", 5.0), Life("p1", 4.0), Life("d1", 6.0)
+    proof, p, d = Proof("p", "p1", "d", "d1", 5.0), told("p1", 4.0), told("d1", 6.0)
     assert proof.holds(p, d) and proof.holds(Life(), Life())
     assert not proof.holds(p.heard("p2", 7.0), d) and not proof.holds(p, d.heard("d2", 7.0))
     assert not proof.holds(p, d.refuses(5.5)) and proof.holds(p, d.refuses(4.5))
+
+
+def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> None:
+    """Behind one address each request may be another rank's."""
+    d = told("d-dp0", 4.0).heard("e-dp1", 6.0).heard("d-dp0", 7.0)
+    one, other = (Proof("p", "p1", "d", life, 5.0) for life in ("d-dp0", "e-dp1"))
+    assert one.holds(Life(), d) and other.holds(Life(), d)
+    again = d.heard("f-dp0", 9.0)
+    assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused somebody"
+    assert not other.holds(Life(), again.refuses(8.0))
+    assert Life.of([["d-dp0", 7.0], ["e-dp1", 6.0]], 0.0) == d
+
+
+def told(incarnation: str, at: float, refused: float = 0.0) -> Life:
+    return Life.of([(incarnation, at)], refused)
 
 
 def test_workers_come_to_know_the_same_whoever_was_refused() -> None:

@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
+
+from vllm_ascend_pd.protocol.identity import dp_rank_of
 
 # ---- trying again ---------------------------------------------------------------------------------------------
 
@@ -138,21 +141,35 @@ def against_prefill(code: str) -> str:
     return why if culprit is Culprit.PREFILL else ""
 
 
+class Told(NamedTuple):
+    """What a process said of itself, to who asked it at `at`."""
+
+    incarnation: str
+    at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What is known of the process behind an address. Everything that is told has the time of the question, not of the
-    answer: words then count the same in whatever order they arrive, also those that other workers pass on.
-
-    Data parallelism puts several processes behind one address: then the one that was asked last.
+    """What is known of the processes behind an address: with data parallelism there are several, each a rank. Everything that is
+    told has the time of the question, not of the answer: words then count the same in whatever order they arrive, also
+    those that other workers pass on.
     """
 
-    incarnation: str = ""  # as it told; empty: unknown
-    at: float = 0.0  # when it was asked what it told this to
+    told: tuple[Told, ...] = ()  # the last word of each rank, sorted
     refused: float = 0.0  # when nobody listened there last
+
+    @classmethod
+    def of(cls, told: Iterable[tuple[str, float]], refused: float) -> Life:
+        """As another worker of this metaserver sent it."""
+        return cls(tuple(Told(*word) for word in told), refused)
 
     def heard(self, incarnation: str, at: float) -> Life:
         """An engine that was asked at `at` told its incarnation in an answer, a reservation or a report."""
-        return replace(self, incarnation=incarnation, at=at) if incarnation and at >= self.at else self
+        known = self._of(incarnation)
+        if not incarnation or (known is not None and at < known.at):
+            return self
+        others = (told for told in self.told if told is not known)
+        return replace(self, told=tuple(sorted((*others, Told(incarnation, at)))))
 
     def refuses(self, at: float) -> Life:
         """Nobody listens there: the process has ended, or it is about to."""
@@ -160,12 +177,21 @@ class Life:
 
     def merged(self, other: Life) -> Life:
         """With what another worker knows."""
-        return self.heard(other.incarnation, other.at).refuses(other.refused)
+        merged = self.refuses(other.refused)
+        for incarnation, at in other.told:
+            merged = merged.heard(incarnation, at)
+        return merged
 
     def may_be(self, incarnation: str, at: float) -> bool:
         """Whether nothing that is known speaks against the process that was asked at `at` being there still. A slow one is
         the same one."""
-        return at > self.refused and (incarnation == self.incarnation or at > self.at)
+        known = self._of(incarnation)
+        return at > self.refused and (known is None or incarnation == known.incarnation or at > known.at)
+
+    def _of(self, incarnation: str) -> Told | None:
+        """The last word of the rank whose incarnation this is."""
+        rank = dp_rank_of(incarnation)
+        return next((told for told in self.told if dp_rank_of(told.incarnation) == rank), None)
 
 
 @dataclass(frozen=True, slots=True)

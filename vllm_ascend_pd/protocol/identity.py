@@ -12,6 +12,8 @@ import msgspec
 
 PROTOCOL_VERSION = 2  # in which this release writes; versions.py says what it reads
 
+_DP = "-dp"
+
 Token = Annotated[str, msgspec.Meta(max_length=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -26,6 +28,17 @@ class TransferId(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.incarnation[:8]}/{self.n}/{self.uuid[:8]}"
+
+
+def incarnation(drawn: str, dp_rank: int, dp_size: int) -> str:
+    """The name of one process of an engine. Of several data-parallel ranks, which a router may see behind one address, it
+    tells which."""
+    return f"{drawn}{_DP}{dp_rank}" if dp_size > 1 else drawn
+
+
+def dp_rank_of(incarnation: str) -> str:
+    """Empty where there is only one."""
+    return incarnation.partition(_DP)[2]
 
 
 def push_id(incarnation: str, uuid: str) -> str:

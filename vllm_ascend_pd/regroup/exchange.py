@@ -214,16 +214,17 @@ class _Tagged:
         return found
 
 
-def new_group(tp_size: int, pp_size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of its own for the TP group of `rank`'s stage. Every rank of the engine must call this."""
+def new_group(tp_size: int, count: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A process group of its own for `rank`'s TP group, of which the world has `count`. Every rank of the world must call
+    this: all make all groups, in one order."""
     mine: dist.ProcessGroup | None = None
-    for stage in range(pp_size):
-        ranks = [stage * tp_size + member for member in range(tp_size)]
+    for first in range(0, count * tp_size, tp_size):
+        ranks = list(range(first, first + tp_size))
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
         if rank in ranks:
             mine = group
     if mine is None:
-        raise ValueError(f"rank {rank} is in no stage of {pp_size} x {tp_size}")
+        raise ValueError(f"rank {rank} is in none of {count} groups of {tp_size}")
     return mine
 
 

@@ -30,9 +30,9 @@ ALIGNMENT = 4096
 class Place:
     """Where this worker is in its engine, and the most tokens that a step computes."""
 
-    rank: int  # global
+    rank: int  # of the world: all stages of all data-parallel ranks that compute together
     tp_size: int
-    pp_size: int
+    groups: int  # of tp_size ranks, in the world
     step_tokens: int
 
 
@@ -50,11 +50,11 @@ class RegroupParts:
 def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -> RegroupParts | None:
     """None where no exchange can ever be needed: TP 1, one KV head for all ranks, or regroup switched off.
 
-    Every rank of the engine must call this: it makes a process group.
+    Every rank of the world must call this: it makes a process group.
     """
     if place.tp_size == 1 or caches.geometry.kv_heads == 1 or config.regroup.regroup == "never":
         return None
-    group = new_group(place.tp_size, place.pp_size, place.rank, device.collectives, GROUP_TIMEOUT_S)
+    group = new_group(place.tp_size, place.groups, place.rank, device.collectives, GROUP_TIMEOUT_S)
     return assembled(config.regroup, place, caches, device, group)
 
 

@@ -40,7 +40,7 @@ _AT_ONCE = 8
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
-Lives = tuple[tuple[str, float], ...]  # of a P and a D
+Lives = tuple[tuple[tuple[str, ...], float], ...]  # of a P and a D
 
 
 class _Failed(NamedTuple):
@@ -185,7 +185,9 @@ class _Answer:
 
 def _lives(prefill: Instance, decode: Instance) -> Lives:
     """Which lives a failure says something about; it is none of theirs when they were last asked."""
-    return tuple((engine.life.incarnation, engine.life.refused) for engine in (prefill, decode))
+    return tuple(
+        (tuple(told.incarnation for told in engine.life.told), engine.life.refused) for engine in (prefill, decode)
+    )
 
 
 def _model(body: bytes) -> str:

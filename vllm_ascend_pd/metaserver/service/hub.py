@@ -120,5 +120,5 @@ class Hub:
         for instance in self._fleet:
             instance.load_elsewhere = load.get(instance.name, 0.0)
         for report in self._others.values():
-            lives = {name: Life(*life) for name, life in report["lives"].items()}
+            lives = {name: Life.of(*life) for name, life in report["lives"].items()}
             self._fleet.learn(lives, (Proof(*proof) for proof in report["proofs"]))

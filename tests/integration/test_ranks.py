@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism with expert parallelism: ranks that compute each layer together, each with requests of its own.
+
+Any P (TP x DP) to any D (TP x DP), with vLLM's own balancing between the ranks behind one address, and no rank or size in the
+configuration: a reservation says where it is to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pairs import Pair, PairMaker, fresh_prompt
+
+from scripts.support.cluster import Cluster
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+EXPERTS = Path(__file__).parent / "plugins" / "experts"
+LOADED = "vllm:external_prefix_cache_hits_total"
+LENGTHS = (1, 20, 32, 33, 256, 700)
+
+
+@dataclass(frozen=True)
+class Shape:
+    tp: int
+    dp: int
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}dp{self.dp}"
+
+
+@pytest.fixture(
+    params=[
+        (Shape(2, 1), Shape(1, 2)),
+        pytest.param((Shape(1, 2), Shape(1, 2)), marks=pytest.mark.slow),
+        pytest.param((Shape(1, 2), Shape(2, 1)), marks=pytest.mark.slow),
+        pytest.param((Shape(2, 2), Shape(1, 2)), marks=pytest.mark.slow),
+    ],
+    ids=lambda shapes: f"{shapes[0]}-to-{shapes[1]}",
+    scope="module",
+)
+def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
+    p_shape, d_shape = request.param
+    common: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16}
+    model = ensure("moe")
+    p, d = cluster.start(
+        EngineSpec(
+            f"ranks-p-{p_shape}",
+            model,
+            role="kv_producer",
+            tp=p_shape.tp,
+            dp=p_shape.dp,
+            extra=cluster.push_config(),
+            **common,
+        ),
+        EngineSpec(
+            f"ranks-d-{d_shape}",
+            model,
+            role="kv_consumer",
+            tp=d_shape.tp,
+            dp=d_shape.dp,
+            policy="fail",
+            extra=cluster.push_config(*allowed, side_channel_port=cluster.port()),
+            **common,
+        ),
+    )
+    made = make_pair(p, d)
+    yield made
+    cluster.stop(made.front, d, p)
+
+
+def test_every_length(pair: Pair) -> None:
+    for length in LENGTHS:
+        pair.check([fresh_prompt(length)], name="ranks")
+
+
+def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
+    before = pair.free_counts()
+    for _ in range(8):
+        pair.check([fresh_prompt(10 + 17 * i) for i in range(25)], name="ranks, 25 at once")
+    for engine, name in ((pair.prefill, "vllm:prompt_tokens_total"), (pair.decode[0], LOADED)):
+        ranks = engine.by_rank(name)
+        assert len(ranks) == engine.ranks and all(ranks.values()), f"{name} of {engine.name} by rank: {ranks}"
+    assert pair.free_counts() == before
