@@ -47,7 +47,7 @@ def check_engine(config: Any, push: PushConfig) -> None:
         "Unset it: two requests with one id would share blocks.",
     )
     _refuse_if(getattr(parallel, "enable_fault_tolerance", False), "enable_fault_tolerance", "Start without it.")
-    _check_sizes(push, "decode" if decode else "prefill", parallel)
+    _check_sizes(push, "decode" if decode else "prefill", parallel, config.kv_transfer_config.engine_id)
     port, last = push.channel.side_channel_port, listening_ports(parallel)[-1]
     if decode and port and port + last > 65535:
         why = f"rank {parallel.tensor_parallel_size - 1} would listen on {port + last}"
@@ -56,10 +56,15 @@ def check_engine(config: Any, push: PushConfig) -> None:
 
 def listening_ports(parallel: Any) -> range:
     """Which ports an engine listens on, counted from side_channel_port: those of its data-parallel rank, so that ranks on one
-    host do not meet. vLLM takes apart the ranks of a dense model, and leaves their index."""
+    host do not meet."""
     size = int(parallel.tensor_parallel_size)
-    first = int(getattr(parallel, "data_parallel_index", 0)) * size
+    first = dp_rank(parallel) * size
     return range(first, first + size)
+
+
+def dp_rank(parallel: Any) -> int:
+    """vLLM takes the ranks of a dense model apart: each is told a size of 1 and the rank 0, and keeps its index."""
+    return int(parallel.data_parallel_index)
 
 
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
@@ -100,9 +105,11 @@ def _check_role(config: Any) -> None:
         raise ConfigError("PD-CONF-004", role=role)
 
 
-def _check_sizes(push: PushConfig, side: str, parallel: Any) -> None:
+def _check_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> None:
     # The predecessor's configurations name both engines' sizes; ours must at least be true.
-    own = {"tp_size": parallel.tensor_parallel_size, "dp_size": parallel.data_parallel_size}
+    own = {"tp_size": parallel.tensor_parallel_size}
+    if not str(engine_id).endswith(f"_dp{dp_rank(parallel)}") or parallel.data_parallel_size > 1:
+        own["dp_size"] = parallel.data_parallel_size  # a dense model's rank knows that it is one, and not of how many
     for name, configured in push.sizes.get(side, {}).items():
         if name in own and configured != own[name]:
             raise ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])

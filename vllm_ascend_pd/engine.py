@@ -62,7 +62,7 @@ class Engine:
         parallel, port = vllm_config.parallel_config, push.channel.side_channel_port
         return cls(
             config=push,
-            incarnation=incarnation(os.urandom(8).hex(), parallel.data_parallel_index, parallel.data_parallel_size),
+            incarnation=incarnation(os.urandom(8).hex(), admission.dp_rank(parallel)),
             engine_id=str(transfer.engine_id),
             model=admission.model_fingerprint(vllm_config),
             host=host,

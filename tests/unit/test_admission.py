@@ -29,6 +29,7 @@ from vllm_ascend_pd.device.caches import CacheShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
+from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.secret_files import MAX_SECRET_BYTES, load_secrets
 
 BOTH = ("kv_producer", "kv_consumer")
@@ -150,6 +151,42 @@ def test_sizes_of_the_predecessor_must_be_true_of_this_engine(role: str, side: s
         refused = refusal(vllm_config(role, {side: {**true, name: wrong}}, tensor_parallel_size=2))
         assert refused.code == "PD-CONF-006"
         assert f"{side}.{name}" in refused.sentence and str(wrong) in refused.sentence and "Remove" in refused.remedy
+
+
+# -- data parallelism
+
+
+def as_rank(config: Any, rank: int, *, dense: bool) -> Any:
+    """As vLLM's engine core makes it for one of its data-parallel ranks."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    transfer.engine_id = f"{transfer.engine_id}_dp{rank}"
+    parallel.data_parallel_index = rank
+    if dense:
+        parallel.reconfigure_for_independent_dp_rank()
+    else:
+        parallel.data_parallel_rank = rank
+    return config
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "experts"])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_each_rank_has_ports_and_a_name_of_its_own(rank: int, dense: bool) -> None:
+    extra = {"side_channel_port": 7000, "decode": {"tp_size": 2, "dp_size": 4}}
+    config = vllm_config("kv_consumer", extra, tensor_parallel_size=2, data_parallel_size=4)
+    engine = Engine.of(as_rank(config, rank, dense=dense))
+    assert engine.first_port == 7000 + 2 * rank
+    assert dp_rank_of(engine.incarnation) == ("" if rank == 0 else str(rank))
+
+
+def test_a_rank_whose_port_would_be_none_is_refused() -> None:
+    config = vllm_config("kv_consumer", {"side_channel_port": 65530}, tensor_parallel_size=2, data_parallel_size=4)
+    assert "would listen on 65537" in refusal(as_rank(config, 3, dense=False)).sentence
+
+
+def test_the_size_of_experts_is_checked() -> None:
+    config = vllm_config("kv_consumer", {"decode": {"dp_size": 8}}, data_parallel_size=4)
+    refused = refusal(as_rank(config, 1, dense=False))
+    assert refused.code == "PD-CONF-006" and "decode.dp_size = 8" in refused.sentence and "4" in refused.sentence
 
 
 def test_other_keys_of_the_predecessor_are_told_to_be_ignored(caplog: pytest.LogCaptureFixture) -> None:

@@ -363,13 +363,13 @@ def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
 
 def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> None:
     """Behind one address each request may be another rank's."""
-    d = told("d-dp0", 4.0).heard("e-dp1", 6.0).heard("d-dp0", 7.0)
-    one, other = (Proof("p", "p1", "d", life, 5.0) for life in ("d-dp0", "e-dp1"))
+    d = told("d", 4.0).heard("e-dp1", 6.0).heard("d", 7.0)
+    one, other = (Proof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
     assert one.holds(Life(), d) and other.holds(Life(), d)
-    again = d.heard("f-dp0", 9.0)
+    again = d.heard("f", 9.0)
     assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused somebody"
     assert not other.holds(Life(), again.refuses(8.0))
-    assert Life.of([["d-dp0", 7.0], ["e-dp1", 6.0]], 0.0) == d
+    assert Life.of([["d", 7.0], ["e-dp1", 6.0]], 0.0) == d
 
 
 def told(incarnation: str, at: float, refused: float = 0.0) -> Life:

@@ -30,14 +30,14 @@ class TransferId(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.incarnation[:8]}/{self.n}/{self.uuid[:8]}"
 
 
-def incarnation(drawn: str, dp_rank: int, dp_size: int) -> str:
-    """The name of one process of an engine. Of several data-parallel ranks, which a router may see behind one address, it
-    tells which."""
-    return f"{drawn}{_DP}{dp_rank}" if dp_size > 1 else drawn
+def incarnation(drawn: str, dp_rank: int) -> str:
+    """The name of one process of an engine. It tells which data-parallel rank it is: a router may see several behind one
+    address."""
+    return f"{drawn}{_DP}{dp_rank}" if dp_rank else drawn
 
 
 def dp_rank_of(incarnation: str) -> str:
-    """Empty where there is only one."""
+    """As it is in the name; empty for the first one."""
     return incarnation.partition(_DP)[2]
 
 
