@@ -20,13 +20,20 @@ engine_options() {
     "host|PD_HOST|127.0.0.1|address that the HTTP server and the side channel bind"
     "port|${own}_PORT|$port|port of the HTTP server"
     "tp|${own}_TP|1|tensor parallel size"
+    "dp|${own}_DP|1|data parallel size, over all hosts"
+    "dp-local|${own}_DP_LOCAL||ranks on this host, whose server balances between them; none: all of them"
+    "dp-start-rank|${own}_DP_START_RANK||the first rank on this host; none: 0"
+    "dp-rank|${own}_DP_RANK||this server's only rank: each rank has a server of its own; none: one server for the ranks of a host"
+    "dp-address|${own}_DP_ADDRESS||address of rank 0; needed where ranks are on several hosts"
+    "dp-rpc-port|${own}_DP_RPC_PORT||port over which ranks find each other; none: vLLM's choice"
+    "experts|PD_EXPERTS|off|on: experts are spread over all ranks (--enable-expert-parallel)"
   )
   if [ "$ROLE" = prefill ]; then
     OPTIONS+=("pp|PD_P_PP|1|pipeline parallel size")
   else
     OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|metaservers that D may call")
     OPTIONS+=("policy|PD_POLICY|recompute|what happens to a request whose KV does not come: recompute or fail")
-    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + global rank")
+    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + data-parallel rank × TP + TP rank")
   fi
   OPTIONS+=(
     "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; none: as it is"
@@ -128,6 +135,7 @@ engine_arguments() { # fills ARGUMENTS
   local kv_bytes=${OPT[kv-bytes]}
   ARGUMENTS=(--model "${OPT[model]}" --host "${OPT[host]}" --port "${OPT[port]}" --tensor-parallel-size "${OPT[tp]}")
   if [ "${OPT[pp]:-1}" != 1 ]; then ARGUMENTS+=(--pipeline-parallel-size "${OPT[pp]}"); fi
+  engine_ranks
   if [ -n "${OPT[served-name]}" ]; then ARGUMENTS+=(--served-model-name "${OPT[served-name]}"); fi
   local dtype=${OPT[dtype]}
   if [ "$dtype" = auto ] && [ "$PD_DEVICE" = cpu ]; then dtype=float32; fi
@@ -151,14 +159,31 @@ engine_arguments() { # fills ARGUMENTS
   ARGUMENTS+=(--kv-transfer-config "$(engine_kv_transfer_config)" "${REST[@]}")
 }
 
+engine_ranks() { # more ARGUMENTS: who computes which requests
+  local flag
+  if [ "${OPT[dp]}" != 1 ]; then ARGUMENTS+=(--data-parallel-size "${OPT[dp]}"); fi
+  for flag in local:size-local start-rank:start-rank rank:rank address:address rpc-port:rpc-port; do
+    if [ -n "${OPT[dp-${flag%:*}]}" ]; then ARGUMENTS+=("--data-parallel-${flag#*:}" "${OPT[dp-${flag%:*}]}"); fi
+  done
+  if [ -n "${OPT[dp-start-rank]}" ]; then ARGUMENTS+=(--data-parallel-hybrid-lb); fi
+  if [ "${OPT[experts]}" = on ]; then ARGUMENTS+=(--enable-expert-parallel); fi
+}
+
 engine_check() {
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
-  options_need_number port tp threads
+  options_need_number port tp dp threads
   if [ "$ROLE" = prefill ]; then options_need_number pp; else options_need_number side-channel-port; fi
   case ${OPT[eager]} in
     on | off | auto) ;;
     *) options_refuse "--eager ${OPT[eager]}: on, off or auto is wanted" ;;
   esac
+  case ${OPT[experts]} in
+    on | off) ;;
+    *) options_refuse "--experts ${OPT[experts]}: on or off is wanted" ;;
+  esac
+  if [ -n "${OPT[dp-rank]}" ] && [ -n "${OPT[dp-local]}${OPT[dp-start-rank]}" ]; then
+    options_refuse "--dp-rank is one rank with a server of its own: it goes without --dp-local and --dp-start-rank"
+  fi
   case ${OPT[policy]:-recompute} in
     recompute | fail) ;;
     *) options_refuse "--policy ${OPT[policy]}: recompute or fail is wanted" ;;

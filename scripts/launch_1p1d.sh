@@ -12,7 +12,10 @@ OPTIONS=(
   "model|PD_MODEL||model directory or Hugging Face name (required)"
   "p-tp|PD_P_TP|1|tensor parallel size of the prefill engine"
   "p-pp|PD_P_PP|1|pipeline parallel size of the prefill engine"
+  "p-dp|PD_P_DP|1|data parallel size of the prefill engine"
   "d-tp|PD_D_TP|1|tensor parallel size of the decode engine"
+  "d-dp|PD_D_DP|1|data parallel size of the decode engine"
+  "experts|PD_EXPERTS|off|on: experts are spread over all ranks of an engine"
   "host|PD_HOST|127.0.0.1|address that all three bind"
   "port-base|PD_PORT_BASE|8000|the metaserver's port; prefill has the next one, decode the one after"
   "p-devices|PD_P_DEVICES|auto|NPU: devices of the prefill engine; auto: the first ones"
@@ -50,9 +53,9 @@ resolve() {
   DECODE_PORT=$((METASERVER_PORT + 2))
   if [ "${OPT[log-dir]}" = auto ]; then OPT[log-dir]=$PD_ROOT/out/1p1d-$(date +%Y%m%d-%H%M%S)-$$; fi
   if [ "${OPT[secret-file]}" = auto ]; then OPT[secret-file]=${OPT[log-dir]}/secret; fi
-  local p_world=$((OPT[p-tp] * OPT[p-pp]))
+  local p_world=$((OPT[p-tp] * OPT[p-pp] * OPT[p-dp]))
   if [ "${OPT[p-devices]}" = auto ]; then OPT[p-devices]=$(device_list 0 "$p_world"); fi
-  if [ "${OPT[d-devices]}" = auto ]; then OPT[d-devices]=$(device_list "$p_world" "${OPT[d-tp]}"); fi
+  if [ "${OPT[d-devices]}" = auto ]; then OPT[d-devices]=$(device_list "$p_world" $((OPT[d-tp] * OPT[d-dp]))); fi
   if [ "${OPT[timeout]}" = auto ]; then
     if [ "$PD_DEVICE" = npu ]; then OPT[timeout]=1800; else OPT[timeout]=300; fi
   fi
@@ -68,10 +71,12 @@ role_command() { # role more-flags… : fills COMMAND
       ;;
     prefill)
       COMMAND+=(--port "$PREFILL_PORT" --model "${OPT[model]}" --tp "${OPT[p-tp]}" --pp "${OPT[p-pp]}"
+        --dp "${OPT[p-dp]}" --experts "${OPT[experts]}"
         --devices "${OPT[p-devices]}" --secret-file "${OPT[secret-file]}")
       ;;
     decode)
-      COMMAND+=(--port "$DECODE_PORT" --model "${OPT[model]}" --tp "${OPT[d-tp]}" --devices "${OPT[d-devices]}"
+      COMMAND+=(--port "$DECODE_PORT" --model "${OPT[model]}" --tp "${OPT[d-tp]}"
+        --dp "${OPT[d-dp]}" --experts "${OPT[experts]}" --devices "${OPT[d-devices]}"
         --secret-file "${OPT[secret-file]}" --metaserver "http://$host:$METASERVER_PORT")
       ;;
   esac
@@ -240,7 +245,7 @@ main() {
   done
   options_parse "$@"
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
-  options_need_number p-tp p-pp d-tp port-base grace
+  options_need_number p-tp p-pp p-dp d-tp d-dp port-base grace
   if [ -n "${OPT[dry-run]}" ]; then
     pd_choose_interpreter
     resolve

@@ -40,7 +40,11 @@ class ChannelConfig:
         "", "P, D", "address the side channel binds; empty: the engine's own address (VLLM_HOST_IP, else loopback)"
     )
     side_channel_port: int = _key(
-        0, "D", "0: a free port, told through the handshake; N: N + global rank", low=0, high=65535
+        0,
+        "D",
+        "0: a free port, told through the handshake; N: N + data-parallel rank × TP + TP rank",
+        low=0,
+        high=65535,
     )
     advertise_host: str = _key("", "P, D", "address told to peers; empty: side_channel_host")
     secret_file: str = _key("", "P, D", "file with the shared secret (mode 0600, at least 32 bytes)")
@@ -121,7 +125,11 @@ class Timers:
 @dataclass(frozen=True, slots=True)
 class ObserveConfig:
     trace_dir: str = _key("", "P, D", "write stage events here, one file per process; empty: off")
-    patient: bool = _key(True, "D", "the engine core sleeps while it only waits for remote KV, instead of spinning")
+    patient: bool = _key(
+        True,
+        "D",
+        "the engine core sleeps while it only waits for remote KV, instead of spinning (not where data-parallel ranks step together)",
+    )
     patient_shm: str = _key(
         "auto",
         "P, D",

@@ -58,6 +58,8 @@ class EngineSpec:
     tp: int = 1
     pp: int = 1
     dp: int = 1  # with expert parallelism
+    dp_rank: int | None = None  # this server's only one; None: one server for all
+    dp_rpc_port: int = 0  # where ranks with servers of their own find each other
     port: int = 0  # 0: the cluster finds one
     kv_bytes: int = 64 << 20  # per worker
     max_len: int = 2048
@@ -91,6 +93,9 @@ class EngineSpec:
             words += ["--pipeline-parallel-size", str(self.pp)]
         if self.dp > 1:
             words += ["--data-parallel-size", str(self.dp), "--enable-expert-parallel"]
+        if self.dp_rank is not None:
+            words += ["--data-parallel-rank", str(self.dp_rank), "--data-parallel-address", "127.0.0.1"]
+            words += ["--data-parallel-rpc-port", str(self.dp_rpc_port)]
         if self.role != "plain":
             words += ["--kv-transfer-config", json.dumps(self.transfer_config())]
         return [*words, *self.arguments]
@@ -119,6 +124,7 @@ class EngineSpec:
     def describe(self) -> str:
         shape = f"TP {self.tp}" + (f", PP {self.pp}" if self.pp > 1 else "")
         shape += f", DP {self.dp}" if self.dp > 1 else ""
+        shape += f", rank {self.dp_rank}" if self.dp_rank is not None else ""
         connector = "" if self.role == "plain" or self.connector == CONNECTOR else f", {self.connector}"
         return f"{self.name} ({ROLES[self.role]}, {shape}{connector})"
 

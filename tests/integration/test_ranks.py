@@ -30,15 +30,24 @@ LENGTHS = (1, 20, 32, 33, 256, 700)
 class Shape:
     tp: int
     dp: int
+    servers: int = 1  # one for all ranks, or one for each
 
     def __str__(self) -> str:
-        return f"tp{self.tp}dp{self.dp}"
+        return f"tp{self.tp}dp{self.dp}" + ("-each" if self.servers > 1 else "")
+
+    def specs(self, cluster: Cluster, side: str, **more: Any) -> list[EngineSpec]:
+        common: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16, "tp": self.tp, "dp": self.dp, **more}
+        name, model = f"ranks-{side}-{self}", ensure("moe")
+        if self.servers == 1:
+            return [EngineSpec(name, model, **common)]
+        port = cluster.port()
+        return [EngineSpec(f"{name}{n}", model, dp_rank=n, dp_rpc_port=port, **common) for n in range(self.servers)]
 
 
 @pytest.fixture(
     params=[
-        (Shape(2, 1), Shape(1, 2)),
-        pytest.param((Shape(1, 2), Shape(1, 2)), marks=pytest.mark.slow),
+        (Shape(1, 2), Shape(1, 2, servers=2)),
+        pytest.param((Shape(2, 1), Shape(1, 2)), marks=pytest.mark.slow),
         pytest.param((Shape(1, 2), Shape(2, 1)), marks=pytest.mark.slow),
         pytest.param((Shape(2, 2), Shape(1, 2)), marks=pytest.mark.slow),
     ],
@@ -47,32 +56,14 @@ class Shape:
 )
 def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
     p_shape, d_shape = request.param
-    common: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16}
-    model = ensure("moe")
-    p, d = cluster.start(
-        EngineSpec(
-            f"ranks-p-{p_shape}",
-            model,
-            role="kv_producer",
-            tp=p_shape.tp,
-            dp=p_shape.dp,
-            extra=cluster.push_config(),
-            **common,
-        ),
-        EngineSpec(
-            f"ranks-d-{d_shape}",
-            model,
-            role="kv_consumer",
-            tp=d_shape.tp,
-            dp=d_shape.dp,
-            policy="fail",
-            extra=cluster.push_config(*allowed, side_channel_port=cluster.port()),
-            **common,
-        ),
+    d_config = cluster.push_config(*allowed, side_channel_port=cluster.port())
+    p, *ds = cluster.start(
+        *p_shape.specs(cluster, "p", role="kv_producer", extra=cluster.push_config()),
+        *d_shape.specs(cluster, "d", role="kv_consumer", policy="fail", extra=d_config),
     )
-    made = make_pair(p, d)
+    made = make_pair(p, *ds)
     yield made
-    cluster.stop(made.front, d, p)
+    cluster.stop(made.front, *ds, p)
 
 
 def test_every_length(pair: Pair) -> None:
@@ -84,7 +75,7 @@ def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
     before = pair.free_counts()
     for _ in range(8):
         pair.check([fresh_prompt(10 + 17 * i) for i in range(25)], name="ranks, 25 at once")
-    for engine, name in ((pair.prefill, "vllm:prompt_tokens_total"), (pair.decode[0], LOADED)):
+    for engine, name in ((pair.prefill, "vllm:prompt_tokens_total"), *((d, LOADED) for d in pair.decode)):
         ranks = engine.by_rank(name)
         assert len(ranks) == engine.ranks and all(ranks.values()), f"{name} of {engine.name} by rank: {ranks}"
     assert pair.free_counts() == before

@@ -155,8 +155,8 @@ def test_the_instances_file_is_read_again_when_it_changes(tmp_path: Path, monkey
     file.write_text("prefill: []\ndecode: []\n")
     with cluster(instances_file=str(file)) as c:
         before = set(instances(c))
-        file.write_text("prefill:\n  - http://h1:1\n  - {url: 'h2:2', weight: 2}\ndecode: [h3:3]\n")
-        until(lambda: set(instances(c)) == {*before, "h1:1", "h2:2", "h3:3"})
+        file.write_text("prefill:\n  - http://h1:1\n  - {url: 'h2:2', weight: 2}\ndecode: ['h3:3+2']\n")
+        until(lambda: set(instances(c)) == {*before, "h1:1", "h2:2", "h3:3", "h3:4"})
         assert instances(c)["h2:2"]["weight"] == 2 and instances(c)["h2:2"]["source"] == "file"
         file.write_text("prefill: [h1:1\n")
         until(lambda: c.http.get("/status").json()["file_error"])

@@ -22,7 +22,10 @@ from metaserver_command import COMMAND, ROOT, Running, place, ports, running
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service import server, supervisor
+from vllm_ascend_pd.metaserver.service.fleet import parse_specs
 from vllm_ascend_pd.metaserver.service.settings import read_token
 
 
@@ -206,6 +209,12 @@ def test_wrong_flags_stop_the_start_with_a_sentence(flags: list[str], says: str)
         ("--prefill h:1 --decode g:2 http://h:1", "--decode", "'http://h:1'"),
         ("--prefiller-hosts h --prefiller-ports 1 --decode h:1", "--decode", "'h:1'"),
         ("--prefill h:0", "--prefill", "'h:0'"),
+        ("--prefill h:1+0", "--prefill", "'h:1+0'"),
+        ("--prefill h:65535+2", "--prefill", "'h:65535+2'"),
+        ("--prefill h:1+5000", "--prefill", "'h:1+5000'"),
+        ("--prefill h:8000+4 --decode h:8003", "--decode", "'h:8003'"),
+        ("--decoder-hosts h --decoder-hosts-num 2 2 --decoder-ports 1 2", "--decoder-hosts-num", "[2, 2]"),
+        ("--decoder-hosts h h --decoder-ports 1 --decoder-ports-inc 0", "--decoder-ports-inc", "[0]"),
         ("--prefill h:70000", "--prefill", "'h:70000'"),
         ("--max-waiting -1", "--max-waiting", "-1"),
         ("--max-wait -5", "--max-wait", "-5.0"),
@@ -268,6 +277,18 @@ def test_the_predecessors_flags_are_understood() -> None:
     settings = settings_of(parser().parse_args(words.split()))
     assert settings.prefill == ("h1:1", "h2:2") and settings.decode == ("[::1]:3",)
     assert settings.retry.attempts == 5 and settings.retry.backoff.first_s == 0.001
+
+
+def test_ranks_with_servers_of_their_own_are_named_at_once() -> None:
+    """As vllm-ascend's guide for large expert parallelism starts its proxy, and as it is said here."""
+    words = "metaserver --prefiller-hosts a b --prefiller-hosts-num 2 2 --prefiller-ports 9000 9100 --prefiller-ports-inc 2 2"
+    settings = settings_of(parser().parse_args([*words.split(), "--decode", "https://c:9000+3", "[::1]:1+2"]))
+    assert settings.prefill == ("a:9000", "a:9001", "b:9100", "b:9101")
+    found = [spec.origin for text in settings.decode for spec in parse_specs(Role.DECODE, text)]
+    assert found == [
+        *(Origin("https", "c", 9000 + rank) for rank in range(3)),
+        *(Origin("http", "::1", 1 + n) for n in (0, 1)),
+    ]
 
 
 def test_an_engine_can_import_the_client_without_the_service() -> None:

@@ -74,7 +74,14 @@ def test_help_names_every_flag_with_its_variable_and_default(role):
 def test_every_variable_that_help_names_does_what_its_flag_does(role):
     text = run(role, "--help").stdout
     settings = re.findall(r"^  --([a-z-]+) VALUE.*\n.*\n +\[(PD_[A-Z_]+), default", text, re.MULTILINE)
-    special = {"eager": "off", "policy": "fail", "verify": "full", "set": "lease_s=9", "kv-bytes": "12345"}
+    special = {
+        "eager": "off",
+        "policy": "fail",
+        "verify": "full",
+        "set": "lease_s=9",
+        "kv-bytes": "12345",
+        "experts": "on",
+    }
     model = () if role == "metaserver" else ("--model", "some-model")
     plain = dry(role, *model)
     for flag, variable in settings:
@@ -103,6 +110,8 @@ def test_a_flag_wins_over_the_environment(role):
         ("prefill", ["--model", "m", "stray"], "unexpected argument stray"),
         ("prefill", ["--model", "m", "--dry-run=1"], "--dry-run takes no value"),
         ("decode", ["--model", "m", "--pp", "2"], "unknown flag --pp"),
+        ("decode", ["--model", "m", "--experts", "yes"], "--experts yes"),
+        ("decode", ["--model", "m", "--dp-rank", "1", "--dp-local", "2"], "--dp-rank is one rank"),
         ("decode", ["--model", "m", "--policy", "hope"], "--policy hope"),
         ("decode", ["--model", "m", "--set", "lease_s"], "--set lease_s"),
         ("metaserver", ["--port", "http"], "--port http"),
@@ -173,6 +182,39 @@ def test_cpu_pipeline_stages_use_the_eager_compilation_backend_instead_of_enforc
     command = dry("prefill", "--model", "m", "--pp", "2")
     assert "--enforce-eager" not in command.words
     assert json.loads(command.value("--compilation-config")) == {"mode": 2, "backend": "eager"}
+
+
+RANKS = [
+    ("--dp 4", {"data_parallel_size": 4}),
+    (
+        "--dp 32 --dp-local 16 --dp-start-rank 16 --dp-address 10.0.0.1 --dp-rpc-port 13345 --experts on",
+        {
+            "data_parallel_size": 32,
+            "data_parallel_size_local": 16,
+            "data_parallel_start_rank": 16,
+            "data_parallel_address": "10.0.0.1",
+            "data_parallel_rpc_port": 13345,
+            "data_parallel_hybrid_lb": True,
+            "enable_expert_parallel": True,
+        },
+    ),
+    (
+        "--dp 32 --dp-rank 3 --dp-address 10.0.0.1 --experts on",
+        {"data_parallel_size": 32, "data_parallel_rank": 3, "data_parallel_hybrid_lb": False, "enable_expert_parallel": True},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"), RANKS, ids=["one server", "a server for each host", "a server for each rank"]
+)
+@pytest.mark.parametrize("role", ENGINES)
+def test_vllms_own_parser_understands_the_ranks(role, flags, wanted):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(dry(role, "--model", "m", *flags.split()).words)
+    assert {name: getattr(parsed, name) for name in wanted} == wanted
 
 
 def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(tmp_path):

@@ -14,6 +14,7 @@ import socket
 import ssl
 import sys
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,12 @@ def _listening(group: Any) -> None:
 
 
 def _instances(group: Any) -> None:
-    group.add_argument("--prefill", nargs="+", action="extend", default=[], metavar="URL", help="prefill engines")
-    group.add_argument("--decode", nargs="+", action="extend", default=[], metavar="URL", help="decode engines")
+    group.add_argument(
+        "--prefill", nargs="+", action="extend", default=[], metavar="URL", help="prefill engines; URL+N: N ports"
+    )
+    group.add_argument(
+        "--decode", nargs="+", action="extend", default=[], metavar="URL", help="decode engines; URL+N: N ports"
+    )
     group.add_argument(
         "--instances", default="", metavar="FILE", help="YAML with prefill and decode lists; read again when it changes"
     )
@@ -116,6 +121,13 @@ def _predecessor(group: Any) -> None:
         group.add_argument(
             f"--{role}-ports", nargs="+", action="extend", type=int, default=[], metavar="PORT", help="their ports"
         )
+        for flag, meaning in (
+            ("hosts-num", "how often each host counts"),
+            ("ports-inc", "how many ports from each on"),
+        ):
+            group.add_argument(
+                f"--{role}-{flag}", nargs="+", action="extend", type=int, default=[], metavar="N", help=meaning
+            )
     group.add_argument("--max-retries", type=int, default=None, help="same as --attempts")
     group.add_argument("--retry-delay", type=float, default=None, help="first delay between attempts, in seconds")
 
@@ -136,8 +148,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         workers=args.workers,
         worker_port=args.worker_port,
         grace_s=args.grace,
-        prefill=_named(Role.PREFILL, args.prefill, "prefiller", args.prefiller_hosts, args.prefiller_ports),
-        decode=_named(Role.DECODE, args.decode, "decoder", args.decoder_hosts, args.decoder_ports),
+        prefill=_named(Role.PREFILL, args, "prefiller"),
+        decode=_named(Role.DECODE, args, "decoder"),
         instances_file=args.instances,
         without_prefill=args.without_prefill,
         affinity=args.affinity,
@@ -220,11 +232,11 @@ def _check_ports(args: argparse.Namespace) -> None:
 
 
 def _check_roles(settings: Settings) -> None:
-    from vllm_ascend_pd.metaserver.service.fleet import parse_spec
+    from vllm_ascend_pd.metaserver.service.fleet import parse_specs
 
-    prefill = {parse_spec(Role.PREFILL, text).name for text in settings.prefill}
+    prefill = {spec.name for text in settings.prefill for spec in parse_specs(Role.PREFILL, text)}
     for text in settings.decode:
-        if parse_spec(Role.DECODE, text).name in prefill:
+        if any(spec.name in prefill for spec in parse_specs(Role.DECODE, text)):
             why = "the same address is given as a prefill engine"
             _impossible("--decode", text, why, "Name each engine in one role, with its own port.")
 
@@ -257,20 +269,35 @@ def _check_tls(args: argparse.Namespace) -> None:
         _impossible("--engine-ca", args.engine_ca, str(problem), "Give a file with certificates in PEM form.")
 
 
-def _named(role: Role, urls: list[str], word: str, hosts: list[str], ports: list[int]) -> tuple[str, ...]:
+def _named(role: Role, args: argparse.Namespace, word: str) -> tuple[str, ...]:
     """The instances of a role, from our flags and the predecessor's."""
-    from vllm_ascend_pd.metaserver.service.fleet import parse_spec
+    from vllm_ascend_pd.metaserver.service.fleet import parse_specs
 
+    def of(flag: str) -> list[Any]:
+        return list(getattr(args, f"{word}_{flag}"))
+
+    for flag, counts, given in (
+        ("hosts-num", of("hosts_num"), of("hosts")),
+        ("ports-inc", of("ports_inc"), of("ports")),
+    ):
+        if counts and (len(counts) != len(given) or min(counts) < 1):
+            why = f"there are {len(given)} {flag.split('-')[0]}, and it says how often each counts"
+            _impossible(f"--{word}-{flag}", counts, why, "Give a number for each, 1 or more.")
+    hosts = [host for host, count in zip_longest(of("hosts"), of("hosts_num"), fillvalue=1) for _ in range(count)]
+    ports = [first + i for first, count in zip_longest(of("ports"), of("ports_inc"), fillvalue=1) for i in range(count)]
     if len(hosts) != len(ports):
         why = f"there are {len(hosts)} hosts and {len(ports)} ports"
         _impossible(f"--{word}-hosts", hosts, why, "Give as many ports as hosts.")
     pairs = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
-    for text in (*urls, *pairs):
+    given = (*getattr(args, role.value), *pairs)
+    for text in given:
         try:
-            parse_spec(role, text)
+            parse_specs(role, text)
         except ValueError as problem:
-            _impossible(f"--{role.value}", text, str(problem), "Give host:port, or http(s)://host:port.")
-    return (*urls, *pairs)
+            _impossible(
+                f"--{role.value}", text, str(problem), "Give host:port, or http(s)://host:port, or …:port+count."
+            )
+    return given
 
 
 def _impossible(flag: str, value: object, why: str, remedy: str) -> None:

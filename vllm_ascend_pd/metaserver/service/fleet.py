@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 
 log = logging.getLogger(__name__)
+_MOST_ENDPOINTS = 1024  # of one text
+_LAST_PORT = 65535
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
@@ -49,6 +52,20 @@ class Spec:
     @property
     def name(self) -> str:
         return self.origin.netloc
+
+
+def parse_specs(role: Role, text: object, weight: object = 1.0) -> list[Spec]:
+    """What `parse_spec` takes, or `…:9100+16`: one endpoint on each of sixteen ports, as data-parallel ranks with servers of
+    their own are started. Raises ValueError with the text in it."""
+    several = re.fullmatch(r"(.*:)(\d{1,5})\+(\d{1,5})/?", text) if isinstance(text, str) else None
+    if several is None:
+        return [parse_spec(role, text, weight)]
+    head, first, count = several[1], int(several[2]), int(several[3])
+    if not 1 <= count <= _MOST_ENDPOINTS:
+        raise ValueError(f"{role.value} instances {text!r}: {count} is not between 1 and {_MOST_ENDPOINTS}")
+    if first + count - 1 > _LAST_PORT:
+        raise ValueError(f"{role.value} instances {text!r} would end at port {first + count - 1}")
+    return [parse_spec(role, f"{head}{port}", weight) for port in range(first, first + count)]
 
 
 def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:

@@ -8,6 +8,7 @@ prefill:
   - {url: 10.0.0.2:8100, weight: 2}
 decode:
   - 10.0.0.3:8200
+  - 10.0.0.4:8200+16
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import yaml
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec, parse_specs
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,9 @@ def _specs(content: object) -> list[Spec]:
             if isinstance(entry, dict):
                 if set(entry) - {"url", "weight"}:
                     raise ValueError(f"{entry!r} has keys other than url and weight")
-                specs.append(parse_spec(role, entry.get("url"), entry.get("weight", 1.0)))
+                specs += parse_specs(role, entry.get("url"), entry.get("weight", 1.0))
             else:
-                specs.append(parse_spec(role, entry))
+                specs += parse_specs(role, entry)
     names = [spec.name for spec in specs]
     doubled = {name for name in names if names.count(name) > 1}
     if doubled:
@@ -151,7 +152,8 @@ def configured(settings: Settings, members: Members) -> InstancesFile | None:
     """Take in what flags and file name. Raises ConfigError."""
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for text in texts:
-            members.add(parse_spec(role, text), "flag")
+            for spec in parse_specs(role, text):
+                members.add(spec, "flag")
     if not settings.instances_file:
         return None
     file = InstancesFile(settings.instances_file, members)
