@@ -119,6 +119,14 @@ class Cluster:
             self._port_base = port + 1
         return port
 
+    def ports(self, count: int) -> int:
+        """The first of so many in a row."""
+        row = [self.port()]
+        while len(row) < count:
+            port = self.port()
+            row = [*row, port] if port == row[-1] + 1 else [port]
+        return row[0]
+
     def push_config(self, *metaservers: str, **more: Any) -> dict[str, Any]:
         """kv_connector_extra_config of an engine of this cluster: signed, traced, every block checked."""
         config: dict[str, Any] = {

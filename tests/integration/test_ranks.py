@@ -56,7 +56,7 @@ class Shape:
 )
 def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
     p_shape, d_shape = request.param
-    d_config = cluster.push_config(*allowed, side_channel_port=cluster.port())
+    d_config = cluster.push_config(*allowed, side_channel_port=cluster.ports(d_shape.tp * d_shape.dp))
     p, *ds = cluster.start(
         *p_shape.specs(cluster, "p", role="kv_producer", extra=cluster.push_config()),
         *d_shape.specs(cluster, "d", role="kv_consumer", policy="fail", extra=d_config),
