@@ -7,14 +7,18 @@ configuration: a reservation says where it is to go.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import Pair, PairMaker, fresh_prompt
+from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
+from scripts.support.client import body_of, gather
 from scripts.support.cluster import Cluster
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
@@ -79,3 +83,29 @@ def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
         ranks = engine.by_rank(name)
         assert len(ranks) == engine.ranks and all(ranks.values()), f"{name} of {engine.name} by rank: {ranks}"
     assert pair.free_counts() == before
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_its_engine_and_another_goes_on(
+    cluster: Cluster, allowed: list[str], make_pair: PairMaker
+) -> None:
+    """vLLM ends an engine of which a rank is gone. What it had is done by the other one, and P keeps nothing."""
+    p, *ds = cluster.start(
+        *Shape(2, 1).specs(cluster, "p-alone", role="kv_producer", extra=cluster.push_config()),
+        *(
+            spec
+            for name in ("d-dying", "d-staying")
+            for spec in Shape(1, 2).specs(cluster, name, role="kv_consumer", extra=cluster.push_config(*allowed))
+        ),
+    )
+    pair = make_pair(p, *ds)
+    pair.check([fresh_prompt(64 + n) for n in range(12)], name="before a rank died")
+    before = {p.name: settled_free_blocks(p)}
+    core = re.search(r"EngineCore_DP1 pid=(\d+)", ds[0].log.read_text(errors="replace"))
+    assert core is not None
+    os.kill(int(core[1]), signal.SIGKILL)
+    prompts = [fresh_prompt(100 + n) for n in range(20)]
+    pair.compare(prompts, gather(pair.front.url, [body_of(prompt, 12) for prompt in prompts]), "after a rank died")
+    wait_for_free_blocks([p], before)
+    assert not ds[0].ready(), "the engine of the dead rank goes on"
+    cluster.stop(pair.front, *ds, p)
