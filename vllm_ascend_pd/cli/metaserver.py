@@ -14,7 +14,6 @@ import socket
 import ssl
 import sys
 import tempfile
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -274,30 +273,30 @@ def _named(role: Role, args: argparse.Namespace, word: str) -> tuple[str, ...]:
     from vllm_ascend_pd.metaserver.service.fleet import parse_specs
 
     def of(flag: str) -> list[Any]:
-        return list(getattr(args, f"{word}_{flag}"))
+        return list(getattr(args, f"{word}_{flag.replace('-', '_')}"))
 
-    for flag, counts, given in (
-        ("hosts-num", of("hosts_num"), of("hosts")),
-        ("ports-inc", of("ports_inc"), of("ports")),
-    ):
-        if counts and (len(counts) != len(given) or min(counts) < 1):
-            why = f"there are {len(given)} {flag.split('-')[0]}, and it says how often each counts"
+    def counted(what: str, flag: str) -> list[tuple[Any, int]]:
+        each, counts = of(what), of(flag) or [1] * len(of(what))
+        if len(counts) != len(each) or min(counts, default=1) < 1:
+            why = f"there are {len(each)} {what}, and it says how often each counts"
             _impossible(f"--{word}-{flag}", counts, why, "Give a number for each, 1 or more.")
-    hosts = [host for host, count in zip_longest(of("hosts"), of("hosts_num"), fillvalue=1) for _ in range(count)]
-    ports = [first + i for first, count in zip_longest(of("ports"), of("ports_inc"), fillvalue=1) for i in range(count)]
+        return list(zip(each, counts, strict=True))
+
+    hosts = [host for host, count in counted("hosts", "hosts-num") for _ in range(count)]
+    ports = [first + i for first, count in counted("ports", "ports-inc") for i in range(count)]
     if len(hosts) != len(ports):
         why = f"there are {len(hosts)} hosts and {len(ports)} ports"
         _impossible(f"--{word}-hosts", hosts, why, "Give as many ports as hosts.")
     pairs = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
-    given = (*getattr(args, role.value), *pairs)
-    for text in given:
+    texts = (*getattr(args, role.value), *pairs)
+    for text in texts:
         try:
             parse_specs(role, text)
         except ValueError as problem:
             _impossible(
                 f"--{role.value}", text, str(problem), "Give host:port, or http(s)://host:port, or …:port+count."
             )
-    return given
+    return texts
 
 
 def _impossible(flag: str, value: object, why: str, remedy: str) -> None:
