@@ -10,10 +10,15 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+
+settings.register_profile("any machine", deadline=None)  # how fast an example is says nothing about the code
+settings.load_profile("any machine")
 
 
 @pytest.hookimpl(wrapper=True)

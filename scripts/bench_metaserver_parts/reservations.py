@@ -97,6 +97,8 @@ def main() -> None:
     )
     scheduler = Scheduler(client, url)
     scheduler.run(1.0, reserve=1)
+    while not kinds:  # the server takes as long to start as it takes
+        time.sleep(0.01)
     gc.collect()
     gc.freeze()  # as vLLM's engine core does after its start
     scheduler.run(2.0)

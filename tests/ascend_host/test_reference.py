@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-MANY = settings(max_examples=20, deadline=None, derandomize=True)
+MANY = settings(max_examples=20, derandomize=True)
 sizes = st.integers(1, 7)
 seeds = st.integers(0, 1000)
 

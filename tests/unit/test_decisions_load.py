@@ -97,7 +97,7 @@ def test_only_what_was_asked_for_can_be_reserved() -> None:
 
 
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(2, 300), st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_reservation_names_exactly_the_blocks_of_its_tokens(size: int, computed: int, more: int, spare: int) -> None:
     """vLLM may take fewer tokens than it was offered, and may have allocated more blocks than the prompt needs."""
     book = LoadBook("d")
@@ -290,5 +290,5 @@ class AnySequence(RuleBasedStateMachine):
             assert self.book.open_count() == len(self.loads)
 
 
-AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestAnySequence = AnySequence.TestCase

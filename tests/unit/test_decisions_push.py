@@ -426,5 +426,5 @@ class AnySequence(RuleBasedStateMachine):
             assert self.book.open_count() == len(self.requests) + len(self.held)
 
 
-AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestAnySequence = AnySequence.TestCase

@@ -160,7 +160,8 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         assert not d.done[bad.name][0].ok
         other.compute((slow, 160))
         (report,) = d.received(slow)
-        assert not report.ok and report.code == "PD-XFER-004", "what the revocation cuts fails cleanly"
+        # Cut by the revocation, or by its lease if the machine stood still for as long.
+        assert not report.ok and report.code in ("PD-XFER-004", "PD-XFER-001"), "what is cut fails cleanly"
         other.finish(slow)
         other.released_blocks_of(slow)
         other.pool.give(slow.p_blocks)

@@ -56,7 +56,7 @@ def test_a_small_gain_is_worth_it_only_for_very_short_spans() -> None:
     assert [each.regroup for each in halves] == [True, False]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(["token", "head", "opaque"]),
     heads=st.integers(1, 12),
@@ -103,7 +103,7 @@ def test_the_configuration_overrides_the_rule() -> None:
     assert not decide(p, d, "auto", min_span=256).regroup
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(clusters(), st.integers(0, 3), st.integers(0, 300), st.integers(0, 600))
 def test_sub_steps_fit_and_together_are_the_step(
     drawn: tuple[Cluster, list[list[int]]], rotation: int, slot: int, buffer: int

@@ -45,7 +45,7 @@ def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobP
             add(total, number, d_rank, value)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(clusters(), st.booleans())
 def test_the_sums_of_all_contributors_are_the_sum_of_d(drawn: tuple[Cluster, list[list[int]]], regroup: bool) -> None:
     cluster, steps = drawn

@@ -95,7 +95,7 @@ def test_the_contributors_of_the_design() -> None:
     assert of(3, 4, 1, 0) == (0, 1, 2, 3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 12), st.integers(1, 16), st.integers(1, 16), st.data())
 def test_shares_are_those_of_a_slot_by_slot_count(heads: int, p_tp: int, d_tp: int, data: st.DataObject) -> None:
     p, d = geometry("token", heads=heads, tp=p_tp, block=16), geometry("token", heads=heads, tp=d_tp, block=16)
@@ -113,7 +113,7 @@ def test_shares_are_those_of_a_slot_by_slot_count(heads: int, p_tp: int, d_tp: i
     assert all((d_rank in destinations(p, d, rank)) == bool(part) for rank, part in wanted.items())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.integers(1, 16))
 def test_every_rank_holds_the_heads_that_the_reference_deals(heads: int, tp: int) -> None:
     g = geometry("token", heads=heads, tp=tp, block=16)

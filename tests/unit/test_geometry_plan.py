@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.ownership import Line, granule
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner, push_range
 from vllm_ascend_pd.geometry.shard import Shares
 
-SETTINGS = settings(max_examples=1100, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=1100, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

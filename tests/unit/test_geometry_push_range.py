@@ -25,7 +25,7 @@ def test_nothing_leaves_after_the_end() -> None:
     assert push_range(0, 300, 310, 400, 128) == (300, 300)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_steps_meet_without_gap_or_overlap(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, 60))
@@ -47,7 +47,7 @@ def test_steps_meet_without_gap_or_overlap(data: st.DataObject) -> None:
     assert at == end
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 50), st.integers(1, 200), st.integers(1, 300), st.integers(1, 40))
 def test_a_window_starts_at_a_block_and_covers_the_window(first: int, length: int, window: int, block: int) -> None:
     end = first + length

@@ -50,7 +50,7 @@ def test_a_stream_that_will_never_go_on_ends_with_an_error() -> None:
 
 
 def test_a_stream_that_goes_on_meanwhile_is_whole() -> None:
-    with cluster(forsaken_s=1.5) as c, ThreadPoolExecutor(1) as client:
+    with cluster(forsaken_s=3.0) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
         d.manner.gap_s = 0.25
         asking = client.submit(c.complete, PROMPT, stream=True, max_tokens=16)

@@ -63,7 +63,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@settings(suppress_health_check=list(HealthCheck), deadline=None)  # a busy machine is no slow strategy
+@settings(suppress_health_check=list(HealthCheck))  # a busy machine is no slow strategy
 @given(st.dictionaries(WORDS, VALUES, max_size=5), st.sampled_from([None, 1]), st.booleans())
 def test_members_are_those_that_a_reader_finds(body: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(body, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
@@ -72,7 +72,7 @@ def test_members_are_those_that_a_reader_finds(body: dict[str, Any], indent: int
 
 
 @pytest.mark.usefixtures("small")
-@settings(suppress_health_check=list(HealthCheck), deadline=None)  # a busy machine is no slow strategy
+@settings(suppress_health_check=list(HealthCheck))  # a busy machine is no slow strategy
 @given(st.text(alphabet='{}[]",:\\ 1tN', max_size=12), VALUES, st.integers(0, 60), st.integers(0, 60))
 def test_what_a_reader_takes_is_understood_alike(noise: str, value: Any, at: int, cut: int) -> None:
     """A text that was damaged is refused, or it is one that a reader refuses, or both find the same."""

@@ -94,7 +94,7 @@ def test_scatter_is_the_inverse_of_gather_and_touches_nothing_else(layout: Layou
         np.testing.assert_array_equal(target.raw(region), bytes_)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(1, 5),
     st.integers(1, 9),

@@ -84,7 +84,7 @@ def test_copies_do_what_the_ops_do(p_kind: str, d_kind: str, cells: tuple[int, .
         assert not pages.calls
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_boxes_of_any_place_and_width_are_copied(data: st.DataObject) -> None:
     """Elements are as wide as all numbers allow, down to single bytes."""

@@ -102,7 +102,7 @@ pauses = st.sampled_from([0.0, 0.01, 0.3, 0.9, 7.0, 25.0, 70.0, 400.0])
 local = st.sampled_from(["bind", "gate", "cancel", "settle", "over", "gone", "back", "revoked", "tick"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(pauses, st.one_of(to_decode, local)), max_size=60))
 def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any]]) -> None:
     r, now, reports, revoking, bound = receiver(), 0.0, 0, False, False
@@ -133,7 +133,7 @@ def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any
         assert wake is None or wake >= 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(pauses, st.one_of(to_prefill, st.sampled_from(["offer", "claim", "land", "lose", "seal", "tick"]))),
