@@ -206,7 +206,8 @@ class _Connection(asyncio.Protocol):
 
     @property
     def deadline(self) -> float:
-        return min(self._due, self._hurried)
+        """None while nothing is read, for the client takes no more: its silence is not the engine's."""
+        return math.inf if self._paused else min(self._due, self._hurried)
 
     def hurry(self, patience_s: float) -> None:
         """Silence of this length is enough, until it says something or `calm`."""
@@ -217,7 +218,7 @@ class _Connection(asyncio.Protocol):
 
     def resume(self) -> None:
         if self._paused and self._transport is not None:
-            self._paused = False
+            self._paused, self._due = False, self.loop.time() + self._patience_s
             self._transport.resume_reading()
 
     def abort(self) -> None:
