@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two collectives that vLLM's communicator for CPUs does not have, and that experts spread over data-parallel ranks need.
+"""What experts spread over ranks need and vLLM 0.32 lacks on CPUs: two collectives, and a kernel that knows which experts
+are here.
 
-For tests: parts of unequal length are padded, or all of everything is sent. Without them an engine with data and expert
-parallelism ends in its first request on a CPU.
+For tests: parts of unequal length are padded, or all of everything is sent. Without this an engine with data and expert
+parallelism ends in its first request on a CPU: the kernel takes the number of an expert elsewhere for one of its own.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +19,27 @@ import torch.distributed as dist
 
 def install() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
+    CPUUnquantizedExperts.apply = of_those_here(CPUUnquantizedExperts.apply)
+
+
+def of_those_here(apply: Callable[..., None]) -> Callable[..., None]:
+    """Experts elsewhere count nothing here; the sum over the ranks has each once."""
+
+    @functools.wraps(apply)
+    def applied(self: Any, *given: Any, **named: Any) -> None:
+        bound = inspect.signature(apply).bind(self, *given, **named)
+        said = bound.arguments
+        if said["expert_map"] is not None:
+            own = said["expert_map"][said["topk_ids"].long()]
+            said["topk_weights"] = said["topk_weights"] * (own >= 0)
+            said["topk_ids"] = own.clamp(min=0).to(said["topk_ids"].dtype)
+        apply(*bound.args, **bound.kwargs)
+
+    return applied
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
@@ -27,8 +49,8 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
     rows = sizes or [len(input_)] * self.world_size
     padded = input_.new_zeros((max(rows), *input_.shape[1:]))
     padded[: len(input_)] = input_
-    gathered = padded.new_empty((self.world_size, *padded.shape))
-    dist.all_gather_into_tensor(gathered, padded, group=self.device_group)
+    gathered = [torch.empty_like(padded) for _ in rows]
+    dist.all_gather(gathered, padded, group=self.device_group)
     return torch.cat([part[:count] for part, count in zip(gathered, rows, strict=True)])
 
 
