@@ -61,8 +61,9 @@ class Shape:
 def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
     p_shape, d_shape = request.param
     d_config = cluster.push_config(*allowed, side_channel_port=cluster.ports(d_shape.tp * d_shape.dp))
+    p_config = cluster.push_config(**({"regroup": "always"} if p_shape.tp > 1 else {}))
     p, *ds = cluster.start(
-        *p_shape.specs(cluster, "p", role="kv_producer", extra=cluster.push_config()),
+        *p_shape.specs(cluster, "p", role="kv_producer", extra=p_config),
         *d_shape.specs(cluster, "d", role="kv_consumer", policy="fail", extra=d_config),
     )
     made = make_pair(p, *ds)
