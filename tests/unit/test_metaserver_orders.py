@@ -18,6 +18,7 @@ from metaserver_cluster import Cluster, cluster, data, events, texts, until
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver import http1
 from vllm_ascend_pd.metaserver.decisions import (
+    MOST_RANKS,
     VERDICTS,
     CircuitPolicy,
     CircuitState,
@@ -370,6 +371,13 @@ def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> Non
     assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused somebody"
     assert not other.holds(Life(), again.refuses(8.0))
     assert Life.of([["d", 7.0], ["e-dp1", 6.0]], 0.0) == d
+
+
+def test_an_engine_that_invents_ranks_fills_no_memory() -> None:
+    life = Life()
+    for n in range(MOST_RANKS + 10):
+        life = life.heard(f"x-dp{n}", float(n))
+    assert len(life.told) == MOST_RANKS and min(word.at for word in life.told) == 10.0
 
 
 def told(incarnation: str, at: float, refused: float = 0.0) -> Life:

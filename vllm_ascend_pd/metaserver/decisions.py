@@ -141,6 +141,9 @@ def against_prefill(code: str) -> str:
     return why if culprit is Culprit.PREFILL else ""
 
 
+MOST_RANKS = 1024  # behind one address that words are kept of: a wrong engine may invent more
+
+
 class Told(NamedTuple):
     """What a process said of itself, to who asked it at `at`."""
 
@@ -168,8 +171,9 @@ class Life:
         known = self._of(incarnation)
         if not incarnation or (known is not None and at < known.at):
             return self
-        others = (told for told in self.told if told is not known)
-        return replace(self, told=tuple(sorted((*others, Told(incarnation, at)))))
+        told = [*(other for other in self.told if other is not known), Told(incarnation, at)]
+        newest = sorted(told, key=lambda word: word.at)[-MOST_RANKS:]
+        return replace(self, told=tuple(sorted(newest)))
 
     def refuses(self, at: float) -> Life:
         """Nobody listens there: the process has ended, or it is about to."""
