@@ -55,9 +55,10 @@ class System:
     way: str
     port: int
     command: list[str]
+    root: Path = ROOT  # whose code it runs
 
 
-def systems(wanted: list[str], directory: str) -> list[System]:
+def systems(wanted: list[str], directory: str, beside: Path | None) -> list[System]:
     python, example = sys.executable, str(PARTS / "example_proxy.py")
     metaserver = [python, "-m", "vllm_ascend_pd.cli", "metaserver", "--no-canary", "--log-level", "warning"]
     engines = ["--decode", f"127.0.0.1:{DECODE}"]
@@ -67,6 +68,10 @@ def systems(wanted: list[str], directory: str) -> list[System]:
         port = next(ports)
         prefill = ["--prefill", f"127.0.0.1:{PREFILL}"] if way == "full" else []
         made.append(System("metaserver", way, port, [*metaserver, "--port", str(port), *engines, *prefill]))
+        if beside is not None:
+            port = next(ports)
+            command = [*metaserver, "--port", str(port), *engines, *prefill]
+            made.append(System("metaserver beside", way, port, command, beside))
         port = next(ports)
         made.append(System("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
     for library in ("aiohttp", "httpx"):
@@ -87,9 +92,9 @@ def pinned(core: int, command: list[str]) -> list[str]:
 
 
 @contextmanager
-def started(core: int, command: list[str], port: int) -> Iterator[psutil.Process]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(pinned(core, command), env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+def started(core: int, command: list[str], port: int, root: Path = ROOT) -> Iterator[psutil.Process]:
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen(pinned(core, command), env=environment, cwd=root, stdout=subprocess.DEVNULL)
     try:
         until(lambda: process.poll() is not None or listening(port), f"{command} did not start")
         yield psutil.Process(process.pid)
@@ -196,12 +201,15 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=[], help="only these")
     parser.add_argument("--skip", nargs="+", default=[], choices=("saturation", "paced", "memory"))
     parser.add_argument("--memory-requests", type=int, default=100_000)
+    parser.add_argument(
+        "--beside", type=Path, metavar="DIR", help="another checkout, whose metaserver is measured beside"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     with tempfile.TemporaryDirectory() as directory:
         engines = [sys.executable, str(PARTS / "engines.py"), str(PREFILL), str(DECODE)]
         with started(1, engines, DECODE):
-            bench(args, systems(args.systems, directory))
+            bench(args, systems(args.systems, directory, args.beside))
 
 
 def bench(args: argparse.Namespace, chosen: list[System]) -> None:
@@ -212,7 +220,7 @@ def bench(args: argparse.Namespace, chosen: list[System]) -> None:
         elif not rest[0].command:
             all_of(rest[1:], [*running, (rest[0], None)])
         else:
-            with started(0, rest[0].command, rest[0].port) as process:
+            with started(0, rest[0].command, rest[0].port, rest[0].root) as process:
                 until(lambda: serves(rest[0].port), f"{rest[0].name} does not serve")
                 all_of(rest[1:], [*running, (rest[0], process)])
 
