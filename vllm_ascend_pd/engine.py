@@ -46,7 +46,7 @@ class Engine:
     model: str
     host: str
     secrets: Secrets | None
-    first_port: int = 0  # of the side channel's listeners, one for each rank; 0: the kernel chooses
+    listeners_before: int = 0  # of the data-parallel ranks before this one
 
     @classmethod
     def of(cls, vllm_config: Any) -> Engine:
@@ -59,7 +59,7 @@ class Engine:
             )
         admission.check_engine(vllm_config, push)
         host = own_address(push, os.environ)
-        parallel, port = vllm_config.parallel_config, push.channel.side_channel_port
+        parallel = vllm_config.parallel_config
         return cls(
             config=push,
             incarnation=incarnation(os.urandom(8).hex(), admission.dp_rank(parallel)),
@@ -67,8 +67,13 @@ class Engine:
             model=admission.model_fingerprint(vllm_config),
             host=host,
             secrets=load_secrets(push.channel),
-            first_port=port and port + admission.listening_ports(parallel)[0],
+            listeners_before=admission.listening_ports(parallel)[0],
         )
+
+    def port_of(self, rank: int) -> int:
+        """Where a worker's side channel listens; 0: the kernel chooses."""
+        port = self.config.channel.side_channel_port
+        return port and port + self.listeners_before + rank
 
     def create_target(self, attach_thread: Callable[[], None]) -> Target:
         """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""

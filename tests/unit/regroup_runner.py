@@ -42,7 +42,7 @@ class AscendRank(PrefillRank):
 
     def _start(self, caches: Caches, parts: Parts) -> PushRuntime:
         cache = self.cache
-        given = GivenEngine(self.push, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, None, self.transport)
+        given = GivenEngine(self.push, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, None, wire=self.transport)
         shape = CacheShape(cache.block, len(self.memory.heads), cache.heads, cache.dim, cache.tp)
         self.worker = PrefillWorker(given, shape, self.device, self.contributor, self.place)
         self.dummy_run()  # memory profiling: before there are caches

@@ -74,7 +74,9 @@ class PairEngine(Engine):
 
 
 def engine_of(config: PushConfig, make_transport: MakeTransport, secrets: Secrets | None) -> PairEngine:
-    return PairEngine(config, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, secrets, make_transport)
+    return PairEngine(
+        config, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, secrets, make_transport=make_transport
+    )
 
 
 @dataclass(eq=False)

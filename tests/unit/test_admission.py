@@ -174,7 +174,7 @@ def test_each_rank_has_ports_and_a_name_of_its_own(rank: int, dense: bool) -> No
     extra = {"side_channel_port": 7000, "decode": {"tp_size": 2, "dp_size": 4}}
     config = vllm_config("kv_consumer", extra, tensor_parallel_size=2, data_parallel_size=4)
     engine = Engine.of(as_rank(config, rank, dense=dense))
-    assert engine.first_port == 7000 + 2 * rank
+    assert [engine.port_of(worker) for worker in (0, 1)] == [7000 + 2 * rank, 7001 + 2 * rank]
     assert dp_rank_of(engine.incarnation) == ("" if rank == 0 else str(rank))
 
 

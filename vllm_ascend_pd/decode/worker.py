@@ -33,7 +33,7 @@ class DecodeWorker(WorkerRole):
             rank=self._rank,
             model=engine.model,
             host=engine.host,
-            port=engine.first_port and engine.first_port + self._rank,
+            port=engine.port_of(self._rank),
             advertise_host=channel.advertise_host,
         )
         target = engine.create_target(self._device.attach_thread)

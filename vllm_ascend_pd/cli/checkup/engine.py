@@ -52,10 +52,16 @@ def _admitted(asked: Asked) -> Check:
 def _engine(asked: Asked) -> SimpleNamespace:
     """vLLM's configuration as far as the operator told it. What he did not tell offends no rule."""
     side = "decode" if asked.role == "kv_consumer" else "prefill"
-    tp = asked.tp or asked.push.sizes.get(side, {}).get("tp_size", 1)
+    sizes = asked.push.sizes.get(side, {})
+    parallel = SimpleNamespace(
+        tensor_parallel_size=asked.tp or sizes.get("tp_size", 1),
+        pipeline_parallel_size=1,
+        data_parallel_size=sizes.get("dp_size", 1),
+        data_parallel_index=0,
+    )
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role=asked.role or None),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1, data_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(kv_role=asked.role or None, engine_id=""),
+        parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
     )
