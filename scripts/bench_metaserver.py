@@ -63,15 +63,13 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Syst
     metaserver = [python, "-m", "vllm_ascend_pd.cli", "metaserver", "--no-canary", "--log-level", "warning"]
     engines = ["--decode", f"127.0.0.1:{DECODE}"]
     ports = iter(range(19510, 19600))
+    trees = {"metaserver": ROOT} | ({"metaserver beside": beside} if beside is not None else {})
     made = []
     for way in WAYS:
-        port = next(ports)
         prefill = ["--prefill", f"127.0.0.1:{PREFILL}"] if way == "full" else []
-        made.append(System("metaserver", way, port, [*metaserver, "--port", str(port), *engines, *prefill]))
-        if beside is not None:
+        for name, tree in trees.items():
             port = next(ports)
-            command = [*metaserver, "--port", str(port), *engines, *prefill]
-            made.append(System("metaserver beside", way, port, command, beside))
+            made.append(System(name, way, port, [*metaserver, "--port", str(port), *engines, *prefill], tree))
         port = next(ports)
         made.append(System("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
     for library in ("aiohttp", "httpx"):

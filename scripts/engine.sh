@@ -21,7 +21,7 @@ engine_options() {
     "port|${own}_PORT|$port|port of the HTTP server"
     "tp|${own}_TP|1|tensor parallel size"
     "dp|${own}_DP|1|data parallel size, over all hosts"
-    "dp-local|${own}_DP_LOCAL||ranks on this host, whose server balances between them; none: all of them"
+    "dp-size-local|${own}_DP_SIZE_LOCAL||ranks on this host, whose server balances between them; none: all of them"
     "dp-start-rank|${own}_DP_START_RANK||the first rank on this host; none: 0"
     "dp-rank|${own}_DP_RANK||this server's only rank: each rank has a server of its own; none: one server for the ranks of a host"
     "dp-address|${own}_DP_ADDRESS||address of rank 0; needed where ranks are on several hosts"
@@ -162,8 +162,8 @@ engine_arguments() { # fills ARGUMENTS
 engine_ranks() { # more ARGUMENTS: who computes which requests
   local flag
   if [ "${OPT[dp]}" != 1 ]; then ARGUMENTS+=(--data-parallel-size "${OPT[dp]}"); fi
-  for flag in local:size-local start-rank:start-rank rank:rank address:address rpc-port:rpc-port; do
-    if [ -n "${OPT[dp-${flag%:*}]}" ]; then ARGUMENTS+=("--data-parallel-${flag#*:}" "${OPT[dp-${flag%:*}]}"); fi
+  for flag in size-local start-rank rank address rpc-port; do
+    if [ -n "${OPT[dp-$flag]}" ]; then ARGUMENTS+=("--data-parallel-$flag" "${OPT[dp-$flag]}"); fi
   done
   if [ -n "${OPT[dp-start-rank]}" ]; then ARGUMENTS+=(--data-parallel-hybrid-lb); fi
   if [ "${OPT[experts]}" = on ]; then ARGUMENTS+=(--enable-expert-parallel); fi
@@ -181,8 +181,8 @@ engine_check() {
     on | off) ;;
     *) options_refuse "--experts ${OPT[experts]}: on or off is wanted" ;;
   esac
-  if [ -n "${OPT[dp-rank]}" ] && [ -n "${OPT[dp-local]}${OPT[dp-start-rank]}" ]; then
-    options_refuse "--dp-rank is one rank with a server of its own: it goes without --dp-local and --dp-start-rank"
+  if [ -n "${OPT[dp-rank]}" ] && [ -n "${OPT[dp-size-local]}${OPT[dp-start-rank]}" ]; then
+    options_refuse "--dp-rank is one rank with a server of its own: it goes without --dp-size-local and --dp-start-rank"
   fi
   case ${OPT[policy]:-recompute} in
     recompute | fail) ;;

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,19 +23,6 @@ EXAMPLES = ROOT / "examples"
 READY_S, STOP_S = 500.0, 90.0
 TOLD_S = 8.0
 Script = tuple[str | Path, ...]  # a file below examples/, and its arguments
-
-
-def free_base() -> int:
-    """The first of three neighbouring ports that are free."""
-    for base in range(28100, 32000, 10):
-        with ExitStack() as held:
-            try:
-                for port in (base, base + 1, base + 2):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return base
-    raise RuntimeError("no three neighbouring ports are free")
 
 
 @contextmanager
@@ -85,7 +71,7 @@ def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
 @contextmanager
 def launched_pair(cluster: Cluster, tally: Tally, script: str, model: Path, p_tp: int, d_tp: int) -> Iterator[Pair]:
     """A pair of these sizes, started by an example; every pushed block is checked, and a failed request fails."""
-    base, own = free_base(), cluster.logs / f"launched-{p_tp}-{d_tp}"
+    base, own = cluster.ports(3), cluster.logs / f"launched-{p_tp}-{d_tp}"
     settings = {
         "PD_SERVED_NAME": "model",
         "PD_VERIFY": "full",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched import EXAMPLES, Script, free_base, launched
+from launched import EXAMPLES, Script, launched
 from pairs import prefilled
 
 from scripts.support.cells import Site
@@ -50,7 +50,7 @@ def test_check_sh_fails_for_another_model_and_where_nobody_is(faulty: Site) -> N
 
 def neighbours(script: str, model: Path, cluster: Cluster) -> Arrangement:
     """A launcher of three servers on neighbouring ports."""
-    base = free_base()
+    base = cluster.ports(3)
     words = ("--model", model, "--port-base", str(base), "--log-dir", cluster.logs / f"as-written-{base}")
     return base, [(script, *words, "--timeout", "480")], {}
 

@@ -215,6 +215,7 @@ def test_wrong_flags_stop_the_start_with_a_sentence(flags: list[str], says: str)
         ("--prefill h:8000+4 --decode h:8003", "--decode", "'h:8003'"),
         ("--decoder-hosts h --decoder-hosts-num 2 2 --decoder-ports 1 2", "--decoder-hosts-num", "[2, 2]"),
         ("--decoder-hosts h h --decoder-ports 1 --decoder-ports-inc 0", "--decoder-ports-inc", "[0]"),
+        ("--decoder-hosts h --decoder-ports 1 --decoder-ports-inc 9999999999", "--decoder-ports-inc", "[9999999999]"),
         ("--prefill h:70000", "--prefill", "'h:70000'"),
         ("--max-waiting -1", "--max-waiting", "-1"),
         ("--max-wait -5", "--max-wait", "-5.0"),

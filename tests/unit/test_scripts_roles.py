@@ -111,7 +111,7 @@ def test_a_flag_wins_over_the_environment(role):
         ("prefill", ["--model", "m", "--dry-run=1"], "--dry-run takes no value"),
         ("decode", ["--model", "m", "--pp", "2"], "unknown flag --pp"),
         ("decode", ["--model", "m", "--experts", "yes"], "--experts yes"),
-        ("decode", ["--model", "m", "--dp-rank", "1", "--dp-local", "2"], "--dp-rank is one rank"),
+        ("decode", ["--model", "m", "--dp-rank", "1", "--dp-size-local", "2"], "--dp-rank is one rank"),
         ("decode", ["--model", "m", "--policy", "hope"], "--policy hope"),
         ("decode", ["--model", "m", "--set", "lease_s"], "--set lease_s"),
         ("metaserver", ["--port", "http"], "--port http"),
@@ -187,7 +187,7 @@ def test_cpu_pipeline_stages_use_the_eager_compilation_backend_instead_of_enforc
 RANKS = [
     ("--dp 4", {"data_parallel_size": 4}),
     (
-        "--dp 32 --dp-local 16 --dp-start-rank 16 --dp-address 10.0.0.1 --dp-rpc-port 13345 --experts on",
+        "--dp 32 --dp-size-local 16 --dp-start-rank 16 --dp-address 10.0.0.1 --dp-rpc-port 13345 --experts on",
         {
             "data_parallel_size": 32,
             "data_parallel_size_local": 16,

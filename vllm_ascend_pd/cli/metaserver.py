@@ -270,16 +270,16 @@ def _check_tls(args: argparse.Namespace) -> None:
 
 def _named(role: Role, args: argparse.Namespace, word: str) -> tuple[str, ...]:
     """The instances of a role, from our flags and the predecessor's."""
-    from vllm_ascend_pd.metaserver.service.fleet import parse_specs
+    from vllm_ascend_pd.metaserver.service.fleet import MOST_ENDPOINTS, parse_specs
 
     def of(flag: str) -> list[Any]:
         return list(getattr(args, f"{word}_{flag.replace('-', '_')}"))
 
     def counted(what: str, flag: str) -> list[tuple[Any, int]]:
         each, counts = of(what), of(flag) or [1] * len(of(what))
-        if len(counts) != len(each) or min(counts, default=1) < 1:
+        if len(counts) != len(each) or not all(1 <= count <= MOST_ENDPOINTS for count in counts):
             why = f"there are {len(each)} {what}, and it says how often each counts"
-            _impossible(f"--{word}-{flag}", counts, why, "Give a number for each, 1 or more.")
+            _impossible(f"--{word}-{flag}", counts, why, f"Give a number for each, from 1 to {MOST_ENDPOINTS}.")
         return list(zip(each, counts, strict=True))
 
     hosts = [host for host, count in counted("hosts", "hosts-num") for _ in range(count)]

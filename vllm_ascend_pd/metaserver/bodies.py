@@ -283,7 +283,7 @@ def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
 
 def _word(fields: Mapping[str, msgspec.Raw], key: str) -> bytes:
     """A short value; of a long one only its beginning, which is none."""
-    return bytes(_view(fields, key)[: _SHORT + 1])
+    return bytes(memoryview(fields[key])[: _SHORT + 1]) if key in fields else b"null"
 
 
 # Engines read bodies with pydantic, which takes more than JSON's own numbers and truths. Reading them otherwise would make
@@ -294,10 +294,10 @@ _SHORT = 64  # characters of a value that can be a count
 
 
 def _small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
-    raw = _word(fields, key)
+    raw = _word(fields, key) if key in fields else b""
     try:
-        return json.loads(raw) if len(raw) <= _SHORT else None
-    except ValueError:
+        return msgspec.json.decode(raw) if 0 < len(raw) <= _SHORT else None
+    except UNREADABLE:
         return None
 
 

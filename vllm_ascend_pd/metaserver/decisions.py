@@ -151,6 +151,13 @@ class Told(NamedTuple):
     at: float
 
 
+def _newest(words: Iterable[Told]) -> tuple[Told, ...]:
+    """The last word of each rank (of two at once the later one here), sorted. Of too many ranks the newest."""
+    of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
+    newest = sorted(of_rank.values(), key=lambda word: word.at)[-MOST_RANKS:]
+    return tuple(sorted(newest))
+
+
 @dataclass(frozen=True, slots=True)
 class Life:
     """What is known of the processes behind an address: with data parallelism there are several, each a rank. Everything that is
@@ -168,12 +175,7 @@ class Life:
 
     def heard(self, incarnation: str, at: float) -> Life:
         """An engine that was asked at `at` told its incarnation in an answer, a reservation or a report."""
-        known = self._of(incarnation)
-        if not incarnation or (known is not None and at < known.at):
-            return self
-        told = [*(other for other in self.told if other is not known), Told(incarnation, at)]
-        newest = sorted(told, key=lambda word: word.at)[-MOST_RANKS:]
-        return replace(self, told=tuple(sorted(newest)))
+        return replace(self, told=_newest((*self.told, Told(incarnation, at)))) if incarnation else self
 
     def refuses(self, at: float) -> Life:
         """Nobody listens there: the process has ended, or it is about to."""
@@ -181,10 +183,7 @@ class Life:
 
     def merged(self, other: Life) -> Life:
         """With what another worker knows."""
-        merged = self.refuses(other.refused)
-        for incarnation, at in other.told:
-            merged = merged.heard(incarnation, at)
-        return merged
+        return replace(self.refuses(other.refused), told=_newest((*self.told, *other.told)))
 
     def may_be(self, incarnation: str, at: float) -> bool:
         """Whether nothing that is known speaks against the process that was asked at `at` being there still. A slow one is

@@ -206,7 +206,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def deadline(self) -> float:
-        """None while nothing is read, for the client takes no more: its silence is not the engine's."""
+        """Never while nothing is read, for the client takes no more: its silence is not the engine's."""
         return math.inf if self._paused else min(self._due, self._hurried)
 
     def hurry(self, patience_s: float) -> None:
@@ -219,6 +219,7 @@ class _Connection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused and self._transport is not None:
             self._paused, self._due = False, self.loop.time() + self._patience_s
+            self._hurried = math.inf  # it could not have said anything meanwhile
             self._transport.resume_reading()
 
     def abort(self) -> None:

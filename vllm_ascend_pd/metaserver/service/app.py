@@ -8,8 +8,8 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
@@ -330,7 +330,7 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
             drop.update(part.strip().lower() for part in value.split(b","))
     headers = [(name, value) for name, value in scope["headers"] if name not in drop]
     if request_id is None:
-        request_id = uuid.uuid4().hex.encode()
+        request_id = secrets.token_hex(16).encode()
     headers.append((OWN_MARK, b"1"))
     headers.append((b"x-request-id", request_id))  # one, whatever the client says belongs to its connection
     if kind is None:

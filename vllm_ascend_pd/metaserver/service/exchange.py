@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -116,7 +116,8 @@ class Exchange:
 
     def forget_prompt(self) -> None:
         """No attempt and no post of D can need it any more: a stream may go on for long."""
-        self.request = replace(self.request, fields={})
+        if self.request.fields:
+            self.request = replace(self.request, fields={})
         self.release()
 
     def story(self) -> Story:
@@ -156,7 +157,7 @@ class Attempt:
 
     exchange: Exchange
     decode: Instance
-    ticket: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ticket: str = field(default_factory=lambda: secrets.token_hex(16))
     legs: dict[str, Interrupt] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
@@ -207,7 +208,9 @@ class Journal:
 
     def __init__(self) -> None:
         self.tickets: dict[str, Attempt] = {}
-        self._past: OrderedDict[str, Attempt] = OrderedDict()  # their reports may still be on their way
+        # Since when they are past, oldest first: their reports may still be on their way.
+        self._past: OrderedDict[str, tuple[Attempt, float]] = OrderedDict()
+        self._forgetting: asyncio.TimerHandle | None = None
         self.exchanges: set[Exchange] = set()
         self.last: deque[Story] = deque(maxlen=_LAST_REQUESTS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
@@ -221,10 +224,11 @@ class Journal:
         """The ticket is void. What D reports of it is still taken."""
         self.tickets.pop(attempt.ticket, None)
         if not attempt.seen <= attempt.reports.keys():
-            self._past[attempt.ticket] = attempt
-            asyncio.get_running_loop().call_later(PAST_S, self._past.pop, attempt.ticket, None)
+            self._past[attempt.ticket] = attempt, asyncio.get_running_loop().time()
             if len(self._past) > _PAST_ATTEMPTS:
                 self._past.popitem(last=False)
+            if self._forgetting is None:
+                self._forget()
 
     def told(self, attempt: Attempt) -> None:
         """A report came. After the last one nothing is expected of a past attempt."""
@@ -232,7 +236,18 @@ class Journal:
             self._past.pop(attempt.ticket, None)
 
     def attempt(self, ticket: str) -> Attempt | None:
-        return self.tickets.get(ticket) or self._past.get(ticket)
+        return self.tickets.get(ticket) or self._past.get(ticket, (None, 0.0))[0]
+
+    def _forget(self) -> None:
+        """What has been past for long enough; the rest when the oldest of it has. One timer for all: a minute's worth of timers
+        would be work for the garbage collector, during which everything else stands still."""
+        loop, self._forgetting = asyncio.get_running_loop(), None
+        while self._past:
+            _, since = next(iter(self._past.values()))
+            if (left := since + PAST_S - loop.time()) > 0:
+                self._forgetting = loop.call_later(left, self._forget)
+                return
+            self._past.popitem(last=False)
 
     def begin(self, exchange: Exchange) -> None:
         self.exchanges.add(exchange)

@@ -199,7 +199,8 @@ class Reservations:
             try:
                 with front.fleet.leg(prefill, cost) as trial:
                     await self._ask(attempt, posted, prefill)
-                    if front.journal.tickets.get(posted.ticket) is attempt and posted.transfer not in attempt.reports:
+                    awaited = front.journal.tickets.get(posted.ticket) is attempt
+                    if trial.number and awaited and posted.transfer not in attempt.reports:
                         attempt.trials[posted.transfer], trial.kept = trial, True
                 return
             except PrefillFailed as failed:
@@ -209,10 +210,10 @@ class Reservations:
                 delay = front.settings.retry.again(failed.failure, number, False, front.budget, random.random())
                 if delay is None or exchange.pinned is not None:
                     raise
-                METRICS.retries.labels(failed.failure.value).inc()
                 await asyncio.sleep(delay)
                 if not attempt.wants(posted.transfer):
                     raise
+                METRICS.retries.labels(failed.failure.value).inc()
 
     def _choose(self, attempt: Attempt, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front
