@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection as Pipe
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Ack, Done, Endpoint
+from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Ack, Done
 
 
 def _secrets(with_secret: bool):
@@ -35,9 +35,7 @@ def _done(seq: int) -> Done:
         contributor=Contributor(0, 0),
         d_rank=0,
         seq=seq,
-        layers=16,
-        tokens=2048,
-        bytes=1 << 26,
+        bytes=(1 << 26,),
         plan_digest="digest",
     )
 

@@ -17,8 +17,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
-from vllm_ascend_pd.protocol.identity import incarnation
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint, incarnation
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.transport.base import Target, Wire
 

@@ -51,20 +51,21 @@ from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, unseal
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, TransferId
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
+from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
     Cancel,
     Done,
-    Endpoint,
     Failed,
-    LayerAddresses,
+    Memory,
     Message,
     Ready,
     Refused,
     Renew,
     Reservation,
+    Which,
 )
 from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -79,6 +80,7 @@ REGION = Region("kv", 4096, 1024, 64, 64)
 LAYERS = ("layer.0", "layer.1")
 P = CacheGeometry(16, 4, 2, "bf16", "k|v", (REGION,), (LAYERS,))
 D = CacheGeometry(16, 4, 1, "bf16", "k|v", (REGION,), (LAYERS,))
+LAYOUT = written(Told(MODEL, P))
 ME, OTHER = Contributor(0, 0), Contributor(0, 1)
 TRANSFER = TransferId("decode-1", 7, "uuid-7")
 ENDPOINTS = (Endpoint("127.0.0.1", 4711),)
@@ -86,7 +88,6 @@ QUIET_S = 40.0
 RESERVATION = Reservation(
     version=PROTOCOL_VERSION,
     transfer=TRANSFER,
-    d_engine="engine",
     model=MODEL,
     first=0,
     end=40,
@@ -143,23 +144,24 @@ def _said(contributor: Contributor = ME, seq: int = 1) -> dict[str, Any]:
 def _begin() -> Begin:
     return Begin(
         **_said(),
-        model=MODEL,
-        geometry=P,
-        contributors=contributor_pairs(P, D, 0),
+        layout=layout_hash(LAYOUT),
+        told=LAYOUT,
+        contributors=contributors_digest(contributor_pairs(P, D, 0)),
         plan_digest=plan_digest(P, D, 0, 40, "direct"),
         quiet_s=QUIET_S,
     )
 
 
 def _messages() -> list[Message]:
-    addresses = LayerAddresses("session-1", 10, ((1 << 20,), (2 << 20,)))
+    addresses = Memory("session-1", (10,), ((1 << 20,), (2 << 20,)))
     digest = plan_digest(P, D, 0, 40, "direct")
     return [
         _begin(),
-        Ready(**_said(), lease_s=15.0, layout="hash", addresses=addresses),
+        Ready(**_said(), lease_s=15.0, memory="hash", addresses=addresses),
         Renew(**_said(seq=2)),
+        Which(**_said()),
         Refused(**_said(), failure=Failure("PD-XFER-005", "over: of what")),
-        Done(**_said(seq=2), layers=2, tokens=40, bytes=4096, plan_digest=digest, checksums=(("layer.0", 1 << 63),)),
+        Done(**_said(seq=2), bytes=(4096,), plan_digest=digest, checksums=((0, 0, 1 << 63),)),
         Failed(**_said(seq=2), quiescent=True, failure=Failure("PD-XFER-003", "why")),
         Cancel(**_said(), failure=Failure("PD-XFER-001", "why")),
         Ack(**_said(), kind="done"),
@@ -233,7 +235,7 @@ def _machines() -> Run:
 
 
 def _receiver() -> Receiver:
-    addresses = LayerAddresses("session-1", 10, ((1 << 20,), (2 << 20,)))
+    addresses = Memory("session-1", (10,), ((1 << 20,), (2 << 20,)))
     made = Receiver(
         incarnation="decode-1",
         rank=0,
@@ -254,7 +256,7 @@ def _sender() -> Sender:
     to = Destination(
         0, ENDPOINTS[0], contributor_pairs(P, D, 0), plan_digest(P, D, 0, 40, "direct"), len(D.layers), len(D.regions)
     )
-    made.open(0.0, PushOrder("push-1", TRANSFER, 300.0, 40, 2, (to,)))
+    made.open(0.0, PushOrder("push-1", TRANSFER, 300.0, (to,)))
     return made
 
 

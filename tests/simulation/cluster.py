@@ -14,8 +14,8 @@ from simulation.prefill_engine import PrefillEngine, Prompt
 from simulation.settings import Settings
 from simulation.wire import Wire
 from simulation.world import Process, Violation, World
-from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.timing import hold_s
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loads
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
-from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Message, Reservation
 from vllm_ascend_pd.protocol.states import ReservationState
 
 if TYPE_CHECKING:
@@ -298,7 +298,6 @@ class DecodeEngine:
         return Reservation(
             version=PROTOCOL_VERSION,
             transfer=bind.transfer,
-            d_engine=f"D{self.index}",
             model=MODEL,
             first=bind.first,
             end=bind.end,

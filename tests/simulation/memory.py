@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from simulation.settings import Settings, Shape
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.protocol.messages import LayerAddresses
+from vllm_ascend_pd.protocol import messages
 
 _POOL = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
 NOISE = 0xEE  # what zeroing, or the step before, leaves in a block
@@ -59,8 +59,8 @@ class Memory:
             for i in range(len(self.layers))
         )
 
-    def addresses(self, session: str) -> LayerAddresses:
-        return LayerAddresses(session, self.blocks, self.bases)
+    def addresses(self, session: str) -> messages.Memory:
+        return messages.Memory(session, (self.blocks,), self.bases)
 
     def offsets(self, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
         """Where the cells [first, last) lie inside a plane; `blocks` is the block table from token 0."""

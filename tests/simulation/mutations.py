@@ -80,7 +80,7 @@ class ReadyBeforeBind(Receiver):
     class Machine(ReservationMachine):
         def park(self, now: float, record: Transfer, heard: Heard[Any]) -> None:
             if isinstance(heard.message, Begin):
-                granted = ready(heard.message, self._timers.lease_s, self.layout, self.addresses)
+                granted = ready(heard.message, self._timers.lease_s, self.memory, self.addresses)
                 self.actions.append(Send(heard.peer, granted))
             super().park(now, record, heard)
 

@@ -31,8 +31,8 @@ from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import News, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
-from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.regroup.staging import Staging
 from vllm_ascend_pd.transport.base import WriteState

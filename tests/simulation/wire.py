@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulation.prefill import PrefillRank
     from simulation.settings import Faults
     from vllm_ascend_pd.prefill.core.batches import Triples
-    from vllm_ascend_pd.protocol.messages import Endpoint
+    from vllm_ascend_pd.protocol.identity import Endpoint
     from vllm_ascend_pd.protocol.push import Claim
 
 UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read what waited for it

@@ -22,8 +22,8 @@ from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Ack, Cancel, Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Ack, Cancel, Message
 from vllm_ascend_pd.protocol.versions import OURS, Release
 
 LOOPBACK = "127.0.0.1"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_ascend_pd.config import Timers
@@ -13,18 +13,20 @@ from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Report, Revoke
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
     Cancel,
     Done,
     Failed,
-    LayerAddresses,
+    Memory,
     Message,
     Ready,
     Refused,
     Renew,
-    layout_hash,
+    Which,
+    memory_hash,
 )
 from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -56,8 +58,8 @@ SET = contributor_pairs(P, D, 0)
 ONE, TWO = SET
 T = TransferId(D_INCARNATION, 7, "uuid-7")
 PUSH = "push-1"
-ADDRESSES = LayerAddresses("session-1", 10, ((0,), (100,)))
-NEW_ADDRESSES = LayerAddresses("session-2", 10, ((0,), (100,)))
+ADDRESSES = Memory("session-1", (10,), ((0,), (100,)))
+NEW_ADDRESSES = Memory("session-2", (10,), ((0,), (100,)))
 
 
 def p_incarnation(contributor: Contributor) -> str:
@@ -91,11 +93,21 @@ def _head(contributor: Contributor, seq: int, changes: dict[str, Any]) -> dict[s
     return {**values, **changes}
 
 
-def begin(contributor: Contributor = ONE, seq: int = 1, **changes: Any) -> Begin:
+def begin(
+    contributor: Contributor = ONE,
+    seq: int = 1,
+    *,
+    model: str = MODEL,
+    geometry: CacheGeometry = P,
+    contributors: Sequence[Contributor] = SET,
+    **changes: Any,
+) -> Begin:
+    """With the layout in full."""
+    layout = written(Told(model, geometry))
     own: dict[str, Any] = {
-        "model": MODEL,
-        "geometry": P,
-        "contributors": SET,
+        "layout": layout_hash(layout),
+        "told": layout,
+        "contributors": contributors_digest(tuple(contributors)),
         "plan_digest": DIGEST,
         "quiet_s": QUIET,
     }
@@ -107,7 +119,7 @@ def renew(contributor: Contributor = ONE, seq: int = 2, **changes: Any) -> Renew
 
 
 def done(contributor: Contributor = ONE, seq: int = 9, **changes: Any) -> Done:
-    own: dict[str, Any] = {"layers": 2, "tokens": 40, "bytes": 100, "plan_digest": DIGEST}
+    own: dict[str, Any] = {"bytes": (100,), "plan_digest": DIGEST}
     return Done(**_head(contributor, seq, {**own, **changes}))
 
 
@@ -117,12 +129,16 @@ def failed(contributor: Contributor = ONE, seq: int = 9, quiescent: bool = True,
 
 
 def ready(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Ready:
-    own: dict[str, Any] = {"lease_s": TIMERS.lease_s, "layout": layout_hash(ADDRESSES), "addresses": ADDRESSES}
+    own: dict[str, Any] = {"lease_s": TIMERS.lease_s, "memory": memory_hash(ADDRESSES), "addresses": ADDRESSES}
     return Ready(**_head(contributor, seq, {**own, **changes}))
 
 
 def refused(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Refused:
     return Refused(**_head(contributor, seq, {"failure": Failure("PD-XFER-005", "over: "), **changes}))
+
+
+def which(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Which:
+    return Which(**_head(contributor, seq, changes))
 
 
 def cancel(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Cancel:
@@ -153,8 +169,6 @@ def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushOrder:
         "push": PUSH,
         "transfer": T,
         "deadline_s": 300.0,
-        "tokens": 40,
-        "layers": 2,
         "destinations": to,
     }
     return PushOrder(**{**values, **changes})

@@ -309,7 +309,6 @@ class DecodeSite:
         reservation = Reservation(
             version=PROTOCOL_VERSION,
             transfer=transfer,
-            d_engine="a decode engine",
             model=NAME,
             first=first,
             end=tokens,

@@ -32,8 +32,8 @@ from vllm_ascend_pd.engine import Engine, merge_geometries
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
-from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint
+from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.parts import Place
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Target, Wire
@@ -148,7 +148,6 @@ class DecodeSite:
         reservation = Reservation(
             version=PROTOCOL_VERSION,
             transfer=bind.transfer,
-            d_engine="a decode engine",
             model=NAME,
             first=bind.first,
             end=bind.end,

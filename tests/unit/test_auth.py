@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_rig import ADDRESSES, D, T, ack, begin, cancel, done, failed, ready, refused
+from protocol_rig import ADDRESSES, D, T, ack, begin, cancel, done, failed, ready, refused, which
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import (
@@ -31,20 +31,28 @@ from vllm_ascend_pd.protocol.auth import (
     sessions,
     unseal,
 )
-from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Endpoint, LayerAddresses, Reservation
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Memory, Reservation
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
 KEY = b"k" * 32
 DIALER, LISTENER = Greeting(b"d" * 32, "prefill-1"), Greeting(b"l" * 32, "decode-1")
-MESSAGES = [begin(), ready(), refused(), done(checksums=(("layer.0", 2**64 - 1),)), failed(), cancel(), ack("done", 3)]
+MESSAGES = [
+    begin(),
+    ready(),
+    refused(),
+    done(checksums=((0, 0, 2**64 - 1),)),
+    failed(),
+    which(),
+    cancel(),
+    ack("done", 3),
+]
 
 
 def reservation() -> Reservation:
     return Reservation(
-        version=1,
+        version=PROTOCOL_VERSION,
         transfer=T,
-        d_engine="decode",
         model="model",
         first=0,
         end=40,
@@ -322,7 +330,8 @@ def test_a_message_above_the_limit_is_refused_unread() -> None:
         {"seq": 2**62},
         {"quiet_s": -1.0},
         {"quiet_s": 1e9},
-        {"model": "m" * 1025},
+        {"layout": "x" * 65},
+        {"known_memory": "x" * 65},
         {"quiet_s": float("nan")},
         {"contributor": Contributor(-1, 0)},
         {"contributor": Contributor(0, 1 << 16)},
@@ -340,7 +349,7 @@ def test_values_out_of_bounds_are_refused(changes: dict[str, object]) -> None:
 def test_more_addresses_than_any_cache_has_are_refused() -> None:
     for bases in (((0,),) * 4097, ((0,) * 65,)):
         with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
-            decode_message(encode(ready(addresses=LayerAddresses("s", 1, bases))))
+            decode_message(encode(ready(addresses=Memory("s", (1,), bases))))
 
 
 def test_addresses_travel_with_ready() -> None:

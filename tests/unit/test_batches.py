@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ascend_pd.prefill.core.batches import grouped
 from vllm_ascend_pd.prefill.core.push import Unit
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.push import Claim
 
 PEER = Endpoint("127.0.0.1", 1)

@@ -13,7 +13,7 @@ from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SECRETS = [None, Secrets(NEW)]
@@ -42,13 +42,13 @@ async def test_one_connection_per_endpoint_is_made_and_reused() -> None:
 
 @pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
 async def test_large_messages_pass_once_the_peer_is_proven(secrets) -> None:
-    from vllm_ascend_pd.protocol.messages import LayerAddresses, Ready
+    from vllm_ascend_pd.protocol.messages import Memory, Ready
 
-    addresses = LayerAddresses("s", 1, tuple(tuple(2**40 + n + at for at in range(10)) for n in range(4096)))
+    addresses = Memory("s", (1,), tuple(tuple(2**40 + n + at for at in range(10)) for n in range(4096)))
     ready = Ready(
         **{name: getattr(message(3), name) for name in Ready.__struct_fields__ if hasattr(message(), name)},
         lease_s=1.0,
-        layout="x",
+        memory="x",
         addresses=addresses,
     )
     got = []

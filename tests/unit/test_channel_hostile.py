@@ -33,8 +33,8 @@ from vllm_ascend_pd.channel.frames import (
 )
 from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Endpoint
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 from vllm_ascend_pd.protocol.versions import Release
 
 SECRET = Secrets(b"s" * 32)

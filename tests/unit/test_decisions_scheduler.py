@@ -26,8 +26,8 @@ from vllm_ascend_pd.metaserver.reports import ROUTE, LoadReport, read_posted
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId, push_id, pusher
-from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, push_id, pusher
+from vllm_ascend_pd.protocol.messages import Reservation
 
 TOKENS = list(range(100, 110))
 CACHE = geometry("token", heads=2, tp=2, block=4)
@@ -48,7 +48,6 @@ def reservation(asked: Request, **changes: Any) -> Reservation:
     made = Reservation(
         version=PROTOCOL_VERSION,
         transfer=TransferId("d", 1, "u"),
-        d_engine="d",
         model="m",
         first=0,
         end=len(TOKENS),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from watching import until
 
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.forms import form_of
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
-from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.protocol.messages import Reservation
 
 SECRET = Secrets(b"k" * 32)
 HUGE = list(range(200_000))
@@ -181,21 +182,25 @@ FORGERIES: dict[str, dict[str, Any]] = {
     "too many blocks": {"blocks": np.zeros(500_000, dtype="<i4").tobytes()},
     "half a block": {"blocks": b"\x01\x00\x00"},
     "no endpoints": {"endpoints": ()},
-    "many endpoints": {"endpoints": (Endpoint("127.0.0.1", 1),) * 5000},
+    "another dtype": {"layout": {"dtype": "fp8"}},
+    "layers of another model": {"layout": {"stages": (("a", "b"),)}},
 }
-CACHES: dict[str, dict[str, Any]] = {
-    "a huge TP": {"tp_size": 1 << 40},
-    "no TP": {"tp_size": 0},
-    "blocks of nothing": {"block_size": 0},
-    "blocks of everything": {"block_size": 1 << 62},
-    "negative blocks": {"block_size": -32},
-    "no heads": {"kv_heads": 0},
-    "a billion heads": {"kv_heads": 1 << 30},
-    "no regions": {"regions": ()},
-    "no layers": {"stages": ()},
-    "layers of another model": {"stages": (("a", "b"),)},
-    "a hundred thousand layers": {"stages": (tuple(f"layer.{i}" for i in range(100_000)),)},
-    "another dtype": {"dtype": "fp8"},
+# What is made of the layout as it travels, taken apart.
+CACHES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a huge TP": lambda layout: layout["workers"].append([0, 1 << 40, 0, None]),
+    "no workers": lambda layout: layout["workers"].clear(),
+    "a crowd": lambda layout: layout["workers"].extend([[0, 0, 0, None]] * 5000),
+    "blocks of nothing": lambda layout: layout["groups"][0].__setitem__(0, 0),
+    "blocks of everything": lambda layout: layout["groups"][0].__setitem__(0, 1 << 62),
+    "negative blocks": lambda layout: layout["groups"][0].__setitem__(0, -32),
+    "no heads": lambda layout: layout["kinds"][0]["components"][0][7].__setitem__(0, 0),
+    "a billion heads": lambda layout: layout["kinds"][0]["components"][0][7].__setitem__(0, 1 << 30),
+    "no components": lambda layout: layout["kinds"][0]["components"].clear(),
+    "no layers": lambda layout: layout["layers"].clear(),
+    "a hundred thousand layers": lambda layout: layout["layers"].extend(
+        [f"layer.{i}", 0, 0, 0] for i in range(100_000)
+    ),
+    "a layer of no kind": lambda layout: layout["layers"][0].__setitem__(1, 7),
 }
 
 
@@ -203,26 +208,33 @@ CACHES: dict[str, dict[str, Any]] = {
 def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
     pair: Pair, honest: Reservation, changes: dict[str, Any]
 ) -> None:
-    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, **changes)))
+    changed = {key: value for key, value in changes.items() if key != "layout"}
+    geometry = msgspec.structs.replace(honest.geometry, **changes.get("layout", {}))
+    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry, **changed)))
     assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
 
 
-@pytest.mark.parametrize("changes", CACHES.values(), ids=CACHES)
+def _refused_layout(pair: Pair, honest: Reservation, forge: Callable[[dict[str, Any]], object]) -> None:
+    form = form_of(honest)
+    layout = msgspec.msgpack.decode(form.layout)
+    forge(layout)
+    forged = msgspec.structs.replace(form, layout=msgspec.msgpack.encode(layout))
+    sealed = b"PDR\x00" + msgspec.msgpack.encode(forged)
+    answer = _at_prefill(pair, {"do_remote_decode": True, "reservation": base64.b64encode(sealed).decode()})
+    assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
+
+
+@pytest.mark.parametrize("forge", CACHES.values(), ids=CACHES)
 def test_a_made_up_cache_is_refused_before_any_arithmetic(
-    pair: Pair, honest: Reservation, changes: dict[str, Any]
+    pair: Pair, honest: Reservation, forge: Callable[[dict[str, Any]], object]
 ) -> None:
-    geometry = msgspec.structs.replace(honest.geometry, **changes)
-    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry)))
-    assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
+    _refused_layout(pair, honest, forge)
 
 
-@pytest.mark.parametrize("field", ["block_stride", "head_stride", "token_stride", "cell_bytes"])
+@pytest.mark.parametrize("field", range(2, 6), ids=("block_stride", "head_stride", "token_stride", "cell_bytes"))
 @pytest.mark.parametrize("value", [-1, 1 << 62, 1 << 40])
-def test_a_made_up_layout_is_refused_too(pair: Pair, honest: Reservation, field: str, value: int) -> None:
-    regions = tuple(msgspec.structs.replace(region, **{field: value}) for region in honest.geometry.regions)
-    geometry = msgspec.structs.replace(honest.geometry, regions=regions)
-    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry)))
-    assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
+def test_a_made_up_layout_is_refused_too(pair: Pair, honest: Reservation, field: int, value: int) -> None:
+    _refused_layout(pair, honest, lambda layout: layout["kinds"][0]["components"][0].__setitem__(field, value))
 
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)

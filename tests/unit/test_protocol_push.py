@@ -30,7 +30,7 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Closed
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, Renew, layout_hash
+from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, Renew, memory_hash
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import authority_until, hold_s, settled_s
@@ -69,7 +69,7 @@ def test_begin_carries_what_decode_compares() -> None:
     s = sender()
     (asked,) = messages(s.open(0.0, order()))
     assert (asked.transfer, asked.push, asked.seq, asked.d_incarnation) == (T, PUSH, 1, T.incarnation)
-    assert (asked.plan_digest, asked.quiet_s, asked.known_layout) == (DIGEST, QUIET, "")
+    assert (asked.plan_digest, asked.quiet_s, asked.known_memory) == (DIGEST, QUIET, "")
 
 
 @pytest.mark.parametrize("message", [ready(), refused(), cancel()], ids=lambda m: type(m).__name__)
@@ -206,7 +206,7 @@ def test_addresses_come_with_ready_and_are_known_to_the_next_push() -> None:
     s = pushing()
     assert s.addresses(PUSH, 0) == ADDRESSES
     (asked,) = messages(s.open(1.0, order(push="push-2", transfer=TransferId(T.incarnation, 8, "u"))), Begin)
-    assert asked.known_layout == layout_hash(ADDRESSES)
+    assert asked.known_memory == memory_hash(ADDRESSES)
     s.message(1.1, "d0", ready(push="push-2", transfer=TransferId(T.incarnation, 8, "u"), addresses=None))
     assert s.addresses("push-2", 0) == ADDRESSES
 
@@ -220,7 +220,7 @@ def test_ready_without_addresses_that_are_not_known_grants_nothing() -> None:
 def test_addresses_that_change_during_a_push_fail_it() -> None:
     s = pushing()
     s.tick(5.0)
-    changed = ready(seq=2, addresses=NEW_ADDRESSES, layout=layout_hash(NEW_ADDRESSES))
+    changed = ready(seq=2, addresses=NEW_ADDRESSES, memory=memory_hash(NEW_ADDRESSES))
     assert "closed:failed" in told(s.message(5.1, "d0", changed))
 
 
@@ -231,16 +231,16 @@ def test_done_leaves_when_everything_is_covered_and_sealed() -> None:
     s = pushing()
     for unit in ("a", "b"):
         s.offer(0.1, PUSH, 0, unit, 10)
-    s.checksum(PUSH, 0, "layer.0", 2**64 - 1)
-    s.checksum(PUSH, 0, "layer.0", 3)
+    s.checksum(PUSH, 0, 4, (2**64 - 1, 5))
+    s.checksum(PUSH, 0, 4, (3, 6))
     a, b = s.claim(0.2)
     assert told(s.wrote(0.3, a, True)) == ""
     assert told(s.seal(0.4, PUSH)) == ""
     actions = s.wrote(0.5, b, True)
     assert told(actions) == "done closed:ok"
     (word,) = messages(actions, Done)
-    assert (word.bytes, word.tokens, word.layers, word.plan_digest) == (20, 40, 2, DIGEST)
-    assert word.checksums == (("layer.0", 2),)
+    assert (word.bytes, word.plan_digest) == ((20,), DIGEST)
+    assert word.checksums == ((4, 0, 2), (4, 1, 11))
 
 
 def test_a_contributor_that_owns_nothing_says_begin_and_done() -> None:
@@ -432,7 +432,7 @@ def test_every_write_that_comes_home_is_progress() -> None:
 def test_after_a_restart_everything_is_owed_again() -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
-    s.checksum(PUSH, 0, "layer.0", 5)
+    s.checksum(PUSH, 0, 0, (5,))
     s.wrote(0.2, claim_of(s, 0.1), True)
     s.offer(0.3, PUSH, 0, "pending", 10)
     assert told(s.restart(0.4, PUSH)) == ""
@@ -442,7 +442,7 @@ def test_after_a_restart_everything_is_owed_again() -> None:
     assert claim.epoch == 1
     s.seal(0.8, PUSH)
     (word,) = messages(s.wrote(0.9, claim, True), Done)
-    assert (word.bytes, word.checksums) == (10, ())
+    assert (word.bytes, word.checksums) == ((10,), ())
 
 
 def test_a_restart_while_writes_are_out_is_our_own_error() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from protocol_rig import (
     ADDRESSES,
@@ -33,14 +34,14 @@ from protocol_rig import (
     told,
 )
 
-from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.protocol.actions import Action, Report, Verify
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
-from vllm_ascend_pd.protocol.auth import decode_message, encode
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Ack, Cancel, Ready, Refused, layout_hash
+from vllm_ascend_pd.protocol.layouts import Layouts, contributors_digest, layout_hash
+from vllm_ascend_pd.protocol.messages import Ack, Cancel, Ready, Refused, memory_hash
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
@@ -125,44 +126,6 @@ def test_what_is_parked_is_bounded_in_bytes_too() -> None:
     assert r.parked_count() == 20
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"tp_size": 0}, "tp_size"),
-        ({"tp_size": 1 << 40}, "tp_size"),
-        ({"kv_heads": 0}, "kv_heads"),
-        ({"kv_heads": 65537}, "kv_heads"),
-        ({"block_size": 0}, "block_size"),
-        ({"block_size": (1 << 20) + 1}, "block_size"),
-        ({"stages": (("layer",),) * 1025}, "stages"),
-        ({"stages": (tuple(map(str, range(4097))),)}, "stages"),
-        ({"regions": (Region("kv", 4096, 1024, 64, 64),) * 65}, "regions"),
-        ({"regions": (Region("kv", 4096, 1024, -1, 64),)}, "regions"),
-        ({"regions": (Region("kv", (1 << 31) + 1, 1024, 64, 64),)}, "regions"),
-        ({"stages": (("x" * 257,),)}, "stages"),
-        ({"packing": "x" * 257}, "packing"),
-    ],
-)
-def test_a_cache_larger_than_any_is_refused_before_it_is_compared(changes: dict[str, object], says: str) -> None:
-    """By its decoder, which names the field."""
-    with pytest.raises(RemoteProtocolError, match=f"PD-CTRL-002.*geometry.{says}"):
-        decode_message(encode(begin(geometry=geometry(2, **changes))))
-
-
-def test_more_layers_than_any_model_has_are_refused_whatever_their_stages() -> None:
-    r = opened()
-    stages = tuple(tuple(f"{stage}.{layer}" for layer in range(4096)) for stage in range(2))
-    (answer,) = messages(r.message(0.2, "p1", begin(geometry=geometry(2, stages=stages))), Refused)
-    assert answer.failure == Failure("PD-GEO-001", "mismatch: layers: prefill 8192, decode accepts at most 4096")
-
-
-def test_of_very_many_contributors_only_some_are_told() -> None:
-    r = opened()
-    crowd = tuple(Contributor(0, index) for index in range(60_000))
-    (answer,) = messages(r.message(0.2, "p1", begin(contributors=crowd)), Refused)
-    assert answer.failure.code == "PD-GEO-001" and "contributors: prefill P0.0 P0.1 P0.2" in answer.failure.detail
-
-
 def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(ONE))
@@ -207,10 +170,49 @@ def test_without_an_incarnation_the_first_bind_tells_it() -> None:
 def test_addresses_are_told_once() -> None:
     r = opened()
     (first,) = messages(r.message(0.0, "p1", begin()))
-    (second,) = messages(r.message(0.1, "p1", begin(seq=2, known_layout=first.layout)))
+    (second,) = messages(r.message(0.1, "p1", begin(seq=2, known_memory=first.memory)))
     assert first.addresses == ADDRESSES
-    assert first.layout == layout_hash(ADDRESSES)
+    assert first.memory == memory_hash(ADDRESSES)
     assert second.addresses is None
+
+
+# ---- layouts
+
+
+def test_a_layout_that_is_not_known_is_asked_for_and_then_known_by_its_name() -> None:
+    r = opened()
+    assert told(r.message(0.1, "p1", begin(told=b""))) == "which"
+    assert r.counters["begin_untold"] == 1 and r.state(T) is ReservationState.OPEN
+    assert told(r.message(0.2, "p1", begin(seq=2))) == "ready"
+    assert told(r.message(0.3, "p2", begin(TWO, told=b""))) == "ready", "the other worker of this P need not tell it"
+    again = T.__class__(D_INCARNATION, 8, "u")
+    r.bind(0.4, again, FIRST, END, 300.0)
+    r.gate_open(0.4, again)
+    assert told(r.message(0.5, "p1", begin(told=b"", transfer=again, push="push-2"))) == "ready"
+
+
+def test_what_was_told_before_the_gate_opened_is_known_behind_it() -> None:
+    r = receiver()
+    r.message(0.0, "p1", begin(ONE))
+    r.message(0.0, "p2", begin(TWO, told=b""))
+    r.bind(0.1, T, FIRST, END, 300.0)
+    assert told(r.gate_open(0.2, T)) == "ready ready"
+
+
+def test_layouts_are_remembered_in_a_bounded_number() -> None:
+    r = opened()
+    for n in range(Layouts.most + 1):
+        r.message(0.1, "p1", begin(model=f"another/{n}"))
+    assert told(r.message(0.2, "p1", begin(model="another/0", told=b""))) == "which"
+    assert told(r.message(0.2, "p1", begin(model="another/1", told=b""))) == "refused:mismatch"
+
+
+def test_a_layout_that_cannot_be_read_is_refused_with_the_reason() -> None:
+    r = opened()
+    for told_layout, says in ((b"?", "PD-CTRL-002"), (msgspec.msgpack.encode({"model": "m"}), "PD-CTRL-002")):
+        unread = begin(layout=layout_hash(told_layout), told=told_layout)
+        (answer,) = messages(r.message(0.1, "p1", unread), Refused)
+        assert answer.failure.code == "PD-GEO-001" and "not valid: layout: " in answer.failure.detail, says
 
 
 # ---- agreement
@@ -233,7 +235,7 @@ def test_addresses_are_told_once() -> None:
         ),
         ({"geometry": geometry(2, dtype="fp16", packing="kv")}, ["dtype: ", "packing: "]),
         ({"quiet_s": 121.0}, ["quiet time: prefill 121, decode at most 120"]),
-        ({"contributors": SET[:1]}, ["contributors: prefill P0.0, decode P0.0 P0.1"]),
+        ({"contributors": SET[:1]}, [f"contributors: prefill {contributors_digest(SET[:1])}, decode P0.0 P0.1"]),
         ({"plan_digest": "0" * 64}, ["plan: prefill 0000", DIGEST]),
         ({"contributor": Contributor(3, 3)}, ["contributor: P3.3 is not in the set"]),
         ({"d_rank": 5}, ["d_rank: prefill 5, decode 0"]),
@@ -395,10 +397,10 @@ def test_an_acknowledgement_names_kind_and_seq() -> None:
 def test_checksums_of_all_contributors_are_summed_before_it_ends_well() -> None:
     r = leased(verify=True)
     top = 2**64 - 1
-    r.message(0.1, "p1", done(ONE, checksums=((LAYERS[0], top), (LAYERS[1], 2**63))))
-    actions = r.message(0.2, "p2", done(TWO, checksums=((LAYERS[0], 3), (LAYERS[1], 6))))
+    r.message(0.1, "p1", done(ONE, checksums=((0, 0, top), (1, 0, 2**63))))
+    actions = r.message(0.2, "p2", done(TWO, checksums=((0, 0, 3), (1, 0, 6))))
     (asked,) = [action for action in actions if isinstance(action, Verify)]
-    assert dict(asked.sums) == {LAYERS[0]: 2, LAYERS[1]: 2**63 + 6}
+    assert dict(asked.sums) == {(0, 0): 2, (1, 0): 2**63 + 6}
     assert not reports(actions)
     assert told(r.verified(0.3, T, None)) == "report:ok"
 
@@ -639,11 +641,11 @@ def test_a_begin_during_a_revocation_gets_the_new_addresses() -> None:
     other = TransferId(D_INCARNATION, 8, "uuid-8")
     r.bind(HOLD + 0.5, other, FIRST, END, 300.0)
     r.gate_open(HOLD + 0.5, other)
-    asked = begin(TWO, transfer=other, push="push-2", known_layout=layout_hash(ADDRESSES))
+    asked = begin(TWO, transfer=other, push="push-2", known_memory=memory_hash(ADDRESSES))
     assert told(r.message(HOLD + 0.6, "p2", asked)) == ""
     (granted,) = messages(r.revoked(HOLD + 1.0, NEW_ADDRESSES), Ready)
     assert granted.addresses == NEW_ADDRESSES
-    assert granted.layout == layout_hash(NEW_ADDRESSES)
+    assert granted.memory == memory_hash(NEW_ADDRESSES)
 
 
 def test_only_one_revocation_at_a_time() -> None:

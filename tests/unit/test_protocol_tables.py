@@ -37,6 +37,7 @@ from protocol_rig import (
     renew,
     sender,
     told,
+    which,
 )
 
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -44,7 +45,7 @@ from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_DECODE, TO_PREFILL
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import LayerAddresses, layout_hash
+from vllm_ascend_pd.protocol.messages import Memory, memory_hash
 from vllm_ascend_pd.protocol.push import Claim, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import (
@@ -114,6 +115,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
         E.BEGIN_OF_GONE: (S.OPEN, ""),
         E.BEGIN_OF_ANOTHER: (S.OPEN, "refused:bound"),
         E.BEGIN_UNFIT: (S.OPEN, "refused:mismatch"),
+        E.BEGIN_UNTOLD: (S.OPEN, "which"),
         E.BEGIN_IN_REVOCATION: (S.OPEN, ""),
         E.DONE: (S.OPEN, "ack:done"),
         E.LAST_DONE: (S.CLOSED_OK, "ack:done report:ok"),
@@ -252,6 +254,7 @@ def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[
         E.BEGIN_OF_GONE: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
         E.BEGIN_OF_ANOTHER: lambda: r.message(0.1, "p2", begin(TWO, push="push-2")),
         E.BEGIN_UNFIT: lambda: r.message(0.1, "p2", begin(TWO, model="another")),
+        E.BEGIN_UNTOLD: lambda: r.message(0.1, "p2", begin(TWO, model="another", told=b"")),
         E.BEGIN_IN_REVOCATION: lambda: r.message(0.1, "p2", begin(TWO)),
         E.DONE: lambda: r.message(0.1, "p1", done(ONE)),
         E.LAST_DONE: lambda: r.message(0.1, "p1", done(ONE)),
@@ -344,6 +347,7 @@ PairOutcome = tuple[PairState, str] | None
 PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
     PS.UNATTACHED: {
         PE.READY: (PS.UNATTACHED, "failed:quiet"),
+        PE.WHICH: (PS.UNATTACHED, ""),
         PE.REFUSED: (PS.UNATTACHED, ""),
         PE.CANCEL: (PS.UNATTACHED, "failed:quiet"),
         PE.ACK: (PS.UNATTACHED, ""),
@@ -351,6 +355,8 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
     },
     PS.ASK: {
         PE.READY: (PS.PUSH, ""),
+        PE.WHICH: (PS.ASK, "begin"),
+        PE.WHICH_AGAIN: (PS.ASK, ""),
         PE.REFUSED: (PS.CLOSED, "failed:quiet closed:failed"),
         PE.CANCEL: (PS.CLOSED, "failed:quiet closed:failed"),
         PE.READY_UNASKED: (PS.ASK, ""),
@@ -368,6 +374,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
     },
     PS.PUSH: {
         PE.READY: (PS.PUSH, ""),
+        PE.WHICH: (PS.PUSH, ""),
         PE.REFUSED: (PS.DRAIN, "failed:loud"),
         PE.CANCEL: (PS.DRAIN, "failed:loud"),
         PE.READY_UNASKED: (PS.PUSH, ""),
@@ -393,6 +400,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
     },
     PS.DRAIN: {
         PE.READY: (PS.DRAIN, ""),
+        PE.WHICH: (PS.DRAIN, ""),
         PE.REFUSED: (PS.DRAIN, ""),
         PE.CANCEL: (PS.DRAIN, ""),
         PE.ACK: (PS.DRAIN, ""),
@@ -411,6 +419,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
     },
     PS.CLOSED: {
         PE.READY: (PS.CLOSED, ""),
+        PE.WHICH: (PS.CLOSED, ""),
         PE.REFUSED: (PS.CLOSED, ""),
         PE.CANCEL: (PS.CLOSED, "failed:quiet"),
         PE.ACK: (PS.UNATTACHED, ""),  # closed, acknowledged: forgotten
@@ -424,7 +433,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
 }
 
 
-LESS = LayerAddresses("session-1", 10, ((0,),))  # than the layers that were planned for
+LESS = Memory("session-1", (10,), ((0,),))  # than the layers that were planned for
 
 
 def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender, Claim]:
@@ -436,6 +445,8 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
     s.open(0.0, order())
     s.offer(0.0, PUSH, 0, "unit", 10)
     if state is PS.ASK:
+        if event is PE.WHICH_AGAIN:
+            s.message(0.0, "d0", which())
         return s, claim
     s.message(0.0, "d0", ready())
     claim = claim_of(s, 0.0)
@@ -467,15 +478,17 @@ def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
     pair = s._pair(PUSH, 0)
     asked = pair.seq if pair is not None and pair.said is None else 1
     said = pair.said if pair is not None else None
-    moved, less = layout_hash(NEW_ADDRESSES), layout_hash(ADDRESSES)
+    moved, less = memory_hash(NEW_ADDRESSES), memory_hash(ADDRESSES)
     calls: dict[PairEvent, Callable[[], list[Action]]] = {
         PE.READY: lambda: s.message(0.2, "d0", ready(asked)),
         PE.READY_UNASKED: lambda: s.message(0.2, "d0", ready(77)),
         PE.READY_LATE: lambda: s.message(14.97, "d0", ready(1)),
-        PE.READY_BARE: lambda: s.message(0.2, "d0", ready(asked, layout="unknown", addresses=None)),
-        PE.READY_MOVED: lambda: s.message(0.2, "d0", ready(asked, layout=moved, addresses=NEW_ADDRESSES)),
-        PE.READY_UNFIT: lambda: s.message(0.2, "d0", ready(asked, layout=less, addresses=LESS)),
+        PE.READY_BARE: lambda: s.message(0.2, "d0", ready(asked, memory="unknown", addresses=None)),
+        PE.READY_MOVED: lambda: s.message(0.2, "d0", ready(asked, memory=moved, addresses=NEW_ADDRESSES)),
+        PE.READY_UNFIT: lambda: s.message(0.2, "d0", ready(asked, memory=less, addresses=LESS)),
         PE.REFUSED: lambda: s.message(0.1, "d0", refused()),
+        PE.WHICH: lambda: s.message(0.1, "d0", which()),
+        PE.WHICH_AGAIN: lambda: s.message(0.1, "d0", which()),
         PE.CANCEL: lambda: s.message(0.1, "d0", cancel()),
         PE.ACK: lambda: s.message(0.1, "d0", ack("failed", said.seq) if said is not None else ack("done", 1)),
         PE.ACK_OF_ANOTHER: lambda: s.message(0.1, "d0", ack("done", 1)),

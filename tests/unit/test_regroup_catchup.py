@@ -17,7 +17,7 @@ from watching import Events, traced, until
 from vllm_ascend_pd.prefill.core.missed import Missed
 from vllm_ascend_pd.prefill.core.push import Share, Unit
 from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
 from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot

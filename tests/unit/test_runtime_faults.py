@@ -21,7 +21,8 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill.core import pushes as core
 from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.sums import Summer
-from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import WriteState
@@ -232,7 +233,7 @@ def test_a_flipped_bit_is_found_and_its_layer_named() -> None:
         d.step()
         p.prefill(request)
         (report,) = d.received(request)
-        assert (report.ok, report.code, report.detail) == (False, "PD-WIRE-004", PLANES.names[1])
+        assert (report.ok, report.code, report.detail) == (False, "PD-WIRE-004", f"{PLANES.names[1]} (kv)")
         assert set(report.blocks) == set(request.d_blocks)
 
 
@@ -272,7 +273,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
     assert runtime is not None
     session, blocks, bases = msgspec.structs.astuple(runtime._addresses())
     cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
-    runtime.core._addresses = lambda: LayerAddresses(session, blocks, cut[wrong])  # type: ignore[method-assign]
+    runtime.core._addresses = lambda: Memory(session, blocks, cut[wrong])  # type: ignore[method-assign]
     with sites(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)
         d.step()
@@ -376,7 +377,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
             first = [RuntimeError("no port is free")]
             addresses = runtime.core._addresses
 
-            def once() -> LayerAddresses:
+            def once() -> Memory:
                 if first:
                     raise first.pop()
                 return addresses()

@@ -15,7 +15,7 @@ from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, s
 from watching import traced, until
 
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 

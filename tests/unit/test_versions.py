@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 from channel_kit import LOOPBACK, Ear, Mouth, until
-from protocol_rig import ack, begin, cancel, done, failed, ready, refused, renew
+from protocol_rig import ack, begin, cancel, done, failed, ready, refused, renew, which
 from test_channel_hostile import Raw, still_works
 
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import decode_message, encode, seal, unseal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
-from vllm_ascend_pd.protocol.messages import Endpoint, Message, Reservation
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Message, Reservation
 from vllm_ascend_pd.protocol.versions import OURS, Release
 
 RECORDED = json.loads((Path(__file__).parent / "wire_recorded.json").read_text())
@@ -36,7 +36,6 @@ GEOMETRY = CacheGeometry(
 RESERVATION = Reservation(
     version=PROTOCOL_VERSION,
     transfer=TransferId("decode-1", 7, "u-7"),
-    d_engine="d",
     model="m",
     first=0,
     end=20,
@@ -52,8 +51,9 @@ MESSAGES: dict[str, Message] = {
     "renew": renew(),
     "ready": ready(),
     "refused": refused(),
-    "done": done(checksums=(("layer.0", 2**64 - 1),)),
+    "done": done(checksums=((0, 0, 2**64 - 1),)),
     "failed": failed(),
+    "which": which(),
     "cancel": cancel(),
     "ack": ack("done", 3),
 }
@@ -103,9 +103,8 @@ async def test_version_1_is_refused_in_a_sentence_where_it_calls_and_where_it_re
             "Protocol version 1 of the peer is not 2. Install the same version on both engines.",
         )
         await still_works(ear)
-    assert admitted(unseal(recorded(1, "reservation"), None)).startswith(
-        "PD-CTRL-003: Protocol version 1 of the peer is not 2."
-    )
+    with pytest.raises(RemoteProtocolError, match="PD-CTRL-003: Protocol version 1 of the peer is not 2"):
+        unseal(recorded(1, "reservation"), None)
 
 
 @pytest.mark.parametrize("version", [1, PROTOCOL_VERSION + 1])
@@ -158,5 +157,6 @@ def test_what_is_recorded_is_all_that_there_is() -> None:
 
 def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
     stages = (tuple(f"model.layers.{n}.self_attn.attn" for n in range(61)),)
-    first = encode(begin(geometry=msgspec.structs.replace(GEOMETRY, stages=stages)))
-    assert len(encode(renew())) < 250 < 2000 < len(first)
+    geometry = msgspec.structs.replace(GEOMETRY, stages=stages)
+    whole, by_name = (len(encode(begin(geometry=geometry, **told))) for told in ({}, {"told": b""}))
+    assert len(encode(renew())) < 250 < by_name < 500 < 2000 < whole

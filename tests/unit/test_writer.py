@@ -17,7 +17,7 @@ from vllm_ascend_pd.prefill import writer as writer_module
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
 from vllm_ascend_pd.prefill.writer import Writer, WriterThread
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState
 
 PEER = Endpoint("127.0.0.1", 1)

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.channel.link import Context, Link
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.versions import OURS, Release
 
 

@@ -33,7 +33,8 @@ from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.versions import OURS, Release
 
 log = logging.getLogger(__name__)

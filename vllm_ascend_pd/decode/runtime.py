@@ -26,7 +26,8 @@ from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses, Message
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Ringer
@@ -228,5 +229,5 @@ class ReceiveRuntime:
         act.Note: _note,
     }
 
-    def _addresses(self) -> LayerAddresses:
-        return LayerAddresses(self._target.session, self._caches.num_blocks, self._caches.bases)
+    def _addresses(self) -> Memory:
+        return Memory(self._target.session, (self._caches.num_blocks,), self._caches.bases)

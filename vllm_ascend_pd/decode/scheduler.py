@@ -22,8 +22,8 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId, pusher
-from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, pusher
+from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
@@ -112,7 +112,6 @@ class DecodeScheduler(SchedulerRole):
         reservation = Reservation(
             version=PROTOCOL_VERSION,
             transfer=bind.transfer,
-            d_engine=self._engine.engine_id,
             model=self._engine.model,
             first=bind.first,
             end=bind.end,

@@ -20,8 +20,8 @@ class Verifier:
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
 
-    def first_difference(self, bind: Bind, sums: Mapping[str, int]) -> str | None:
-        """The first layer whose bytes are not what was sent; None if all are."""
+    def first_difference(self, bind: Bind, sums: Mapping[tuple[int, int], int]) -> str | None:
+        """The first layer and component whose bytes are not what was sent; None if all are."""
         if not sums:
             return f"{self._geometry.layers[0]} (prefill sent no checksums: set verify to full there too)"
         for index, name in enumerate(self._geometry.layers):
@@ -34,6 +34,7 @@ class Verifier:
                 bind.blocks,
                 bind.first // self._geometry.block_size,
             )
-            if sums.get(name) != found:
-                return name
+            for number, region in enumerate(self._geometry.regions):
+                if sums.get((index, number)) != found[number]:
+                    return f"{name} ({region.name})"
         return None

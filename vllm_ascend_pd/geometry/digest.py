@@ -38,8 +38,8 @@ def cache_digest(
     tokens: range,
     blocks: npt.NDArray[np.int32],
     first_block: int = 0,
-) -> int:
-    """The sum over `heads` x `tokens` as they lie in this rank's cache.
+) -> tuple[int, ...]:
+    """The sums over `heads` x `tokens` as they lie in this rank's cache, by region.
 
     `memory(region)` is a flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt.
     P gives a `Part` of its plan and its table from token 0; D its own heads, [first, end) and the reservation's table.
@@ -50,8 +50,9 @@ def cache_digest(
     if len(ids) != len(index):
         raise LocalProtocolError(f"{len(blocks)} blocks do not cover tokens {tokens}")
     local = heads.start - geometry.head_range(rank).start
-    total = 0
+    totals = []
     for number, region in enumerate(geometry.regions):
+        total = 0
         view = _cells(memory(number), region, ids, size, local, len(heads))
         step = max(1, _AT_ONCE // max(1, view[:1].nbytes))
         for at in range(0, len(ids), step):
@@ -62,10 +63,11 @@ def cache_digest(
             if not region.opaque:
                 wanted = (places >= tokens.start) & (places < tokens.stop)
             total += _sum(cells, number, places, np.arange(heads.start, heads.stop), wanted)
-    return total & MASK
+        totals.append(total & MASK)
+    return tuple(totals)
 
 
-def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes) -> dict[int, int]:
+def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes) -> dict[int, tuple[int, ...]]:
     """The same for what an owner staged after a regroup, by job index."""
     held = d.head_range(slot.d_rank)
     members, segments = slot_segments(slot, jobs)
@@ -75,8 +77,9 @@ def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes
     found = {}
     for index, member in enumerate(members):
         lo, hi = int(segments.lo[index]), int(segments.hi[index])
-        total = 0
+        totals = []
         for number, region in enumerate(d.regions):
+            total = 0
             at = int(begin[number][index])
             for place, count in _image_runs(region, lo, hi, d.block_size, len(held)):
                 length = count * len(held) * region.cell_bytes
@@ -86,7 +89,8 @@ def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes
                     cells = cells.swapaxes(0, 1)
                 places = np.arange(place, place + count)[None, :]
                 total += _sum(cells[None], number, places, heads, np.ones_like(places, dtype=bool))
-        found[member] = total & MASK
+            totals.append(total & MASK)
+        found[member] = tuple(totals)
     return found
 
 

@@ -31,7 +31,8 @@ from vllm_ascend_pd.prefill.sums import Summer
 from vllm_ascend_pd.prefill.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import Wire

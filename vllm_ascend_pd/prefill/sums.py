@@ -20,7 +20,7 @@ class Summer:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
         self._device = device
 
-    def direct(self, push: Push, unit: Unit, d_rank: int) -> int:
+    def direct(self, push: Push, unit: Unit, d_rank: int) -> tuple[int, ...]:
         """Of what one layer's writes to a D rank read from the cache."""
         part = push.plans[unit.step].parts[d_rank]
         return cache_digest(

@@ -38,7 +38,7 @@ class Verify:
     """D: every contributor is done; compare the memory with the sum of their checksums, then call `verified`."""
 
     transfer: TransferId
-    sums: Mapping[str, int]
+    sums: Mapping[tuple[int, int], int]  # by layer and component
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
+from vllm_ascend_pd.protocol.forms import Form, form_of, reservation_of
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
 from vllm_ascend_pd.protocol.versions import OURS
 
@@ -42,7 +43,7 @@ _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
-_reservation_decoder: msgspec.msgpack.Decoder[Reservation] = msgspec.msgpack.Decoder(Reservation)
+_form_decoder: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_diale
 
 def seal(reservation: Reservation, secrets: Secrets | None) -> bytes:
     """The signed envelope in which a reservation travels."""
-    payload = _encoder.encode(reservation)
+    payload = _encoder.encode(form_of(reservation))
     if secrets is None:
         return _SEALED_PLAIN + payload
     return b"".join((_SEALED_SIGNED, _mac(secrets.current, _SEAL_CONTEXT, payload), payload))
@@ -205,14 +206,11 @@ def decode_message(payload: bytes | memoryview) -> Message:
 
 def decode_reservation(payload: bytes | memoryview) -> Reservation:
     """As `decode_message`, for the inside of an envelope. One of another version need not have the same fields: PD-CTRL-003."""
-    try:
-        return _decoded(_reservation_decoder, payload)
-    except RemoteProtocolError as error:
-        with contextlib.suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            refusal = OURS.refusal(_version_decoder.decode(payload).version, ())
-            if refusal is not None:
-                raise RemoteProtocolError(refusal.code, **refusal.values) from None
-        raise error
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        refusal = OURS.refusal(_version_decoder.decode(payload).version, ())
+        if refusal is not None:
+            raise RemoteProtocolError(refusal.code, **refusal.values)
+    return reservation_of(_decoded(_form_decoder, payload))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes | memoryview) -> _T:

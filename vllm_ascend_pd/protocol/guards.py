@@ -8,21 +8,25 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.protocol.agreement import differences
+from vllm_ascend_pd.protocol.agreement import contributor_pairs, differences
 from vllm_ascend_pd.protocol.fence import Fence
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.layouts import Layouts, Told
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
     Cancel,
     Done,
     Failed,
-    LayerAddresses,
+    Memory,
     Message,
     Ready,
     RefusalCode,
     Refused,
     Renew,
+    Which,
 )
 from vllm_ascend_pd.protocol.pair import Pair
 from vllm_ascend_pd.protocol.states import (
@@ -46,6 +50,7 @@ TO_PREFILL: Mapping[type, PairEvent] = {
     Ready: PairEvent.READY,
     Refused: PairEvent.REFUSED,
     Cancel: PairEvent.CANCEL,
+    Which: PairEvent.WHICH,
     Ack: PairEvent.ACK,
 }
 
@@ -71,6 +76,7 @@ class ReservationGuards:
     geometry: CacheGeometry
     verify: bool
     fence: Fence
+    layouts: Layouts  # of P's
 
     def event(self, record: Transfer, heard: Heard[Message]) -> tuple[ReservationEvent, Heard[Message] | Refusal]:
         message = heard.message
@@ -97,6 +103,8 @@ class ReservationGuards:
             return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, detail)
         writer = record.writers.get(begin.contributor)
         found = self._differences(record, writer, begin)
+        if found is None:
+            return e.BEGIN_UNTOLD, heard
         if found:
             return e.BEGIN_UNFIT, Refusal(heard, RefusalCode.MISMATCH, "; ".join(found))
         if writer is None:
@@ -126,18 +134,27 @@ class ReservationGuards:
             return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"{asked.contributor} was another process")
         return (event if asked.seq > writer.seq else e.BEGIN_AGAIN), heard
 
-    def _differences(self, record: Transfer, writer: Writer | None, begin: Begin) -> list[str]:
-        """Compare once per contributor; a BEGIN that comes again is only compared with what was agreed."""
+    def _differences(self, record: Transfer, writer: Writer | None, begin: Begin) -> list[str] | None:
+        """Compare once per contributor; a BEGIN that comes again is only compared with what was agreed. None: its layout is
+        not known."""
         found = []
         if writer is None or writer.state is WriterState.AWAITED:
-            found = differences(begin, self.model, self.geometry, self.rank, record.first, record.end)
-            if begin.contributor not in begin.contributors:
-                found.append(f"contributor: {begin.contributor} is not in the set")
+            theirs = self.layouts.get(begin.layout)
+            if theirs is None:
+                return None
+            found = differences(begin, theirs, self.model, self.geometry, self.rank, record.first, record.end)
         if record.bound and begin.plan_digest != record.plan_digest:
             found.append(f"plan: prefill {begin.plan_digest}, decode {record.plan_digest}")
-        if record.bound and set(begin.contributors) != set(record.writers):
-            found.append(f"contributors: prefill {len(begin.contributors)}, decode {len(record.writers)}")
+        if record.bound and begin.contributors != record.contributors:
+            found.append("contributors: they are not those of the first BEGIN")
         return found
+
+    def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
+        """Who takes part in the push of a BEGIN that has no differences."""
+        theirs = self.layouts.get(begin.layout)
+        if not isinstance(theirs, Told):
+            raise LocalProtocolError(f"layout {begin.layout} is not known")
+        return contributor_pairs(theirs.geometry, self.geometry, self.rank)
 
     def _without_say(self, record: Transfer, message: Done | Failed) -> ReservationEvent | None:
         """Only the process and the push that we granted authority to have a say."""
@@ -175,17 +192,15 @@ class ReservationGuards:
 
 
 OPEN = (PairState.ASK, PairState.PUSH)
-Layouts = OrderedDict[
-    Hashable, tuple[str, LayerAddresses]
-]  # by peer: what its addresses are called, and where they are
+Memories = OrderedDict[Hashable, tuple[str, Memory]]  # by peer: what its addresses are called, and where they are
 
 
-def told(ready: Ready, pair: Pair, layouts: Layouts) -> tuple[str, LayerAddresses | None]:
+def told(ready: Ready, pair: Pair, memories: Memories) -> tuple[str, Memory | None]:
     """The addresses that a READY is about, by name: those it carries, or those known of the peer, or of the pair."""
     if ready.addresses is not None:
-        return ready.layout, ready.addresses
-    known = layouts.get(pair.destination.peer)
-    return known if known is not None and known[0] == ready.layout else (pair.layout, pair.addresses)
+        return ready.memory, ready.addresses
+    known = memories.get(pair.destination.peer)
+    return known if known is not None and known[0] == ready.memory else (pair.memory, pair.addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +208,13 @@ class PairGuards:
     """P: what a message is to a pair, and what its writes have come to."""
 
     clock: RunningClock
-    layouts: Layouts
+    memories: Memories
 
     def event(self, now: float, pair: Pair | None, message: Message) -> PairEvent:
         if pair is not None and isinstance(message, Ready) and pair.state in OPEN:
             return self._ready(now, pair, message)
+        if pair is not None and isinstance(message, Which) and pair.state is PairState.ASK and pair.asked_which:
+            return PairEvent.WHICH_AGAIN
         if pair is not None and isinstance(message, Ack) and pair.said is not None:
             ours = message.seq == pair.said.seq and message.kind == type(pair.said).__name__.lower()
             return PairEvent.ACK if ours else PairEvent.ACK_OF_ANOTHER
@@ -210,10 +227,10 @@ class PairGuards:
         until = authority_until(sent, ready.lease_s)
         if until <= now or until <= (pair.authority or until - 1):
             return PairEvent.READY_LATE
-        layout, addresses = told(ready, pair, self.layouts)
-        if addresses is None or layout != ready.layout:
+        memory, addresses = told(ready, pair, self.memories)
+        if addresses is None or memory != ready.memory:
             return PairEvent.READY_BARE
-        if pair.addresses is not None and pair.layout != layout:
+        if pair.addresses is not None and pair.memory != memory:
             return PairEvent.READY_MOVED
         return PairEvent.READY if pair.destination.fits(addresses) else PairEvent.READY_UNFIT
 

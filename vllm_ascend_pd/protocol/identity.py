@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.geometry.layout import Name
+
 PROTOCOL_VERSION = 2  # in which this release writes; versions.py says what it reads
 
 _DP = "-dp"
@@ -50,6 +52,16 @@ def pusher(push: str) -> str:
     """The incarnation of the P engine whose push this is; empty for what is no such name."""
     incarnation, dot, _ = push.partition(".")
     return incarnation if dot else ""
+
+
+class Endpoint(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process listens on its side channel."""
+
+    host: Name
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True, order=True):

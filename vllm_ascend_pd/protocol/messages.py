@@ -14,39 +14,31 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from vllm_ascend_pd.geometry.layout import MAX_LAYERS, MAX_REGIONS, CacheGeometry, Name
-from vllm_ascend_pd.protocol.failure import Failure, Text
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Rank, Token, TransferId
+from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry, Name
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Endpoint, Rank, Token, TransferId
+from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_GROUPS, Index
 
 MAX_MESSAGE_BYTES = 4 << 20
 
 Sum = Annotated[int, msgspec.Meta(ge=0)]  # a 64-bit sum; msgpack itself holds it below 2**64
+Checksum = tuple[Index, Index, Sum]  # of a layer's component, both by their place in the layout
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
 Needs = Annotated[tuple[Token, ...], msgspec.Meta(max_length=64)]
 
 
-class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process listens on its side channel."""
-
-    host: Name
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-class LayerAddresses(msgspec.Struct, frozen=True, array_like=True):
-    """Where one rank's layers lie: base addresses by layer (in `layers` order) and region."""
+class Memory(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank's layers lie. Groups share storage at the same addresses: an address never names a layer."""
 
     session: Name  # the transfer engine's own name
-    num_blocks: Count
-    bases: Annotated[
-        tuple[Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_REGIONS)], ...],
+    blocks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # how many, by group
+    bases: Annotated[  # by layer and component, in the layout's order
+        tuple[Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_COMPONENTS)], ...],
         msgspec.Meta(max_length=MAX_LAYERS),
     ]
 
 
-def layout_hash(addresses: LayerAddresses) -> str:
+def memory_hash(addresses: Memory) -> str:
     """Names one rank's addresses, so that they need not be told twice."""
     return hashlib.sha256(msgspec.msgpack.encode(addresses)).hexdigest()[:32]
 
@@ -68,21 +60,20 @@ class Versioned(msgspec.Struct, frozen=True):
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Which blocks of D a prefill may fill, for which attempt, until when. Signed as a whole."""
+    """Which blocks of D a prefill may fill, for which attempt, until when. Signed as a whole; forms.py has what travels."""
 
     version: int
     transfer: TransferId
-    d_engine: Name
-    model: Text  # fingerprint
-    first: Count  # tokens [first, end) are wanted
-    end: Count
-    blocks: Annotated[bytes, msgspec.Meta(max_length=4 << 20)]  # int32, block index first//block_size onwards
+    model: str  # fingerprint
+    first: int  # tokens [first, end) are wanted
+    end: int
+    blocks: bytes  # int32, block index first//block_size onwards
     geometry: CacheGeometry
-    endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=1024)]  # of D's workers, by rank
-    deadline_s: Seconds
-    prompt_length: Count
-    prompt_hash: Token
-    needs: Needs = ()
+    endpoints: tuple[Endpoint, ...]  # of D's workers, by rank
+    deadline_s: float
+    prompt_length: int
+    prompt_hash: str
+    needs: tuple[str, ...] = ()
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,12 +90,12 @@ class Begin(_Head, frozen=True, tag="begin", kw_only=True):
     """P rank → D rank: may I write? Repeated, with a new seq, until it is answered."""
 
     version: int = PROTOCOL_VERSION
-    model: Text
-    geometry: CacheGeometry
-    contributors: tuple[Contributor, ...]
+    layout: Token  # hash of P's
+    told: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)] = b""  # that layout, where D may not know it
+    contributors: Token  # hash of who writes to this D rank
     plan_digest: Token
     quiet_s: Seconds  # how long a failed write of P may still land
-    known_layout: Token = ""  # hash of the LayerAddresses that P has already
+    known_memory: Token = ""  # hash of the Memory that P has already
     needs: Needs = ()
 
 
@@ -116,8 +107,12 @@ class Ready(_Head, frozen=True, tag="ready", kw_only=True):
     """D rank → P rank: you may, for `lease_s` from the moment you asked (echoed seq)."""
 
     lease_s: Seconds
-    layout: Token
-    addresses: LayerAddresses | None = None
+    memory: Token  # hash of D's
+    addresses: Memory | None = None  # that memory, where P does not know it
+
+
+class Which(_Head, frozen=True, tag="which", kw_only=True):
+    """D rank → P rank: the layout that your BEGIN names is not known here. Say it in full."""
 
 
 class Refused(_Head, frozen=True, tag="refused", kw_only=True):
@@ -129,11 +124,9 @@ class Refused(_Head, frozen=True, tag="refused", kw_only=True):
 class Done(_Head, frozen=True, tag="done", kw_only=True):
     """P rank → D rank: every byte that I owed is in your memory."""
 
-    layers: Count
-    tokens: Count
-    bytes: Count
+    bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # by group
     plan_digest: Token
-    checksums: Annotated[tuple[tuple[Name, Sum], ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()
+    checksums: Annotated[tuple[Checksum, ...], msgspec.Meta(max_length=MAX_COMPONENTS_OF_ALL)] = ()
 
 
 class Failed(_Head, frozen=True, tag="failed", kw_only=True):
@@ -155,4 +148,4 @@ class Ack(_Head, frozen=True, tag="ack", kw_only=True):
     kind: Token
 
 
-Message: TypeAlias = Begin | Renew | Ready | Refused | Done | Failed | Cancel | Ack
+Message: TypeAlias = Begin | Renew | Ready | Which | Refused | Done | Failed | Cancel | Ack

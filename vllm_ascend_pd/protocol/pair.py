@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Done, Failed, LayerAddresses
+from vllm_ascend_pd.protocol.messages import Done, Failed, Memory
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import Backoff
 
@@ -26,9 +26,10 @@ class Destination:
     layers: int  # of D, and regions of each: what the addresses in READY must be of
     regions: int
 
-    def fits(self, addresses: LayerAddresses) -> bool:
+    def fits(self, addresses: Memory) -> bool:
         """Whether every address that a plan may ask for is there."""
-        return len(addresses.bases) == self.layers and all(len(base) == self.regions for base in addresses.bases)
+        whole = len(addresses.bases) == self.layers and all(len(base) == self.regions for base in addresses.bases)
+        return whole and len(addresses.blocks) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,6 @@ class PushOrder:
     push: str
     transfer: TransferId
     deadline_s: float
-    tokens: int
-    layers: int
     destinations: tuple[Destination, ...]
 
 
@@ -69,7 +68,7 @@ class Coverage:
     out: dict[Hashable, int] = field(default_factory=dict)
     covered: set[Hashable] = field(default_factory=set)
     nbytes: int = 0
-    checksums: dict[str, int] = field(default_factory=dict)
+    checksums: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and component
 
     def knows(self, unit: Hashable) -> bool:
         return unit in self.pending or unit in self.out or unit in self.covered
@@ -91,8 +90,9 @@ class Pair:
     seq: int = 0
     sent: dict[int, float] = field(default_factory=dict)  # BEGIN's seq -> when it was sent
     authority: float | None = None
-    addresses: LayerAddresses | None = None
-    layout: str = ""
+    addresses: Memory | None = None
+    memory: str = ""  # what `addresses` are called
+    asked_which: bool = False  # D does not know our layout
     coverage: Coverage = field(default_factory=Coverage)
     owing: bool = False  # units may have been ignored, or their source overwritten: DONE would be a lie
     quiet_at: float = 0.0  # on the running clock: when the last lost write has settled

@@ -16,7 +16,6 @@ from vllm_ascend_pd.protocol.timing import Agenda
 
 MAX_PARKED = 4096
 MAX_PARKED_BYTES = 64 << 20  # about; one BEGIN of an ordinary model has some KiB
-_CONTRIBUTOR_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,4 @@ class Parking:
 def _size(message: Begin | Failed) -> int:
     """About what it takes to keep: a peer may send messages of 4 MiB."""
     size = len(message.transfer.incarnation) + len(message.transfer.uuid) + 1024
-    if isinstance(message, Begin):
-        size += _CONTRIBUTOR_BYTES * (len(message.contributors) + len(message.geometry.regions))
-        size += sum(len(name) + 64 for stage in message.geometry.stages for name in stage)
-        size += 64 * len(message.geometry.stages) + len(message.geometry.dtype) + len(message.geometry.packing)
-        size += sum(len(region.name) for region in message.geometry.regions)
-    return size
+    return size + (len(message.told) if isinstance(message, Begin) else 0)

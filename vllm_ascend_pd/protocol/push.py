@@ -8,7 +8,7 @@ A push goes to one or more D ranks; it succeeds or fails as one, and its blocks 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -17,9 +17,10 @@ from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import OPEN, TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import LayerAddresses, Message
+from vllm_ascend_pd.protocol.layouts import Told, written
+from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.protocol.pair import Claim, Destination, Offer, Pair, Push, PushOrder
-from vllm_ascend_pd.protocol.push_rules import MAX_LAYOUTS, PairMachine
+from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
 from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock
@@ -84,7 +85,7 @@ class Sender:
     ) -> None:
         self._timers = timers
         self._clock = RunningClock()
-        self._words = PrefillWords(incarnation, contributor, model, geometry, quiet_s)
+        self._words = PrefillWords(incarnation, contributor, written(Told(model, geometry)), quiet_s)
         guards = self.guards(self._clock, OrderedDict())
         self._machine = self.machine(self.table, guards, self._words, timers)
         self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)
@@ -116,12 +117,13 @@ class Sender:
         """`unit` is computed; nobody has to wait for anything to write it but authority."""
         return self._local(PairEvent.OFFER, now, push, d_rank, Offer(unit, nbytes))
 
-    def checksum(self, push: str, d_rank: int, layer: str, value: int) -> None:
-        """Add to the sum of `layer` that DONE will carry."""
+    def checksum(self, push: str, d_rank: int, layer: int, values: Sequence[int]) -> None:
+        """Add to the sums of a layer's components that DONE will carry."""
         pair = self._pair(push, d_rank)
         if pair is not None and pair.state in OPEN:
             sums = pair.coverage.checksums
-            sums[layer] = (sums.get(layer, 0) + value) % 2**64
+            for component, value in enumerate(values):
+                sums[layer, component] = (sums.get((layer, component), 0) + value) % 2**64
 
     def seal(self, now: float, push: str) -> list[Action]:
         """No unit comes after this."""
@@ -194,7 +196,7 @@ class Sender:
         self._clock.observe(now)
         self._heard[peer] = now
         self._heard.move_to_end(peer)
-        if len(self._heard) > MAX_LAYOUTS:
+        if len(self._heard) > MAX_MEMORIES:
             self._heard.popitem(last=False)
         event = TO_PREFILL.get(type(message))
         if event is None:
@@ -265,7 +267,7 @@ class Sender:
         record = self._pushes.get(push)
         return record.pairs if record else {}
 
-    def addresses(self, push: str, d_rank: int) -> LayerAddresses | None:
+    def addresses(self, push: str, d_rank: int) -> Memory | None:
         """Where D's layers lie, as READY told it."""
         pair = self._pair(push, d_rank)
         return pair.addresses if pair else None

@@ -18,18 +18,19 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
-    LayerAddresses,
+    Memory,
     Message,
     Ready,
     Refused,
     Renew,
+    Which,
 )
 from vllm_ascend_pd.protocol.pair import Claim, Coverage, Offer, Pair, Push
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, enter
 from vllm_ascend_pd.protocol.timing import Backoff, authority_until, hold_s, settled_s
 from vllm_ascend_pd.protocol.words import PrefillWords, failure_of
 
-MAX_LAYOUTS = 4096
+MAX_MEMORIES = 4096
 
 
 class PairMachine:
@@ -46,7 +47,7 @@ class PairMachine:
         self.words = words
         self._table = table
         self._timers = timers
-        self._clock, self._layouts = guards.clock, guards.layouts
+        self._clock, self._memories = guards.clock, guards.memories
 
     # -- the machine
 
@@ -75,12 +76,17 @@ class PairMachine:
     # -- asking
 
     def ask(self, now: float, pair: Pair, came: None) -> None:
-        known = self._layouts.get(pair.destination.peer)
+        known = self._memories.get(pair.destination.peer)
         self._asked(now, pair, self.words.begin(pair, known[0] if known else ""))
 
     def ask_again(self, now: float, pair: Pair, came: None) -> None:
         pair.begin.again(now)
         self.ask(now, pair, came)
+
+    def tell(self, now: float, pair: Pair, heard: Heard[Which]) -> None:
+        """Ask again, with our layout in full."""
+        pair.asked_which = True
+        self.ask_again(now, pair, None)
 
     def renew(self, now: float, pair: Pair, came: None) -> None:
         """What was agreed stays agreed: only the time is asked for."""
@@ -104,21 +110,21 @@ class PairMachine:
 
     def extend(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
         ready, sent = heard.message, pair.sent[heard.message.seq]
-        pair.layout, pair.addresses = self._learn(pair, ready)
+        pair.memory, pair.addresses = self._learn(pair, ready)
         pair.authority = authority_until(sent, ready.lease_s)
         pair.begin.rest(max(now + self._timers.resend_first_s, sent + ready.lease_s / 3))
 
-    def _learn(self, pair: Pair, ready: Ready) -> tuple[str, LayerAddresses]:
+    def _learn(self, pair: Pair, ready: Ready) -> tuple[str, Memory]:
         """Remember the addresses of this peer, which are told or known."""
-        layout, addresses = told(ready, pair, self._layouts)
+        memory, addresses = told(ready, pair, self._memories)
         if addresses is None:
-            raise LocalProtocolError(f"{ready.layout} of {pair!r} is not known")
+            raise LocalProtocolError(f"{ready.memory} of {pair!r} is not known")
         peer = pair.destination.peer
-        self._layouts[peer] = layout, addresses
-        self._layouts.move_to_end(peer)
-        if len(self._layouts) > MAX_LAYOUTS:
-            self._layouts.popitem(last=False)
-        return layout, addresses
+        self._memories[peer] = memory, addresses
+        self._memories.move_to_end(peer)
+        if len(self._memories) > MAX_MEMORIES:
+            self._memories.popitem(last=False)
+        return memory, addresses
 
     # -- writing
 
@@ -178,7 +184,7 @@ class PairMachine:
     def fail_unfit(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
         to = pair.destination
         addresses = self._learn(pair, heard.message)[1]
-        del self._layouts[to.peer]
+        del self._memories[to.peer]
         told = sorted({len(base) for base in addresses.bases})
         why = f"{to.peer} told addresses of {len(addresses.bases)} layers, regions {told}"
         self.fail(

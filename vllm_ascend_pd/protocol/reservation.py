@@ -17,7 +17,8 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import ReservationGuards
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, Message, RefusalCode, Renew
+from vllm_ascend_pd.protocol.layouts import Layouts
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, Message, RefusalCode, Renew
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Heard, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
@@ -84,14 +85,15 @@ class Receiver:
         rank: int,
         model: str,
         geometry: CacheGeometry,
-        addresses: LayerAddresses,
+        addresses: Memory,
         timers: Timers,
         quiet_s: float,
         verify: bool,
     ) -> None:
         self._rank = rank
         self._fence_of = self.fence(timers, quiet_s)
-        guards = self.guards(rank, model, geometry, verify, self._fence_of)
+        self._layouts = Layouts()
+        guards = self.guards(rank, model, geometry, verify, self._fence_of, self._layouts)
         self._machine = self.machine(self.table, guards, incarnation, addresses, timers)
         self._agenda = ReservationAgenda(self._fence_of)
         self._transfers, self._parking = self._machine.transfers, self._machine.parking
@@ -140,6 +142,8 @@ class Receiver:
         if not isinstance(message, Begin | Renew | Done | Failed):
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
+        if isinstance(message, Begin) and message.told:
+            self._layouts.learn(message.told)
         machine, heard = self._machine, Heard(peer, message)
         record = machine.lookup(message.transfer)
         ours = machine.incarnation
@@ -165,7 +169,7 @@ class Receiver:
         self._fence_of.back(p_incarnation)
         return self._taken(*self._transfers.values())
 
-    def revoked(self, now: float, addresses: LayerAddresses) -> list[Action]:
+    def revoked(self, now: float, addresses: Memory) -> list[Action]:
         """Nothing of an old session can land any more."""
         self._fence_of.observe(now)
         if not self._fence_of.revoking:

@@ -14,7 +14,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import Refusal, ReservationGuards
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, LayerAddresses, RefusalCode, Renew, layout_hash
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, RefusalCode, Renew, memory_hash
 from vllm_ascend_pd.protocol.parking import Parking
 from vllm_ascend_pd.protocol.states import (
     Heard,
@@ -27,7 +27,7 @@ from vllm_ascend_pd.protocol.states import (
 )
 from vllm_ascend_pd.protocol.timing import Backoff
 from vllm_ascend_pd.protocol.transfer import Transfer, Writer
-from vllm_ascend_pd.protocol.words import ack, cancel, failure_of, ready, refused
+from vllm_ascend_pd.protocol.words import ack, cancel, failure_of, ready, refused, which
 
 
 class ReservationMachine:
@@ -38,7 +38,7 @@ class ReservationMachine:
         table: Table[ReservationState, ReservationEvent],
         guards: ReservationGuards,
         incarnation: str,
-        addresses: LayerAddresses,
+        addresses: Memory,
         timers: Timers,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -54,9 +54,9 @@ class ReservationMachine:
         self._seq = 0
         self.move(addresses)
 
-    def move(self, addresses: LayerAddresses) -> None:
+    def move(self, addresses: Memory) -> None:
         """From now on READY tells these."""
-        self.addresses, self.layout = addresses, layout_hash(addresses)
+        self.addresses, self.memory = addresses, memory_hash(addresses)
 
     def lookup(self, transfer: TransferId) -> Transfer:
         record = self.transfers.get(transfer)
@@ -127,8 +127,8 @@ class ReservationMachine:
     def grant_first(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
         """Bind the push, what it plans, and who takes part."""
         begin = heard.message
-        record.push, record.plan_digest = begin.push, begin.plan_digest
-        record.writers = {contributor: Writer(contributor) for contributor in begin.contributors}
+        record.push, record.plan_digest, record.contributors = begin.push, begin.plan_digest, begin.contributors
+        record.writers = {contributor: Writer(contributor) for contributor in self.guards.contributors(begin)}
         self.grant(now, record, heard)
 
     def grant(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
@@ -136,10 +136,13 @@ class ReservationMachine:
         self._fence_of.lease(record.author(heard.message), heard.message)
         self.grant_again(now, record, heard)
 
+    def ask_which(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
+        self.actions.append(Send(heard.peer, which(heard.message)))
+
     def grant_again(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
         asked = heard.message
         record.author(asked).peer = heard.peer
-        self.actions.append(Send(heard.peer, ready(asked, self._timers.lease_s, self.layout, self.addresses)))
+        self.actions.append(Send(heard.peer, ready(asked, self._timers.lease_s, self.memory, self.addresses)))
         self.note("ready", record, contributor=str(asked.contributor), seq=asked.seq)
 
     # -- ending well
@@ -161,10 +164,10 @@ class ReservationMachine:
         self.compare(now, record, None)
 
     def compare(self, now: float, record: Transfer, came: None) -> None:
-        sums: dict[str, int] = {}
+        sums: dict[tuple[int, int], int] = {}
         for writer in record.writers.values():
-            for layer, value in writer.checksums:
-                sums[layer] = (sums.get(layer, 0) + value) % 2**64
+            for layer, component, value in writer.checksums:
+                sums[layer, component] = (sums.get((layer, component), 0) + value) % 2**64
         self.actions.append(Verify(record.transfer, sums))
 
     # -- ending badly

@@ -43,6 +43,7 @@ class ReservationEvent(enum.Enum):
     BEGIN_OF_GONE = "begin_of_gone"  # its process has ended
     BEGIN_OF_ANOTHER = "begin_of_another"  # another push, or another process, than the one that was granted
     BEGIN_UNFIT = "begin_unfit"  # version, model, cache, plan or set differ
+    BEGIN_UNTOLD = "begin_untold"  # it names a layout that is not known here
     BEGIN_IN_REVOCATION = "begin_in_revocation"  # the addresses are about to change
     RENEW = "renew"  # asks for what was granted to go on; where it may not, it is one of the above
     # a DONE
@@ -115,6 +116,8 @@ class PairEvent(enum.Enum):
     READY_UNFIT = "ready_unfit"  # its addresses are not of the cache that was planned for
     # other messages from D
     REFUSED = "refused"
+    WHICH = "which"  # the layout is not known there
+    WHICH_AGAIN = "which_again"  # it was told since
     CANCEL = "cancel"
     ACK = "ack"  # of our last word, where there is one
     ACK_OF_ANOTHER = "ack_of_another"  # of an earlier word

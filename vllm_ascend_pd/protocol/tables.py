@@ -49,6 +49,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.BEGIN_OF_GONE: Cell(s.OPEN, do.ignore, "begin_of_the_gone"),
             e.BEGIN_OF_ANOTHER: Cell(s.OPEN, do.refuse),
             e.BEGIN_UNFIT: Cell(s.OPEN, do.refuse),
+            e.BEGIN_UNTOLD: Cell(s.OPEN, do.ask_which, "begin_untold"),
             e.BEGIN_IN_REVOCATION: Cell(s.OPEN, do.park),
             e.DONE: Cell(s.OPEN, do.finish),
             e.LAST_DONE: Cell(s.CLOSED_OK, do.finish_last),
@@ -127,6 +128,7 @@ def _pair() -> Table[PairState, PairEvent]:
         s.UNATTACHED: {
             e.READY: Cell(s.UNATTACHED, do.answer_gone, "unknown_ready"),
             e.REFUSED: Cell(s.UNATTACHED, do.ignore, "ignored_refused"),
+            e.WHICH: Cell(s.UNATTACHED, do.ignore, "ignored_which"),
             e.CANCEL: Cell(s.UNATTACHED, do.answer_gone, "unknown_cancel"),
             e.ACK: Cell(s.UNATTACHED, do.ignore, "ignored_ack"),
             e.OPEN: Cell(s.ASK, do.ask),
@@ -138,6 +140,8 @@ def _pair() -> Table[PairState, PairEvent]:
             e.READY_BARE: Cell(s.ASK, do.ignore, "ready_without_addresses"),
             e.READY_UNFIT: Cell(s.ASK, do.fail_unfit),
             e.REFUSED: Cell(s.ASK, do.fail_told),
+            e.WHICH: Cell(s.ASK, do.tell),
+            e.WHICH_AGAIN: Cell(s.ASK, do.ignore, "ignored_which"),
             e.CANCEL: Cell(s.ASK, do.fail_told),
             e.ACK: Cell(s.ASK, do.ignore, "unexpected_ack"),
             e.OFFER: Cell(s.ASK, do.take),
@@ -156,6 +160,7 @@ def _pair() -> Table[PairState, PairEvent]:
             e.READY_MOVED: Cell(s.PUSH, do.fail_moved),
             e.READY_UNFIT: Cell(s.PUSH, do.fail_unfit),
             e.REFUSED: Cell(s.PUSH, do.fail_told),
+            e.WHICH: Cell(s.PUSH, do.ignore, "ignored_which"),
             e.CANCEL: Cell(s.PUSH, do.fail_told),
             e.ACK: Cell(s.PUSH, do.ignore, "unexpected_ack"),
             e.OFFER: Cell(s.PUSH, do.take_to_write),
@@ -176,6 +181,7 @@ def _pair() -> Table[PairState, PairEvent]:
         s.DRAIN: {
             e.READY: Cell(s.DRAIN, do.ignore, "ignored_ready"),
             e.REFUSED: Cell(s.DRAIN, do.ignore, "ignored_refused"),
+            e.WHICH: Cell(s.DRAIN, do.ignore, "ignored_which"),
             e.CANCEL: Cell(s.DRAIN, do.ignore, "ignored_cancel"),  # the final word follows, and is repeated
             e.ACK: Cell(s.DRAIN, do.rest),
             e.RETURN: Cell(s.DRAIN, do.bring_home),
@@ -189,6 +195,7 @@ def _pair() -> Table[PairState, PairEvent]:
         s.CLOSED: {
             e.READY: Cell(s.CLOSED, do.ignore, "ignored_ready"),
             e.REFUSED: Cell(s.CLOSED, do.ignore, "ignored_refused"),
+            e.WHICH: Cell(s.CLOSED, do.ignore, "ignored_which"),
             e.CANCEL: Cell(s.CLOSED, do.repeat),
             e.ACK: Cell(s.CLOSED, do.rest),
             **_idle(s.CLOSED, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.FAIL, e.UNREACHABLE),

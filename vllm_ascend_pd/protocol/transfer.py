@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Renew
+from vllm_ascend_pd.protocol.messages import Begin, Checksum, Done, Failed, Renew
 from vllm_ascend_pd.protocol.states import ReservationState, WriterEvent, WriterState
 from vllm_ascend_pd.protocol.timing import Backoff
 
@@ -47,7 +47,7 @@ class Writer:
     lapse_at: float = 0.0
     hold_at: float = 0.0
     read_at: float = 0.0  # as Fence.rested_at: when what it sent before it answered has been read
-    checksums: tuple[tuple[str, int], ...] = ()
+    checksums: tuple[Checksum, ...] = ()
     cancel: Backoff | None = None  # CANCEL is repeated while this is set and the writer leased
 
     def __repr__(self) -> str:
@@ -91,6 +91,7 @@ class Transfer:
     deadline: float | None = None
     push: str = ""  # bound by the first BEGIN that is granted
     plan_digest: str = ""
+    contributors: str = ""  # hash of the set, as BEGIN has it
     writers: dict[Contributor, Writer] = field(default_factory=dict)
     failure: Failure | None = None
 

@@ -7,21 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
 from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.layouts import contributors_digest, layout_hash
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
     Cancel,
     Done,
     Failed,
-    LayerAddresses,
+    Memory,
     Message,
     Ready,
     RefusalCode,
     Refused,
     Renew,
+    Which,
 )
 from vllm_ascend_pd.protocol.pair import Pair
 
@@ -39,8 +40,7 @@ class PrefillWords:
 
     incarnation: str
     contributor: Contributor
-    model: str
-    geometry: CacheGeometry
+    layout: bytes  # of this engine
     quiet_s: float
 
     def _next(self, pair: Pair) -> dict[str, Any]:
@@ -55,15 +55,16 @@ class PrefillWords:
             "seq": pair.seq + 1,
         }
 
-    def begin(self, pair: Pair, known_layout: str) -> Begin:
+    def begin(self, pair: Pair, known_memory: str) -> Begin:
+        """Our layout goes with it where D may not know it: whoever has told us of its memory has heard of our layout."""
         return Begin(
             **self._next(pair),
-            model=self.model,
-            geometry=self.geometry,
-            contributors=pair.destination.contributors,
+            layout=layout_hash(self.layout),
+            told=self.layout if pair.asked_which or not known_memory else b"",
+            contributors=contributors_digest(pair.destination.contributors),
             plan_digest=pair.destination.plan_digest,
             quiet_s=self.quiet_s,
-            known_layout=known_layout,
+            known_memory=known_memory,
         )
 
     def renew(self, pair: Pair) -> Renew:
@@ -72,11 +73,9 @@ class PrefillWords:
     def done(self, pair: Pair) -> Done:
         return Done(
             **self._next(pair),
-            layers=pair.push.order.layers,
-            tokens=pair.push.order.tokens,
-            bytes=pair.coverage.nbytes,
+            bytes=(pair.coverage.nbytes,),
             plan_digest=pair.destination.plan_digest,
-            checksums=tuple(pair.coverage.checksums.items()),
+            checksums=tuple((*place, value) for place, value in pair.coverage.checksums.items()),
         )
 
     def failed(self, pair: Pair, *, quiescent: bool) -> Failed:
@@ -89,10 +88,14 @@ class PrefillWords:
         return Failed(**{**_head(message), **mine}, quiescent=True, failure=over)
 
 
-def ready(asked: Begin | Renew, lease_s: float, layout: str, addresses: LayerAddresses) -> Ready:
+def ready(asked: Begin | Renew, lease_s: float, memory: str, addresses: Memory) -> Ready:
     """Addresses are told only to a P that does not know them: who renews does."""
-    told = addresses if isinstance(asked, Begin) and asked.known_layout != layout else None
-    return Ready(**_head(asked), lease_s=lease_s, layout=layout, addresses=told)
+    told = addresses if isinstance(asked, Begin) and asked.known_memory != memory else None
+    return Ready(**_head(asked), lease_s=lease_s, memory=memory, addresses=told)
+
+
+def which(begin: Begin) -> Which:
+    return Which(**_head(begin))
 
 
 def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:

@@ -20,7 +20,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.messages import LayerAddresses, Message
+from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
 from vllm_ascend_pd.shared.event import Event
@@ -53,7 +53,7 @@ class Loads:
         rank: int,
         model: str,
         geometry: CacheGeometry,
-        addresses: Callable[[], LayerAddresses],
+        addresses: Callable[[], Memory],
         *,
         verify: bool,
     ) -> None:
@@ -132,7 +132,7 @@ class Loads:
         """The answer to Verify: the layer that differs, or None."""
         self._do(self._machine.verified(now, transfer, wrong))
 
-    def revoked(self, now: float, addresses: LayerAddresses) -> None:
+    def revoked(self, now: float, addresses: Memory) -> None:
         """The answer to Revoke: where the memory is reached from now on."""
         self._do(self._machine.revoked(now, addresses))
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
-from vllm_ascend_pd.protocol.messages import Endpoint, LayerAddresses
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.push import Claim
 
 Bases = tuple[tuple[int, ...], ...]  # by layer, by region
@@ -87,7 +88,7 @@ def grouped(
     return groups
 
 
-def spans_of(push: Push, claim: Claim, own: Bases, theirs: LayerAddresses) -> Triples:
+def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> Triples:
     """The absolute spans of a claim: out of the cache, or out of a staging slot."""
     unit = unit_of(claim)
     if unit.part:
@@ -106,12 +107,12 @@ def staged(push: Push, claim: Claim) -> Piece:
     return piece
 
 
-def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: LayerAddresses) -> Triples:
+def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> Triples:
     """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
     regions = push.reservation.geometry.regions
     parts: list[Triples] = []
     for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.layer_index[unit.layer]], strict=True):
-        outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.num_blocks)
+        outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.blocks[0])
         if outside.any():
             bad = int(np.argmax(outside))
             raise PdError("PD-WIRE-003", length=int(part.size[bad]), address=int(part.dst[bad]) + dst, side="D's layer")

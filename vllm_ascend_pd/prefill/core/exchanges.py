@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Room
 from vllm_ascend_pd.geometry.substeps import sub_steps
 from vllm_ascend_pd.prefill.core.missed import Missed
 from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.protocol.messages import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.shared.event import Event
 

@@ -49,8 +49,6 @@ class OrderBook:
             push=start.push,
             transfer=reservation.transfer,
             deadline_s=reservation.deadline_s,
-            tokens=reservation.end - reservation.first,
-            layers=len(self._own.layers),
             destinations=tuple(self._destination(reservation, rank, mode) for rank in ranks),
         )
         return push, order, found

@@ -17,7 +17,8 @@ from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
 from vllm_ascend_pd.prefill.decisions import PushSlice, PushStart
-from vllm_ascend_pd.protocol.messages import Endpoint, Reservation
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.pair import Pair
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
@@ -39,7 +40,7 @@ class Piece:
 
     slot: StagingSlot
     writes: tuple[Spans, ...]
-    checksum: int | None
+    checksums: tuple[int, ...] | None  # by component
 
     @property
     def nbytes(self) -> int:

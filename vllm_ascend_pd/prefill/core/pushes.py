@@ -25,8 +25,8 @@ from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.messages import Endpoint, Message
+from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.push import Claim, Sender
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 IN_FLIGHT = 2  # batches per destination: one on the wire, one behind it
 MOST_WORDS = 200  # of another library's error that D is told
 
-Sums = Mapping[int, int]  # by member of an exchange
-Digest = Callable[[Push, Unit, int], int]  # of what a push's unit reads from the cache for a D rank
+Sums = Mapping[int, tuple[int, ...]]  # by member of an exchange; of each component
+Digest = Callable[
+    [Push, Unit, int], tuple[int, ...]
+]  # by component, of what a push's unit reads from the cache for a D rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,9 +479,9 @@ class Pushes:
         if self._digest is None:
             return
         unit = unit_of(claim)
-        value = staged(push, claim).checksum if unit.part else self._digest(push, unit, claim.d_rank)
-        if value is not None:
-            self._machine.checksum(claim.push, claim.d_rank, self._own.layers[unit.layer], value)
+        values = staged(push, claim).checksums if unit.part else self._digest(push, unit, claim.d_rank)
+        if values is not None:
+            self._machine.checksum(claim.push, claim.d_rank, push.layer_index[unit.layer], values)
 
     def _unwritten(self, now: float, claim: Claim, code: str, why: str) -> None:
         """Nothing of the claim is out: its push fails, and waits for nothing."""

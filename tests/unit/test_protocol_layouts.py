@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts on the wire: what comes back is what was told, and what is made up or of a later release is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from protocol_rig import P, geometry
+
+from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.protocol.auth import decode_reservation
+from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
+from vllm_ascend_pd.protocol.layouts import (
+    Group,
+    Held,
+    Kind,
+    Layer,
+    Layout,
+    Section,
+    Told,
+    Worker,
+    layout_hash,
+    layout_of,
+    read,
+    written,
+)
+from vllm_ascend_pd.protocol.messages import Reservation
+
+ENDPOINTS = (Endpoint("10.0.0.1", 1), Endpoint("10.0.0.2", 2))
+TOLD = Told("model/1", P, ENDPOINTS)
+LAYOUT = layout_of(TOLD)
+STAGES = (("a", "b"), (), ("c",))
+RESERVATION = Reservation(
+    version=PROTOCOL_VERSION,
+    transfer=TransferId("decode-1", 7, "u-7"),
+    model="model/1",
+    first=20,
+    end=40,
+    blocks=np.array([3, 4], dtype="<i4").tobytes(),
+    geometry=P,
+    endpoints=ENDPOINTS,
+    deadline_s=60.0,
+    prompt_length=41,
+    prompt_hash="h",
+)
+
+
+def encoded(layout: Layout, **changes: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(layout, **changes))
+
+
+def refusal(layout: bytes) -> RemoteProtocolError:
+    with pytest.raises(RemoteProtocolError) as caught:
+        read(layout)
+    return caught.value
+
+
+def component(**changes: Any) -> tuple[Kind, ...]:
+    """The kinds of the rig, with its first component changed."""
+    first, *more = LAYOUT.kinds[0].components
+    return (Kind((msgspec.structs.replace(first, **changes), *more)),)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        TOLD,
+        Told("", geometry(1), ()),
+        Told("m", geometry(3, stages=STAGES, kv_heads=1)),
+        Told("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)))),
+    ],
+)
+def test_what_is_read_is_what_was_written(told: Told) -> None:
+    assert read(written(told)) == told
+    assert layout_hash(written(told)) == layout_hash(encoded(layout_of(told)))
+
+
+def test_a_reservation_comes_back_as_it_was_made() -> None:
+    assert decode_reservation(msgspec.msgpack.encode(form_of(RESERVATION))) == RESERVATION
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"kinds": LAYOUT.kinds * 2}, "kinds"),
+        ({"groups": LAYOUT.groups * 2}, "groups"),
+        ({"groups": (Group(16, "window", 128),)}, "matters"),
+        ({"kinds": component(sections=(Section(0, 8, Held(4)),))}, "sections"),
+        ({"kinds": component(held=Held(4, world=2))}, "world"),
+        ({"kinds": component(held=Held(4, only=1))}, "only"),
+        ({"kinds": component(held=Held(0))}, "replicated"),
+        ({"kinds": (Kind(component()[0].components + component(name="v", dtype="int8")[0].components),)}, "components"),
+        ({"workers": (Worker(0, 0), Worker(0, 0, 1))}, "context"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str, Any], word: str) -> None:
+    found = refusal(encoded(LAYOUT, **changes))
+    assert found.code == "PD-CTRL-004" and repr(word) in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kinds": ()}, "no kind"),
+        ({"kinds": (Kind(()),)}, "no kind"),
+        ({"groups": ()}, "no kind"),
+        ({"workers": ()}, "no kind"),
+        ({"workers": LAYOUT.workers[::-1]}, "its workers"),
+        ({"workers": LAYOUT.workers[1:]}, "its workers"),
+        ({"workers": (*LAYOUT.workers, Worker(2, 1))}, "its workers"),
+        ({"layers": (Layer("a", 1, 0, 0),)}, "a layer is of a kind"),
+        ({"layers": (Layer("a", 0, 1, 0),)}, "a layer is of a kind"),
+        ({"layers": (Layer("a", 0, 0, 1),)}, "a layer is of a kind"),
+        ({"layers": tuple(Layer(str(n), 0, 0, 0) for n in range(4096)), "kinds": (Kind(component()[0].components * 5),)}, "4096 layers of 5"),
+        ({"model": "x" * 1025}, "model"),
+        ({"workers": tuple(Worker(0, rank) for rank in range(1024)) * 5}, "workers"),
+        ({"workers": (Worker(0, 1 << 40),)}, "workers"),
+        ({"groups": (Group(0),)}, "groups"),
+        ({"groups": (Group((1 << 20) + 1),)}, "groups"),
+        ({"layers": tuple(Layer(str(n), 0, 0, 0) for n in range(4097))}, "layers"),
+        ({"layers": (Layer("x" * 257, 0, 0, 0),)}, "layers"),
+        ({"kinds": (Kind(component()[0].components * 17),)}, "kinds"),
+        ({"kinds": component(held=Held(65537))}, "kinds"),
+        ({"kinds": component(head_stride=-1)}, "kinds"),
+        ({"kinds": component(block_stride=(1 << 31) + 1)}, "kinds"),
+        ({"kinds": component(packing="x" * 65)}, "kinds"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_cannot_be_is_refused_before_anything_is_planned(changes: dict[str, Any], says: str) -> None:
+    found = refusal(encoded(LAYOUT, **changes))
+    assert found.code == "PD-CTRL-002" and "layout: " in found.sentence and says in found.sentence
+
+
+def test_layers_out_of_the_order_of_the_stages_are_refused() -> None:
+    layers = (Layer("a", 0, 0, 1), Layer("b", 0, 0, 0))
+    workers = tuple(Worker(stage, rank) for stage in range(2) for rank in range(2))
+    assert "order of the stages" in refusal(encoded(LAYOUT, layers=layers, workers=workers)).sentence
+
+
+def forms(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(form_of(RESERVATION), **changes))
+
+
+def slices(*found: Sequence[Any]) -> tuple[Slice, ...]:
+    return tuple(Slice(*values) for values in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"seed": msgspec.Raw(msgspec.msgpack.encode({"hash": "x"}))}, "PD-CTRL-004", "'seed'"),
+        ({"meets": "a name"}, "PD-CTRL-004", "'meets'"),
+        ({"groups": ()}, "PD-CTRL-002", "0 slices for one group"),
+        ({"groups": slices((0, 16, 0, b""), (0, 16, 0, b""))}, "PD-CTRL-002", "2 slices for one group"),
+        ({"groups": slices((20, 40, 0, b""))}, "PD-CTRL-002", "token 20 is not in the block of index 0"),
+        ({"layout": b""}, "PD-CTRL-002", "layout: "),
+        ({"layout": encoded(LAYOUT, groups=LAYOUT.groups * 2)}, "PD-CTRL-004", "'groups'"),
+    ],
+)
+def test_a_reservation_that_says_more_or_less_is_refused(changes: dict[str, Any], code: str, says: str) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode_reservation(forms(**changes))
+    assert caught.value.code == code and says in caught.value.sentence
+
+
+def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
+    """A geometry that grows a field would otherwise lose it on its way."""
+    planned = set(CacheGeometry.__struct_fields__)
+    assert planned == {"block_size", "kv_heads", "tp_size", "dtype", "packing", "regions", "stages"}
+    assert set(Form.__struct_fields__) - {"layout", "groups", "seed", "meets"} <= set(Reservation.__struct_fields__)

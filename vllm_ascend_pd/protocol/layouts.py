@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's cache as the other engine is told of it: what it needs to know to plan. A layout is named by the hash of its
+bytes, so that it need be told, and read, once.
+
+The types say more than this release can do: kinds of caches and parallel modes to come have their fields. What is filled and
+not understood is refused by the field's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated
+
+import msgspec
+
+from vllm_ascend_pd.errors import PdError, RemoteProtocolError
+from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry, Name, Region, Stride
+from vllm_ascend_pd.protocol.failure import Text
+from vllm_ascend_pd.protocol.identity import Contributor, Count, Endpoint, Rank, Token
+
+MAX_KINDS, MAX_COMPONENTS, MAX_SECTIONS, MAX_GROUPS, MAX_WORKERS = 256, 16, 8, 64, 4096
+MAX_COMPONENTS_OF_ALL = 16384  # layers × components
+_KEPT = 16  # layouts of reservations: a P serves few D's, each with one
+
+Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """Which ranks hold what of a component: by heads, by tokens, or one rank alone."""
+
+    heads: Annotated[int, msgspec.Meta(ge=0, le=65536)]  # of the model; with fewer than ranks neighbours hold replicas
+    world: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1  # ranks among which the tokens are divided
+    interleave: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    only: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 16)] = -1
+
+
+class Section(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a cell that is held otherwise than the rest."""
+
+    offset: Stride
+    bytes: Stride
+    held: Held
+
+
+class Component(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a layer: where its cells lie in a rank's memory, and who holds them."""
+
+    name: Name
+    dtype: Token
+    block_stride: Stride
+    head_stride: Stride
+    token_stride: Stride
+    cell_bytes: Stride
+    packing: Token
+    held: Held
+    sections: Annotated[tuple[Section, ...], msgspec.Meta(max_length=MAX_SECTIONS)] = ()
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What equal layers share."""
+
+    components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Layers with one block table, and which of the tokens D needs of them."""
+
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    matters: Token = "all"
+    n: Count = 0
+
+
+class Layer(msgspec.Struct, frozen=True, array_like=True):
+    name: Name
+    kind: Index
+    group: Index
+    stage: Index
+
+
+class Worker(msgspec.Struct, frozen=True, array_like=True):
+    stage: Index
+    tp: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+    cp: Rank = 0
+    endpoint: Endpoint | None = None  # of who listens: D's
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """`layers` are in the order of execution."""
+
+    model: Text  # fingerprint
+    kinds: Annotated[tuple[Kind, ...], msgspec.Meta(max_length=MAX_KINDS)]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    layers: Annotated[tuple[Layer, ...], msgspec.Meta(max_length=MAX_LAYERS)]
+    workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A layout as this release plans with it."""
+
+    model: str
+    geometry: CacheGeometry
+    endpoints: tuple[Endpoint, ...] = ()  # by rank
+
+
+def layout_of(told: Told) -> Layout:
+    g = told.geometry
+    held = Held(g.kv_heads)
+    components = tuple(
+        Component(r.name, g.dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, g.packing, held)
+        for r in g.regions
+    )
+    layers = tuple(Layer(name, 0, 0, stage) for stage, names in enumerate(g.stages) for name in names)
+    ranks = [(stage, rank) for stage in range(len(g.stages)) for rank in range(g.tp_size)]
+    endpoints = (*told.endpoints, *(None for _ in ranks[len(told.endpoints) :]))
+    workers = tuple(Worker(*rank, 0, endpoint) for rank, endpoint in zip(ranks, endpoints, strict=True))
+    return Layout(told.model, (Kind(components),), (Group(g.block_size),), layers, workers)
+
+
+@lru_cache(maxsize=_KEPT)
+def written(told: Told) -> bytes:
+    """The bytes that name a layout."""
+    return msgspec.msgpack.encode(layout_of(told))
+
+
+def layout_hash(layout: bytes) -> str:
+    return hashlib.sha256(layout).hexdigest()[:32]
+
+
+_DECODER = msgspec.msgpack.Decoder(Layout)
+
+
+@lru_cache(maxsize=_KEPT)
+def read(layout: bytes) -> Told:
+    """Raises PD-CTRL-002 for what is no layout, PD-CTRL-004 for one of which this release cannot plan with all."""
+    try:
+        found = _DECODER.decode(layout)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError("PD-CTRL-002", why=f"layout: {str(error)[:200]}") from None
+    word = _beyond(found)
+    if word:
+        raise RemoteProtocolError("PD-CTRL-004", word=word)
+    why = _contradiction(found)
+    if why:
+        raise RemoteProtocolError("PD-CTRL-002", why=f"layout: {why}")
+    components, (group,) = found.kinds[0].components, found.groups
+    stages: list[list[str]] = [[] for _ in range(1 + found.workers[-1].stage)]
+    for layer in found.layers:
+        stages[layer.stage].append(layer.name)
+    geometry = CacheGeometry(
+        block_size=group.block_size,
+        kv_heads=components[0].held.heads,
+        tp_size=1 + found.workers[-1].tp,
+        dtype=components[0].dtype,
+        packing=components[0].packing,
+        regions=tuple(Region(c.name, c.block_stride, c.head_stride, c.token_stride, c.cell_bytes) for c in components),
+        stages=tuple(map(tuple, stages)),
+    )
+    endpoints = tuple(worker.endpoint for worker in found.workers if worker.endpoint is not None)
+    return Told(found.model, geometry, endpoints)
+
+
+def _beyond(layout: Layout) -> str:
+    """A field that says what this release does not understand."""
+    components = [component for kind in layout.kinds for component in kind.components]
+    held = [component.held for component in components]
+    filled = {
+        "kinds": len(layout.kinds) > 1,
+        "groups": len(layout.groups) > 1,
+        "sections": any(component.sections for component in components),
+        "world": any(h.world > 1 for h in held),
+        "only": any(h.only >= 0 for h in held),
+        "replicated": not all(h.heads for h in held),
+        "components": len({(c.dtype, c.packing, c.held) for c in components}) > 1,
+        "matters": any(group.matters != "all" for group in layout.groups),
+        "context": any(worker.cp for worker in layout.workers),
+    }
+    return next((word for word, is_filled in filled.items() if is_filled), "")
+
+
+def _contradiction(layout: Layout) -> str:
+    """What no engine can mean; the fields by themselves are within their bounds."""
+    if not (layout.kinds and layout.groups and layout.workers and layout.kinds[0].components):
+        return "it has no kind, component, group or worker"
+    if len(layout.layers) * len(layout.kinds[0].components) > MAX_COMPONENTS_OF_ALL:
+        return f"{len(layout.layers)} layers of {len(layout.kinds[0].components)} components"
+    last = layout.workers[-1]
+    grid = [(stage, rank) for stage in range(last.stage + 1) for rank in range(last.tp + 1)]
+    if [(worker.stage, worker.tp) for worker in layout.workers] != grid:
+        return "its workers are not those of every stage and rank, in order"
+    if any(layer.kind or layer.group or layer.stage > last.stage for layer in layout.layers):
+        return "a layer is of a kind, group or stage that is not there"
+    stages = [layer.stage for layer in layout.layers]
+    return "" if stages == sorted(stages) else "its layers are not in the order of the stages"
+
+
+class Layouts:
+    """D: what P's have told of their caches, by hash; at most 64, the oldest goes."""
+
+    most = 64
+
+    def __init__(self) -> None:
+        self._known: dict[str, Told | PdError] = {}
+
+    def learn(self, layout: bytes) -> None:
+        """Also that it cannot be used, and why: whoever says it again gets the same answer."""
+        name = layout_hash(layout)
+        if name in self._known:
+            return
+        try:
+            self._known[name] = read(layout)
+        except RemoteProtocolError as error:
+            self._known[name] = error
+        while len(self._known) > self.most:
+            del self._known[next(iter(self._known))]
+
+    def get(self, name: str) -> Told | PdError | None:
+        return self._known.get(name)
+
+
+def contributors_digest(contributors: Sequence[Contributor]) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(contributors)).hexdigest()[:32]
