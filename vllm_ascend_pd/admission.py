@@ -141,3 +141,6 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
         elif str(spec.dtype) not in _PLAIN_DTYPES:
             # A checkpoint may quantise its cache although the command line does not.
             yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
+        elif getattr(spec, "sparse_head_dim", None):
+            # vllm-ascend's spec of an MLA layer with an indexer: more tensors, some of them perhaps quantised (C8).
+            yield _refused("A sparse indexer's cache", "Use a model with full attention or MLA.")
