@@ -117,5 +117,5 @@ def _fetch(pin: Pin, scratch: Path) -> Path:
 def _words(pin: Pin, why: str) -> str:
     return (
         f"{pin.file} could not be fetched: {why}. Where the package index is not reachable, fetch it elsewhere "
-        f"(pip download --no-deps --no-binary :all: {pin.name}=={pin.version}) and name it with --sdist FILE."
+        f"(https://pypi.org/project/{pin.name}/{pin.version}/#files) and name it with --sdist FILE."
     )
