@@ -7,6 +7,7 @@ What is not proven stops the start with a code and a sentence: wrong KV that loo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PushConfig
@@ -24,34 +25,47 @@ _PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
 def check_engine(config: Any, push: PushConfig) -> None:
     """Raises ConfigError for an engine configuration that is not proven."""
-    _check_role(config)
-    parallel = config.parallel_config
-    decode = config.kv_transfer_config.kv_role == "kv_consumer"
-    if decode:
-        _refuse_if(parallel.pipeline_parallel_size > 1, "Pipeline parallelism on decode", "Start decode with -pp 1.")
-    _refuse_if(getattr(parallel, "prefill_context_parallel_size", 1) > 1, "Prefill context parallelism", "Use 1.")
-    _refuse_if(getattr(parallel, "decode_context_parallel_size", 1) > 1, "Decode context parallelism", "Use 1.")
+    for refusal in engine_refusals(config, push):
+        raise refusal
+
+
+def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
+    """All that is not proven in an engine's configuration; the first is what stops its start."""
+    role = config.kv_transfer_config.kv_role
+    if role not in ("kv_producer", "kv_consumer"):
+        yield ConfigError("PD-CONF-004", role=role)
+        return
+    parallel, decode = config.parallel_config, role == "kv_consumer"
+    if decode and parallel.pipeline_parallel_size > 1:
+        yield _refused("Pipeline parallelism on decode", "Start decode with -pp 1.")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        yield _refused("Prefill context parallelism", "Use 1.")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        yield _refused("Decode context parallelism", "Use 1.")
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
     if not decode and mode is not None and mode.has_full_cudagraphs():
         # They replay without the layer hooks: every layer would be pushed after the forward, and nothing hidden behind it.
         remedy = """Start prefill with --enforce-eager or --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
-        raise ConfigError("PD-CONF-005", feature=f"cudagraph_mode {mode.name} on prefill", remedy=remedy)
-    # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
-    _refuse_if(getattr(parallel, "use_ubatching", False), "Micro-batching (DBO)", "Start without --enable-dbo.")
-    _refuse_if(config.speculative_config is not None, "A draft model (speculative decoding)", "Start without it.")
+        yield _refused(f"cudagraph_mode {mode.name} on prefill", remedy)
+    if getattr(parallel, "use_ubatching", False):
+        # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
+        yield _refused("Micro-batching (DBO)", "Start without --enable-dbo.")
+    if config.speculative_config is not None:
+        yield _refused("A draft model (speculative decoding)", "Start without it.")
     dtype = str(config.cache_config.cache_dtype)
-    _refuse_if(dtype not in _PLAIN_CACHES, f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
-    _refuse_if(
-        os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"),
-        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
-        "Unset it: two requests with one id would share blocks.",
-    )
-    _refuse_if(getattr(parallel, "enable_fault_tolerance", False), "enable_fault_tolerance", "Start without it.")
-    _check_sizes(push, "decode" if decode else "prefill", parallel, config.kv_transfer_config.engine_id)
+    if dtype not in _PLAIN_CACHES:
+        yield _refused(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
+    if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"):
+        yield _refused(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "Unset it: two requests with one id would share blocks."
+        )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        yield _refused("enable_fault_tolerance", "Start without it.")
+    yield from _wrong_sizes(push, "decode" if decode else "prefill", parallel, config.kv_transfer_config.engine_id)
     port, last = push.channel.side_channel_port, listening_ports(parallel)[-1]
     if decode and port and port + last > 65535:
         why = f"rank {parallel.tensor_parallel_size - 1} would listen on {port + last}"
-        raise ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
+        yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
 
 
 def listening_ports(parallel: Any) -> range:
@@ -94,34 +108,39 @@ def model_fingerprint(config: Any) -> str:
     return " ".join(f"{key}={value}" for key, value in facts.items())
 
 
-def _refuse_if(condition: bool, feature: str, remedy: str) -> None:
-    if condition:
-        raise ConfigError("PD-CONF-005", feature=feature, remedy=remedy)
+def _refused(feature: str, remedy: str) -> ConfigError:
+    return ConfigError("PD-CONF-005", feature=feature, remedy=remedy)
 
 
-def _check_role(config: Any) -> None:
-    role = config.kv_transfer_config.kv_role
-    if role not in ("kv_producer", "kv_consumer"):
-        raise ConfigError("PD-CONF-004", role=role)
-
-
-def _check_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> None:
+def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
     # The predecessor's configurations name both engines' sizes; ours must at least be true.
     own = {"tp_size": parallel.tensor_parallel_size}
     if not str(engine_id).endswith(f"_dp{dp_rank(parallel)}") or parallel.data_parallel_size > 1:
         own["dp_size"] = parallel.data_parallel_size  # a dense model's rank knows that it is one, and not of how many
     for name, configured in push.sizes.get(side, {}).items():
         if name in own and configured != own[name]:
-            raise ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])
+            yield ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
     """Raises ConfigError for a model whose cache is not one group of full attention, as the layers made it."""
+    for refusal in group_refusals(kv_cache_config):
+        raise refusal
+
+
+def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
+    """All that is not proven in a model's cache; the first is what stops the start."""
     groups = kv_cache_config.kv_cache_groups
-    _refuse_if(len(groups) > 1, f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
+    if len(groups) > 1:
+        yield _refused(f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
     for group in groups:
         spec: Any = group.kv_cache_spec
         kind = type(spec).__name__
-        _refuse_if(kind not in _PROVEN_SPECS, f"A KV cache of kind {kind}", "Use a model with full attention or MLA.")
-        # A checkpoint may quantise its cache although the command line does not.
-        _refuse_if(str(spec.dtype) not in _PLAIN_DTYPES, f"A quantised KV cache ({spec.dtype})", "Use another model.")
+        if kind not in _PROVEN_SPECS:
+            yield _refused(f"A KV cache of kind {kind}", "Use a model with full attention or MLA.")
+        elif str(spec.dtype) not in _PLAIN_DTYPES:
+            # A checkpoint may quantise its cache although the command line does not.
+            yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
+        elif getattr(spec, "sparse_head_dim", None):
+            # vllm-ascend's spec of an MLA layer with an indexer: more tensors, some of them perhaps quantised (C8).
+            yield _refused("A sparse indexer's cache", "Use a model with full attention or MLA.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     EncoderOnlyAttentionSpec,
     HiddenStateCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -245,6 +246,42 @@ def test_caches_that_are_not_proven_stop_the_start(feature: str, specs: tuple[An
     with pytest.raises(ConfigError) as caught:
         admission.check_groups(cache_config(*specs))
     assert caught.value.code == "PD-CONF-005" and feature in caught.value.sentence
+
+
+def ascend_spec(sparse_head_dim: tuple[int, ...] | None) -> Any:
+    """vllm-ascend's own class, as far as it is asked: all MLA layers have it, with or without an indexer."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class AscendMLAAttentionSpec(MLAAttentionSpec):
+        sparse_head_dim: tuple[int, ...] | None = None
+
+    size = sum(sparse_head_dim or (512, 64))
+    return AscendMLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=size, dtype=torch.bfloat16, sparse_head_dim=sparse_head_dim
+    )
+
+
+def test_a_sparse_indexers_cache_is_refused_although_its_class_is_that_of_mla() -> None:
+    """Its keys may be int8 with scales in a tensor of their own, and the spec still says bfloat16."""
+    admission.check_groups(cache_config(ascend_spec(None)))
+    with pytest.raises(ConfigError) as caught:
+        admission.check_groups(cache_config(ascend_spec((512, 64, 128))))
+    assert caught.value.code == "PD-CONF-005" and "sparse indexer's cache" in caught.value.sentence
+
+
+def test_all_refusals_are_told_where_somebody_asks_and_the_first_stops_the_start() -> None:
+    config = vllm_config("kv_consumer", {"side_channel_port": 65535, "decode": {"tp_size": 4}}, tensor_parallel_size=2)
+    config.parallel_config.enable_dbo = True
+    config.cache_config.cache_dtype = "fp8"
+    push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
+    found = list(admission.engine_refusals(config, push))
+    assert [told.code for told in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
+    assert refusal(config).sentence == found[0].sentence
+    specs = (attention(dtype=torch.int8), SlidingWindowSpec(**BASE, sliding_window=16))
+    told = [refused.values["feature"] for refused in admission.group_refusals(cache_config(*specs))]
+    assert [words.split(" (")[0] for words in told] == [
+        "A model with 2 KV cache groups", "A quantised KV cache", "A KV cache of kind SlidingWindowSpec",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

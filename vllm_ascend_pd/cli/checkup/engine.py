@@ -19,7 +19,7 @@ def checks(asked: Asked) -> Iterator[Check]:
     if not asked.configured:
         return
     if asked.connector:
-        yield tried("connector", lambda: _connector(asked.connector))
+        yield tried("connector", lambda: our_connector(asked.connector))
     else:
         says = "kv_connector is missing: such an engine starts without any"
         yield warning("connector", says, f'Give "kv_connector": "{CONNECTOR}" and the kv_role.')
@@ -27,7 +27,8 @@ def checks(asked: Asked) -> Iterator[Check]:
         yield _admitted(asked)
 
 
-def _connector(name: str) -> str:
+def our_connector(name: str) -> str:
+    """Raises ConfigError for the name of another connector."""
     if name != CONNECTOR:
         why, remedy = f"this package's connector is {CONNECTOR}", f'Give "kv_connector": "{CONNECTOR}".'
         raise ConfigError("PD-CONF-003", key="kv_connector", value=name, why=why, remedy=remedy)

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of P/D pairs as vllm-ascend's tests write them, and what this package's admission says of their engines.
+
+A command line is read by vLLM's own parser; this package's connector takes the place of theirs, as docs/migration.md says.
+What admission reads of vLLM's configuration is filled in from there and from the model's entry in field_models.json, for
+neither a checkpoint nor an NPU is at hand. No rule of admission is written down here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+import yaml
+from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from vllm_ascend_pd import admission
+from vllm_ascend_pd.cli.checkup.engine import our_connector
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.engine import Engine
+from vllm_ascend_pd.errors import ConfigError, PdError
+from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.plugin import CONNECTOR
+
+MODELS = Path(__file__).with_name("field_models.json")
+MULTI = "MultiConnector"
+PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")  # children of a MultiConnector that ours replaces
+ADDRESS = "10.0.0.1"  # in the place of every address that a configuration leaves to its environment
+BLOCK_SIZE = 128  # vllm-ascend's own
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_ROLES = {"kv_producer": "P", "kv_consumer": "D"}
+
+
+# ---- configurations
+
+
+@dataclass(frozen=True)
+class Command:
+    """One engine's command line and environment, variables filled in."""
+
+    model: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+
+def commands(text: str) -> list[Command]:
+    """All engines of one configuration file, those of one node as its first rank."""
+    told = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    by_node = {entry["node_index"]: entry for entry in told.get("config", [])}
+    found = []
+    for entry in told.get("deployment") or told.get("templates") or []:
+        node = by_node.get(entry.get("node_index"), {})
+        values = {"LOCAL_IP": ADDRESS, "MASTER_IP": ADDRESS, "PORT": str(node.get("port_start", 8000))}
+        values |= {key.upper(): str(value) for key, value in node.items()}
+        values |= {"DP_RANK": values.get("DP_RANK_START", "0"), "DP_ADDRESS": ADDRESS}
+        environment = {key: _filled(str(value), values) for key, value in (entry.get("envs") or {}).items()}
+        words = entry.get("server_cmd_template") or shlex.split(entry.get("server_cmd") or "")
+        words = [_filled(str(word), {**environment, **values}) for word in words]
+        model = str(told["model"])
+        if words[:2] == ["vllm", "serve"]:
+            model, words = words[2], words[3:]
+        found.append(Command(model, tuple(words), environment))
+    return found
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: values.get(found[1] or found[2], found[0]), text)
+
+
+# ---- command lines
+
+
+class NotUnderstood(Exception):
+    """vLLM's parser refuses a flag's value."""
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise NotUnderstood(message)
+
+
+@lru_cache(maxsize=1)
+def _parser() -> _Parser:
+    parser = _Parser()
+    make_arg_parser(parser)
+    return parser
+
+
+@dataclass(frozen=True)
+class Line:
+    """What vLLM's parser made of a command line, and which flags it does not know or take."""
+
+    parsed: Any
+    unknown: tuple[str, ...]
+
+
+def parse(words: Sequence[str]) -> Line:
+    flags, unknown = _flags(words), []
+    known = _parser()._option_string_actions
+    for name in [name for name in flags if name.split(".")[0] not in known]:
+        unknown.append(name)
+        del flags[name]
+    while True:
+        try:
+            parsed = _parser().parse_args([word for name, values in flags.items() for word in (name, *values)])
+            return Line(parsed, tuple(unknown))
+        except NotUnderstood as problem:
+            named = re.match(r"argument (\S+?)(?:/\S+)?:", str(problem))
+            if named is None or named[1] not in flags:
+                raise
+            unknown.append(f"{named[1]} {' '.join(flags.pop(named[1]))}")
+
+
+def _flags(words: Sequence[str]) -> dict[str, list[str]]:
+    """Values by flag; a flag given twice counts as its last, as for vLLM."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = re.sub(r"^-O(?=\d$)", "--optimization-level=", word).partition("=")
+            values = flags[name.replace("_", "-")] = [value] if equals else []
+        else:
+            values.append(word)
+    return flags
+
+
+# ---- the connector
+
+
+def replaced(transfer: Mapping[str, Any], secret: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Their --kv-transfer-config with our connector, as docs/migration.md says, and the connectors that stay beside it."""
+    extra = dict(transfer.get("kv_connector_extra_config") or {})
+    if transfer.get("kv_connector") == MULTI:
+        children = list(extra.get("connectors") or [])
+        index = next((i for i, child in enumerate(children) if PEER_CONNECTORS.search(child["kv_connector"])), None)
+        if index is None:
+            return dict(transfer), ()
+        ours, _ = replaced({"kv_role": transfer.get("kv_role"), **children.pop(index)}, secret)
+        return ours, tuple(child["kv_connector"] for child in children)
+    kept = {key: value for key, value in extra.items() if key not in ("prefill", "decode")}
+    ours = {**kept, "secret_file": secret, "side_channel_host": ADDRESS}
+    if transfer.get("kv_role") == "kv_consumer":
+        ours["metaserver_urls"] = [f"http://{ADDRESS}:8000"]
+    same = {key: transfer[key] for key in ("kv_role", "engine_id", "kv_load_failure_policy") if key in transfer}
+    return {"kv_connector": CONNECTOR, **same, "kv_connector_extra_config": ours}, ()
+
+
+# ---- the model's cache
+
+
+class AscendMLAAttentionSpec(MLAAttentionSpec):
+    """By the name of vllm-ascend's own class, which all MLA layers have there."""
+
+    sparse_head_dim: tuple[int, ...] | None = None
+
+
+# What admission knows by its class's name alone; vLLM puts layers of unlike shapes that need equally many blocks into one group.
+_BY_NAME = {
+    "gdn": "MambaSpec",
+    "compressed": "UniformTypeKVCacheSpecs",
+    "window": "UniformTypeKVCacheSpecs",
+    "state": "UniformTypeKVCacheSpecs",
+    "mixed": "UniformTypeKVCacheSpecs",
+}
+
+
+class PlainDevice:
+    """An NPU as far as a plain cache's layout asks for one."""
+
+    token_major = True
+
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+        return "plain", False
+
+
+@dataclass(frozen=True)
+class Model:
+    """An entry of field_models.json."""
+
+    family: str
+    facts: Mapping[str, Any]
+    c8: str = ""  # the role whose cache is int8
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.facts.get("kv_heads", 1))
+
+    @property
+    def head_size(self) -> int:
+        return int(self.facts["head_dim"]) if "head_dim" in self.facts else sum(self.facts.get("mla", ()))
+
+    def spec(self, kind: str, tp: int, block_size: int, role: str) -> Any:
+        dtype = torch.int8 if self.c8 == role else torch.bfloat16
+        if kind == "full":
+            heads = max(1, self.kv_heads // tp)
+            return FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=self.head_size, dtype=dtype)
+        if kind in ("mla", "indexer"):
+            spec = AscendMLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=self.head_size, dtype=dtype)
+            if kind == "indexer":
+                object.__setattr__(spec, "sparse_head_dim", tuple(self.facts["mla"]))
+            return spec
+        return type(_BY_NAME[kind], (), {})()
+
+    def tensors(self, tp: int, block_size: int, drafts: bool) -> dict[str, tuple[torch.Tensor, ...]]:
+        """As vllm-ascend registers them, two blocks of each; all layers look alike, so all share one."""
+        if not set(self.facts["caches"]) <= {"full", "mla", "indexer"}:
+            raise NotImplementedError(f"{self.family}: admission takes it, and its tensors are not described here")
+        heads = max(1, self.kv_heads // tp)
+        dims = self.facts.get("mla") or [self.head_size] * 2
+        parts = tuple(torch.empty((2, block_size, heads, dim), dtype=torch.bfloat16) for dim in dims)
+        count = self.facts["layers"] + (self.facts["mtp"] if drafts else 0)
+        return {f"model.layers.{index}": parts for index in range(count)}
+
+
+@dataclass(frozen=True)
+class Known:
+    """field_models.json: models by name, and the kinds of cache of an engine with a draft that is a model of its own."""
+
+    models: Mapping[str, Model]
+    drafts: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def read(cls, text: str) -> Known:
+        told = json.loads(text)
+        families = told["families"]
+        models = {
+            name: Model(entry["family"], families[entry["family"]], entry.get("c8", ""))
+            for name, entry in told["models"].items()
+        }
+        return cls(models, {name: entry["caches"] for name, entry in told["drafts"].items()})
+
+    def caches(self, model: Model, speculative: Mapping[str, Any] | None) -> Sequence[str]:
+        draft = (speculative or {}).get("model")
+        return model.facts["caches"] if draft is None else self.drafts[draft]
+
+
+@lru_cache(maxsize=1)
+def known_models() -> Known:
+    return Known.read(MODELS.read_text())
+
+
+# ---- one engine
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One engine: what admission says, first what the engine would say. No refusals: it would start."""
+
+    role: str
+    tp: int
+    dp: int
+    refusals: tuple[PdError, ...]
+    unknown: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    geometry: CacheGeometry | None = field(default=None, compare=False)
+
+
+def judge(command: Command, known: Known) -> Judged:
+    """Raises KeyError for a model or a draft without an entry."""
+    model = known.models[command.model]
+    flags = _flags(command.words)
+    with _surroundings(command) as secret:
+        ours, beside = replaced(json.loads(flags["--kv-transfer-config"][0]), secret)
+        line = parse([*command.words, "--kv-transfer-config", json.dumps(ours)])
+        config = as_configured(line.parsed, model)
+        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, known.caches(model, config.speculative_config)))
+        refusals, geometry = _refusals(config, groups, model)
+    parallel = config.parallel_config
+    role = _ROLES.get(config.kv_transfer_config.kv_role, "?")
+    size, ranks = parallel.tensor_parallel_size, parallel.data_parallel_size
+    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry)
+
+
+def as_configured(parsed: Any, model: Model) -> SimpleNamespace:
+    """vLLM's configuration as far as admission reads it, from what its parser gave."""
+    rank = parsed.data_parallel_rank if parsed.data_parallel_rank is not None else parsed.data_parallel_start_rank or 0
+    parallel = SimpleNamespace(
+        tensor_parallel_size=parsed.tensor_parallel_size,
+        pipeline_parallel_size=parsed.pipeline_parallel_size,
+        data_parallel_size=parsed.data_parallel_size,
+        data_parallel_index=rank,
+        prefill_context_parallel_size=parsed.prefill_context_parallel_size,
+        decode_context_parallel_size=parsed.decode_context_parallel_size,
+        use_ubatching=parsed.enable_dbo or (parsed.ubatch_size or 0) > 1,
+        enable_fault_tolerance=parsed.enable_fault_tolerance,
+    )
+    facts = model.facts
+    text = SimpleNamespace(num_hidden_layers=facts["layers"], hidden_size=facts["hidden"], vocab_size=facts["vocab"])
+    return SimpleNamespace(
+        kv_transfer_config=parsed.kv_transfer_config,
+        parallel_config=parallel,
+        compilation_config=SimpleNamespace(cudagraph_mode=_graphs(parsed)),
+        speculative_config=parsed.speculative_config,
+        cache_config=SimpleNamespace(cache_dtype=parsed.kv_cache_dtype, block_size=parsed.block_size or BLOCK_SIZE),
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=[facts["architecture"]]),
+            hf_text_config=text,
+            quantization=parsed.quantization,
+            dtype=torch.bfloat16,
+            get_total_num_kv_heads=lambda: model.kv_heads,
+            get_head_size=lambda: model.head_size,
+        ),
+    )
+
+
+def _graphs(parsed: Any) -> Any:
+    """The mode that vLLM settles on: none where eager, else what is told, else the default of its optimization level."""
+    eager = OPTIMIZATION_LEVEL_TO_CONFIG[0]["compilation_config"]["cudagraph_mode"]
+    default = OPTIMIZATION_LEVEL_TO_CONFIG[int(parsed.optimization_level)]["compilation_config"]["cudagraph_mode"]
+    told = parsed.compilation_config.cudagraph_mode
+    return eager if parsed.enforce_eager else default if told is None else told
+
+
+def _groups(config: Any, model: Model, caches: Sequence[str]) -> list[SimpleNamespace]:
+    tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
+    role = config.kv_transfer_config.kv_role
+    return [SimpleNamespace(kv_cache_spec=model.spec(kind, tp, size, role)) for kind in caches]
+
+
+def _refusals(config: Any, groups: Any, model: Model) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
+    """In the order of an engine: its configuration, its cache's groups, then the tensors."""
+    try:
+        our_connector(config.kv_transfer_config.kv_connector)
+        push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
+    except ConfigError as refused:
+        return (refused,), None
+    found: list[PdError] = [*admission.engine_refusals(config, push), *admission.group_refusals(groups)]
+    try:
+        Engine.of(config)
+        admission.check_groups(groups)
+        shape: CacheShape = admission.cache_shape(config, groups)
+        drafts = config.speculative_config is not None
+        tensors = model.tensors(shape.tp_size, shape.block_size, drafts)
+        geometry = describe(tensors, shape, PlainDevice()).geometry  # type: ignore[arg-type]
+    except ConfigError as refused:
+        rest = [other for other in found if str(other) != str(refused)]
+        return (refused, *rest), None
+    return tuple(found), geometry
+
+
+@contextmanager
+def _surroundings(command: Command) -> Iterator[str]:
+    """The environment that the configuration asks for, nothing of ours, and a secret as two hosts need one."""
+    ours = ("VLLM_HOST_IP", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION")
+    with tempfile.NamedTemporaryFile() as secret, patch.dict("os.environ"):
+        for name in ours:
+            os.environ.pop(name, None)
+            if name in command.environment:
+                os.environ[name] = command.environment[name]
+        secret.write(b"s" * 32)
+        secret.flush()
+        yield secret.name
+
+
+# ---- one configuration
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One configuration: its P's, its D's, and whether their caches fit each other."""
+
+    name: str
+    model: str
+    p: tuple[Judged, ...]
+    d: tuple[Judged, ...]
+    pair: str  # how P would push, or why it would not; empty where one of them does not start
+
+    def refusals(self, side: str) -> tuple[PdError, ...]:
+        """Of all engines of "P" or "D", each once."""
+        engines = self.p if side == "P" else self.d
+        return tuple({str(refused): refused for engine in engines for refused in engine.refusals}.values())
+
+    def starts(self, side: str) -> bool:
+        return bool(self.p if side == "P" else self.d) and not self.refusals(side)
+
+    @property
+    def both(self) -> bool:
+        return self.starts("P") and self.starts("D") and not self.pair.startswith("PD-")
+
+
+def verdict(name: str, text: str, known: Known) -> Verdict:
+    found = commands(text)
+    engines = list(dict.fromkeys(judge(command, known) for command in found))
+    p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
+    strays = [engine for engine in engines if engine.role == "?"]  # another role: both sides at once
+    p, d = (*p, *strays), (*d, *strays)
+    return Verdict(name, found[0].model, p, d, _pair(p, d))
+
+
+def _pair(p: Sequence[Judged], d: Sequence[Judged]) -> str:
+    ours, theirs = ([engine.geometry for engine in side] for side in (p, d))
+    if not ours or not theirs or ours[0] is None or theirs[0] is None:
+        return ""
+    found = mismatches(ours[0], theirs[0])
+    if found:
+        return f"{found[0].error().code}: {found[0]}"
+    return decide(ours[0], theirs[0], "auto", MIN_SPAN).mode

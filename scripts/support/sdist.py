@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pinned source distribution from the package index, kept in .cache and never committed.
+
+pip fetches it, so that its indexes, proxies and certificates count. pip also asks a source distribution's build for its
+metadata; a stand-in for that build answers, so that nothing of the distribution is run and nothing else is fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP_S = 300.0  # for 15 MB; without a network pip gives up after the next two
+CONNECT_S, RETRIES = 15, 1
+
+_BUILD = """
+from pathlib import Path
+
+def get_requires_for_build_wheel(settings=None):
+    return []
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    info = Path(folder, "{stem}.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
+    return info.name
+"""
+
+
+class Unreachable(Exception):
+    """The package index did not give the file; the words say why, and what to do."""
+
+
+class NotThePinned(Exception):
+    """A file by that name has other contents."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A release, and the only contents of its source distribution that are taken."""
+
+    name: str
+    version: str
+    sha256: str
+
+    @property
+    def stem(self) -> str:
+        return f"{self.name.replace('-', '_')}-{self.version}"
+
+    @property
+    def file(self) -> str:
+        return f"{self.stem}.tar.gz"
+
+
+def ensure(pin: Pin, cache: Path = ROOT / ".cache" / "sdist") -> Path:
+    """The file, fetched now unless it is there. Raises Unreachable or NotThePinned."""
+    path = cache / pin.file
+    if path.is_file():
+        return checked(pin, path)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        fetched = checked(pin, _fetch(pin, Path(scratch)))
+        fetched.replace(path)  # in one step: two who fetch at once leave a whole file
+    return path
+
+
+def checked(pin: Pin, path: Path) -> Path:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != pin.sha256:
+        raise NotThePinned(f"{path} is not the pinned {pin.file}: its sha256 is {found}, not {pin.sha256}. Remove it.")
+    return path
+
+
+def read(path: Path, folder: str, suffix: str) -> dict[str, str]:
+    """Texts of the files under `folder` of the distribution, by their path below it."""
+    found = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            inside = member.name.partition("/")[2]
+            if member.isfile() and inside.startswith(folder + "/") and inside.endswith(suffix):
+                stream = archive.extractfile(member)
+                if stream is not None:
+                    found[inside.removeprefix(folder + "/")] = stream.read().decode()
+    return found
+
+
+def _fetch(pin: Pin, scratch: Path) -> Path:
+    build = scratch / "build" / "setuptools"
+    build.mkdir(parents=True)
+    (build / "__init__.py").touch()
+    (build / "build_meta.py").write_text(_BUILD.format(stem=pin.stem, name=pin.name, version=pin.version))
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-cache-dir"),
+        *("--timeout", str(CONNECT_S), "--retries", str(RETRIES), "--progress-bar", "off"),
+        *("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(scratch)),
+        f"{pin.name}=={pin.version}",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(build.parent)}
+    try:
+        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=PIP_S)
+    except subprocess.TimeoutExpired:
+        raise Unreachable(_words(pin, f"pip did not end within {PIP_S:g} s")) from None
+    path = scratch / pin.file
+    if done.returncode or not path.is_file():
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        raise Unreachable(_words(pin, said[-1] if said else f"pip ended with {done.returncode}"))
+    return path
+
+
+def _words(pin: Pin, why: str) -> str:
+    return (
+        f"{pin.file} could not be fetched: {why}. Where the package index is not reachable, fetch it elsewhere "
+        f"(https://pypi.org/project/{pin.name}/{pin.version}/#files) and name it with --sdist FILE."
+    )
