@@ -81,6 +81,7 @@ def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1) -> Su
     """Consecutive seeds in this process."""
     total = Sum()
     gc.disable()  # a cluster lives for a tenth of a second; what it leaves is collected between seeds
+    gc.freeze()  # and nothing else is looked through for it
     try:
         for seed in range(first, first + count):
             found = run_seed(seed, ALL[mutation] if mutation else None)

@@ -43,11 +43,14 @@ class World:
 
     def run(self, until: float) -> None:
         """Handle events up to `until`, or until there are none."""
-        heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until:
-            self.now, _, fn, args = pop(heap)
-            self.stats["events"] += 1
-            fn(*args)
+        heap, pop, handled = self._heap, heapq.heappop, 0
+        try:
+            while heap and heap[0][0] <= until:
+                self.now, _, fn, args = pop(heap)
+                handled += 1
+                fn(*args)
+        finally:
+            self.stats["events"] += handled
 
     @property
     def idle(self) -> bool:
