@@ -13,7 +13,7 @@ import msgspec
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Name
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
-from vllm_ascend_pd.protocol.layouts import MAX_GROUPS, Told, read, written
+from vllm_ascend_pd.protocol.layouts import MAX_GROUPS, MAX_LAYOUT_BYTES, Told, read, written
 from vllm_ascend_pd.protocol.messages import Needs, Reservation, Seconds
 
 _MAX_BYTES = 4 << 20
@@ -31,7 +31,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 class Form(msgspec.Struct, frozen=True):
     version: int
     transfer: TransferId
-    layout: Annotated[bytes, msgspec.Meta(max_length=_MAX_BYTES)]
+    layout: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)]
     groups: Annotated[tuple[Slice, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     deadline_s: Seconds
     prompt_length: Count

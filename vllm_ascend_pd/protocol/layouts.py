@@ -22,7 +22,8 @@ from vllm_ascend_pd.protocol.identity import Contributor, Count, Endpoint, Rank,
 
 MAX_KINDS, MAX_COMPONENTS, MAX_SECTIONS, MAX_GROUPS, MAX_WORKERS = 256, 16, 8, 64, 4096
 MAX_COMPONENTS_OF_ALL = 16384  # layers × components
-_KEPT = 16  # layouts of reservations: a P serves few D's, each with one
+_KEPT = 64  # layouts of reservations: each D has one, and each of its data-parallel ranks is a D
+MAX_LAYOUT_BYTES = 1 << 20
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 

@@ -17,7 +17,7 @@ import msgspec
 from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry, Name
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Endpoint, Rank, Token, TransferId
-from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_GROUPS, Index
+from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_GROUPS, MAX_LAYOUT_BYTES, Index
 
 MAX_MESSAGE_BYTES = 4 << 20
 
@@ -91,7 +91,7 @@ class Begin(_Head, frozen=True, tag="begin", kw_only=True):
 
     version: int = PROTOCOL_VERSION
     layout: Token  # hash of P's
-    told: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)] = b""  # that layout, where D may not know it
+    told: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)] = b""  # that layout, where D may not know it
     contributors: Token  # hash of who writes to this D rank
     plan_digest: Token
     quiet_s: Seconds  # how long a failed write of P may still land
