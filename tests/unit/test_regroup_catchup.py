@@ -23,7 +23,7 @@ from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 LAYERS = 6
-SMALL = config(staging_slots=1, staging_spares=0, staging_destinations=1, verify="full")
+SMALL = config(staging_slots=1, staging_destinations=1, verify="full")
 
 
 def slotless(cache: Cache, **keys: object) -> tuple[PrefillSite, list[Wire]]:
@@ -75,7 +75,7 @@ def test_the_owners_are_those_of_the_first_time() -> None:
     """By the bytes that each rank writes: as many as without a catch-up."""
     totals = []
     for slots in (1, LAYERS):
-        push = config(staging_slots=slots, staging_spares=0, staging_destinations=1)
+        push = config(staging_slots=slots, staging_destinations=1)
         wires = [Wire(), Wire()]
         p = engine(Cache(tp=2, layers=LAYERS), push=push, transports=wires)
         d = DecodeSite(Cache(layers=LAYERS))
@@ -101,8 +101,8 @@ class Short(Staging):
 
     short = True
 
-    def take(self, now: float, destination: Hashable, nbytes: int) -> StagingSlot | None:
-        return None if self.short else super().take(now, destination, nbytes)
+    def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
+        return None if self.short else super().take(destination, nbytes)
 
 
 def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:

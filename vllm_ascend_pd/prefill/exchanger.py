@@ -144,7 +144,7 @@ class Exchanger:
                 with self._deciding() as core:
                     while (left := core.patience(self._clock(), run, index)) > 0:
                         self._wait(left)
-                    slots[index] = core.slot(self._clock(), run, index)
+                    slots[index] = core.slot(run, index)
         except Exception as failed:
             log.exception("a staging slot could not be taken")
             return failed

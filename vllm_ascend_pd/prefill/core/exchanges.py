@@ -136,17 +136,17 @@ class Exchanges:
                 del self._steps[number]
                 self.missed.forget_step(number)
 
-    def wanted(self, now: float) -> list[Unit]:
+    def wanted(self) -> list[Unit]:
         """Exchanges that were missed here and have room now; each is asked for once. A thread may wait a little for the
         slots of the first ones to come back, so it asks for more."""
         ahead = 2 if self.staging.waits else 1
-        return self.missed.wanted(lambda destination: ahead * self.staging.room(now, destination), MOST_CATCH_UPS)
+        return self.missed.wanted(lambda destination: ahead * self.staging.room(destination), MOST_CATCH_UPS)
 
     def patience(self, now: float, run: Run, index: int) -> float:
         """For how many seconds to wait before `slot` is asked."""
         return self.staging.patience(now, run.part.endpoint(index)) if self._takers(run, index) else 0.0
 
-    def slot(self, now: float, run: Run, index: int) -> StagingSlot | None:
+    def slot(self, run: Run, index: int) -> StagingSlot | None:
         """A slot for what this exchange brings, if somebody wants it. Taken first: what finds none is missed."""
         share, takers = (run.unit, index), self._takers(run, index)
         if not takers:
@@ -154,7 +154,7 @@ class Exchanges:
                 self.missed.arrived(share)
             return None
         destination = run.part.endpoint(index)
-        slot = self.staging.take(now, destination, run.part.plan.slots[index].nbytes)
+        slot = self.staging.take(destination, run.part.plan.slots[index].nbytes)
         if slot is None:
             self.missed.miss(share, destination, takers)
         else:
@@ -171,7 +171,7 @@ class Exchanges:
             return []
         return [push for push in run.part.pushes(index) if push.wants(run.unit.step)]
 
-    def stats(self, now: float) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         return {
             "exchanges": self.count,
             "missed": self.missed.total,
@@ -179,5 +179,4 @@ class Exchanges:
             "steps": len(self._steps),
             "slots": self.staging.count,
             "slots_taken": self.staging.taken,
-            "slots_quarantined": self.staging.quarantined(now),
         }

@@ -156,7 +156,7 @@ class Pushes:
             if writes_out:  # what is being written keeps its staging slot
                 self.abort(now, push.name, "PD-XFER-001", "writes did not return before preemption")
             else:
-                self._drop_pieces(now, push)
+                self._drop_pieces(push)
                 self._do(now, self._machine.restart(now, push.name))
 
     def abort(self, now: float, name: str, code: str, detail: str) -> None:
@@ -181,9 +181,9 @@ class Pushes:
         failures, self._failures = self._failures, []
         return failures
 
-    def take_missed(self, now: float) -> list[Exchanged]:
+    def take_missed(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""
-        wanted = self.exchanges.wanted(now) if self.exchanges is not None else []
+        wanted = self.exchanges.wanted() if self.exchanges is not None else []
         return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in wanted]
 
     def check(self) -> None:
@@ -243,8 +243,8 @@ class Pushes:
         """For how many seconds to wait before `slot` is asked."""
         return self.exchanges.patience(now, run, index) if self.exchanges is not None else 0.0
 
-    def slot(self, now: float, run: Run, index: int) -> StagingSlot | None:
-        return self.exchanges.slot(now, run, index) if self.exchanges is not None else None
+    def slot(self, run: Run, index: int) -> StagingSlot | None:
+        return self.exchanges.slot(run, index) if self.exchanges is not None else None
 
     def made(self, run: Run) -> None:
         """The exchange was called; what it brought comes as `staged`."""
@@ -283,7 +283,7 @@ class Pushes:
             if state is WriteState.UNISSUED:
                 self._do(now, self._machine.returned(now, claim))
             else:
-                self._written(now, claim, landed)
+                self._written(claim)
                 self._do(now, self._machine.wrote(now, claim, landed))
         if state is WriteState.UNISSUED:
             for name in dict.fromkeys(claim.push for claim in batch.claims):
@@ -321,13 +321,13 @@ class Pushes:
     def pushes(self) -> list[Push]:
         return list(self._pushes.values())
 
-    def stats(self, now: float) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Of the exchanges: counts since the start, and what is held at this moment. Empty without them."""
         if self.exchanges is None:
             return {}
         pushes = self._pushes.values()
         return {
-            **self.exchanges.stats(now),
+            **self.exchanges.stats(),
             "pieces": sum(len(push.pieces) for push in pushes),
             "unsealed": sum(push.sealing for push in pushes),
         }
@@ -488,24 +488,19 @@ class Pushes:
 
     # -- staging slots: one goes back when the last of its pieces is written or dropped
 
-    def _written(self, now: float, claim: Claim, landed: bool) -> None:
+    def _written(self, claim: Claim) -> None:
         piece = self._pushes[claim.push].pieces.pop((claim.d_rank, unit_of(claim)), None)
         if piece is not None:
-            piece.slot.tainted |= not landed  # what failed may go on reading
-            self._let_go(now, piece.slot)
+            self._let_go(piece.slot)
 
-    def _drop_pieces(self, now: float, push: Push) -> None:
+    def _drop_pieces(self, push: Push) -> None:
         pieces, push.pieces = push.pieces, {}
         for piece in pieces.values():
-            self._let_go(now, piece.slot)
+            self._let_go(piece.slot)
 
-    def _let_go(self, now: float, slot: StagingSlot) -> None:
+    def _let_go(self, slot: StagingSlot) -> None:
         slot.users -= 1
-        if slot.users or self._staging is None:
-            return
-        if slot.tainted:
-            self._staging.quarantine(slot, now + self._config.quiet_s)
-        else:
+        if not slot.users and self._staging is not None:
             self._staging.release(slot)
 
     def _forget_exchanged(self, push: Push) -> None:
@@ -540,7 +535,7 @@ class Pushes:
         push.closed, push.sealing = True, False
         push.plans.clear()
         self._forget_exchanged(push)
-        self._drop_pieces(now, push)
+        self._drop_pieces(push)
         self._forget_if_done(push)
         why = closed.failure or Failure("")
         facts = {"transfer": push.transfer, "ok": closed.ok, "code": why.code, "detail": why.detail}
