@@ -35,7 +35,6 @@ from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 from vllm_ascend_pd.protocol.words import ready
-from vllm_ascend_pd.regroup.staging import StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
 
 
@@ -308,16 +307,16 @@ class SlotsReused(Pushes):
             if slot is not None and slot.users and self._staging is not None:
                 self._staging.release(slot)
 
-    def _let_go(self, slot: StagingSlot) -> None:
-        slot.users -= 1
+    def _drop(self, push: Push, d_rank: int, unit: Unit) -> None:
+        push.pieces.pop((d_rank, unit), None)
 
 
 class StaysAway(Pushes):
     """A rank that missed nothing takes no part when an exchange is made again."""
 
     def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        missed = self.exchanges.missed if self.exchanges is not None else ()
-        missing = {unit for unit, _ in missed._shares} if missed else set()
+        waiting = self.exchanges.missed._waiting.values() if self.exchanges is not None else ()
+        missing = {share.unit(layer) for shares in waiting for share, layer in shares}
         return [unit for unit in units if unit in missing]
 
 
@@ -328,7 +327,7 @@ class NotDrained(Pushes):
         pass
 
     def start_over(self, now: float, names: Iterable[str]) -> None:
-        for push in self._open(names):
+        for push in self._named(names):
             push.forget()
 
 
@@ -354,7 +353,7 @@ class StrangersBelieved(Pushes):
 
 
 class SealsEarly(Pushes):
-    """P seals a push although it missed an exchange."""
+    """P seals a push although exchanges owe it something."""
 
     def _owes(self, push: Push) -> bool:
         return False

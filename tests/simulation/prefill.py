@@ -443,6 +443,7 @@ class PrefillRank:
                 "steps": stats["steps"],
                 "missing": stats["missing"],
                 "pieces": stats["pieces"],
+                "owed": sum(len(push.owed) for push in self.core.pushes()),
                 "slots": stats["slots_taken"],
             }
         return found

@@ -215,5 +215,5 @@ def _device_faults(rng: random.Random) -> dict[str, float]:
     return {
         "unissued": rng.choice((0.0, 0.0, 0.01, 0.05)),
         "late_event": rng.choice((0.0, 0.0, 0.05, 0.3)),
-        "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.0003)),
+        "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.001)),
     }

@@ -159,7 +159,7 @@ class Faulty(Exchange):
 
 
 class FullStaging(Staging):
-    def take(self, now: float, destination: Any, nbytes: int) -> StagingSlot | None:
+    def take(self, destination: Any, nbytes: int) -> StagingSlot | None:
         raise MemoryError("injected")
 
 
@@ -167,7 +167,7 @@ class PatientStaging(Staging):
     """Waits for a slot as long as it takes: this rank misses nothing, however busy the machine is."""
 
     def patience(self, now: float, destination: Any) -> float:
-        return 0.0 if self.room(now, destination) else 30.0
+        return 0.0 if self.room(destination) else 30.0
 
 
 def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] = RuntimeError) -> Any:

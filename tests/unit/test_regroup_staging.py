@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,16 +14,18 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from regroup_kit import Cache, config
-from regroup_prefill import engine, running
+from regroup_kit import Cache, DecodeSite, config
+from regroup_prefill import Wire, engine, running
+from watching import until
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.core.push import Piece, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, PushSite
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.push import Claim
 from vllm_ascend_pd.regroup.staging import PATIENCE_S, Staging, StagingSlot
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.memory import Write
 
 QUOTA, DESTINATIONS, SIZE = 2, 3, 64
 
@@ -120,7 +123,8 @@ def holding(made: Staging, *names: str) -> Pushes:
     core = Pushes(config(), PushSite("p", Contributor(0, 0), "m"), no_geometry, (), made)
     spans = Spans(*(np.array([size], dtype=np.int64) for size in (0, 0, 8)))
     for name in names:
-        push = SimpleNamespace(name=name, pieces={(0, UNIT): Piece(slot, (spans,), None)})
+        pair = SimpleNamespace(coverage=SimpleNamespace(out={}))
+        push = SimpleNamespace(name=name, pieces={(0, UNIT): Piece(slot, (spans,), None)}, pairs={0: pair})
         core._pushes[name] = push  # type: ignore[assignment]
         slot.users += 1
     return core
@@ -129,11 +133,15 @@ def holding(made: Staging, *names: str) -> Pushes:
 def test_a_slot_goes_back_with_the_last_of_its_pieces() -> None:
     made = staging()
     core = holding(made, "one", "two", "three")
-    core._written(Claim("one", 0, UNIT, 0))
-    core._written(Claim("one", 0, UNIT, 0))
-    core._drop_pieces(core._pushes["two"])
+    one, two, three = core.pushes()
+    core._drop(one, 0, UNIT)
+    core._drop(one, 0, UNIT)
+    core._let_go(two)
     assert made.taken == 1
-    core._written(Claim("three", 0, UNIT, 0))
+    three.pairs[0].coverage.out[UNIT] = 8
+    core._let_go(three)
+    assert made.taken == 1, "it is being written"
+    core._drop(three, 0, UNIT)
     assert made.taken == 0
     assert not any(push.pieces for push in core.pushes())
 
@@ -181,3 +189,50 @@ def test_sizes_are_fixed_and_told_at_start(caplog: pytest.LogCaptureFixture) -> 
         assert line.startswith("regroup: 6 staging slots of ")
         assert line.endswith("MiB")
         assert "(3 for each of 2 destinations), 2 buffers of" in line
+
+
+class LateWire(Wire):
+    """A write that fails goes on: its bytes are read and land when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[Write] = []
+
+    def land(self, write: Write) -> WriteState:
+        if write.session in self.broken:
+            self.late.append(write)
+        return super().land(write)
+
+    def source(self) -> list[bytes]:
+        """What the late ones would read now."""
+        spans = [span for write in self.late for span in zip(write.src.tolist(), write.size.tolist(), strict=True)]
+        return [ctypes.string_at(src, size) for src, size in spans]
+
+
+def test_a_slot_of_a_failed_write_is_used_at_once_and_what_is_read_late_harms_nobody() -> None:
+    """It lands in blocks that D keeps for the transfer that failed, and nowhere else."""
+    wires = [LateWire(), LateWire()]
+    push = config(quiet_s=60.0, staging_slots=1, staging_destinations=1)
+    p, d = engine(Cache(tp=2), push=push, transports=wires), DecodeSite(Cache())
+    with running(p, d):
+        for wire in wires:
+            wire.broken = d.sessions
+        lost, other = d.reserve(64), d.reserve(64)
+        d.step()
+        p.admit(lost)
+        p.compute((lost, 64))
+        until(lambda: any(wire.late for wire in wires))
+        until(lambda: not any(stats["slots_taken"] for stats in p.stats()), "its slot is free")
+        before = [wire.source() for wire in wires]
+        for wire in wires:
+            wire.broken = set()
+        p.admit(other)
+        p.compute((other, 64))
+        assert p.ended(other)
+        assert [wire.source() for wire in wires] != before, "no slot was used again: the test shows nothing"
+        assert d.ended(lost) is None, "its blocks were free while the write could land"
+        for wire in wires:
+            for write in wire.late:
+                assert wire.land(write) is WriteState.LANDED
+        d.check(other)
+        assert d.ended(lost) is None, "its blocks were given back while P's T was not over"

@@ -37,7 +37,8 @@ METRICS: dict[str, Metric] = {
     "bytes_transferred": Metric("sum", "Bytes written into decode engines, all workers of P together."),
     "num_descriptors": Metric("sum", "Contiguous spans written, all workers of P together."),
     "exchanges_repeated": Metric(
-        "sum", "Exchanges of one layer made again because a rank of P had no staging slot for them (P's first worker)."
+        "sum",
+        "Exchanges of one layer made again because a rank of P had no staging slot for them, all stages together.",
     ),
     "num_failed_transfers": Metric("count", "Pushes that failed on P, each once whatever the TP size, by reason."),
     "num_failed_recvs": Metric("count", "Loads that failed on D, each once whatever the TP size, by reason."),
