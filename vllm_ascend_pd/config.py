@@ -97,7 +97,6 @@ class RegroupConfig:
     )
     staging_slots: int = _key(4, "P", "staging slots per destination", low=1, high=256)
     staging_destinations: int = _key(4, "P", "destinations that staging is sized for at start", low=1, high=256)
-    staging_spares: int = _key(4, "P", "slots that replace quarantined ones", low=0, high=256)
 
 
 @dataclass(frozen=True, slots=True)

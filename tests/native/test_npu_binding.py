@@ -150,7 +150,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "_hang_up_gloo",
     },
     "regroup/parts.py": {"allocate"},
-    "regroup/staging.py": {"__init__", "__repr__", "patience", "take", "quarantine", "_pardon"},
+    "regroup/staging.py": {"__repr__", "taken", "patience", "take"},
     "device/current.py": {"current"},
 }
 COMPLETE = (

@@ -361,6 +361,8 @@ class DecodeEngine:
     # -- promise 3
 
     def _check_content(self, request: Request) -> None:
+        if request.serial in self.cluster.wire.spoiled:
+            raise Violation(f"promise 3: {request.name} ended well, but bytes of others have landed in it")
         for rank in self.ranks:
             wrong = self.first_difference(rank, request)
             if wrong is not None:

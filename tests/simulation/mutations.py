@@ -35,7 +35,6 @@ from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 from vllm_ascend_pd.protocol.words import ready
-from vllm_ascend_pd.regroup.staging import StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
 
 
@@ -206,6 +205,18 @@ class QuarantineSkipped(Sender):
     guards = Guards
 
 
+class LostForgiven(Sender):
+    """P takes a write that failed for one that landed, and says DONE."""
+
+    class Machine(PairMachine):
+        def fail_lost(self, now: float, pair: Pair, claim: Claim) -> None:
+            self.cover(now, pair, claim)
+
+        lose = fail_lost
+
+    machine, table = Machine, _of(Machine, PAIR_TABLE)
+
+
 class DoneFromLostSource(Sender):
     """P says DONE although the blocks were overwritten while it was writing, or a unit was never offered."""
 
@@ -296,16 +307,16 @@ class SlotsReused(Pushes):
             if slot is not None and slot.users and self._staging is not None:
                 self._staging.release(slot)
 
-    def _let_go(self, now: float, slot: StagingSlot) -> None:
-        slot.users -= 1
+    def _drop(self, push: Push, d_rank: int, unit: Unit) -> None:
+        push.pieces.pop((d_rank, unit), None)
 
 
 class StaysAway(Pushes):
     """A rank that missed nothing takes no part when an exchange is made again."""
 
     def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        missed = self.exchanges.missed if self.exchanges is not None else ()
-        missing = {unit for unit, _ in missed._shares} if missed else set()
+        waiting = self.exchanges.missed._waiting.values() if self.exchanges is not None else ()
+        missing = {share.unit(layer) for shares in waiting for share, layer in shares}
         return [unit for unit in units if unit in missing]
 
 
@@ -316,7 +327,7 @@ class NotDrained(Pushes):
         pass
 
     def start_over(self, now: float, names: Iterable[str]) -> None:
-        for push in self._open(names):
+        for push in self._named(names):
             push.forget()
 
 
@@ -342,7 +353,7 @@ class StrangersBelieved(Pushes):
 
 
 class SealsEarly(Pushes):
-    """P seals a push although it missed an exchange."""
+    """P seals a push although exchanges owe it something."""
 
     def _owes(self, push: Push) -> bool:
         return False
@@ -406,7 +417,12 @@ def _scarce_slots(settings: Settings) -> Settings:
     """Exchanges are missed and made again all the time, and parts of them go wrong."""
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
     always = RegroupConfig(regroup="always")
-    return replace(settings, regroup=always, slots=1, slot_destinations=1, spares=0, room=1, faults=faults)
+    return replace(settings, regroup=always, slots=1, slot_destinations=1, room=1, faults=faults)
+
+
+def _slots_read_late(settings: Settings) -> Settings:
+    """Writes fail, and go on reading the one slot of their destination while others use it."""
+    return replace(_scarce_slots(settings), faults=Faults(write_error=0.2))
 
 
 def _preempted(settings: Settings) -> Settings:
@@ -461,6 +477,8 @@ WANTED = (
 )
 MORE = (
     Mutation("cancel answered at once", sender=CancelAnsweredAtOnce),
+    Mutation("a failed write counts as landed", sender=LostForgiven, world=_slots_read_late),
+    Mutation("quiet at once, slots used again", sender=QuarantineSkipped, world=_slots_read_late),
     Mutation("DONE from a lost source", sender=DoneFromLostSource, world=_preempted),
     Mutation("sealed push restarted", sender=SealedPushRestarted, book=SealedPushOrderedAgain),
     Mutation("hold runs while D is stopped", receiver=HoldWhileStopped, world=_stopped_and_killed),

@@ -133,16 +133,11 @@ class Exchanging:
 
     def __init__(self, rank: PrefillRank, group: Group, room: Room) -> None:
         settings = rank.engine.cluster.settings
-        count = settings.slots * settings.slot_destinations + settings.spares
+        count = settings.slots * settings.slot_destinations
         self.bytes = np.zeros(room.slot * count, dtype=np.uint8)
-        self.staging = Staging(Flat(self.bytes), room.slot, settings.slots, settings.spares, waits=False)
+        self.staging = Staging(Flat(self.bytes), room.slot, settings.slots, waits=False)
         self.stream = Stream(group, rank.contributor.rank, rank.memory, rank.stream_moved)
         self.stream.fails = lambda: _fails(rank)
-
-    def spoiled(self, now: float) -> int:
-        """Slots that did not come back although their time is over."""
-        staging = self.staging
-        return staging.quarantined(now) or staging.count - len(staging._free) - len(staging._spare)
 
 
 def _fails(rank: PrefillRank) -> bool:
@@ -307,7 +302,7 @@ class PrefillRank:
 
     def missed(self) -> list[Exchanged]:
         """Told to the scheduler with each step."""
-        return self.core.take_missed(self.process.clock())
+        return self.core.take_missed()
 
     def owed(self) -> bool:
         """Whether anything was missed and is still wanted. A shortcut: the engine would find out by asking."""
@@ -431,7 +426,7 @@ class PrefillRank:
     # -- what must be nothing in the end
 
     def left(self) -> dict[str, int]:
-        sender, now = self.core._sender, self.process.clock()
+        sender = self.core._sender
         open_pushes = [push for push in self.core.pushes() if not push.closed]
         found = {
             "records": sender.record_count() if sender is not None else 0,
@@ -441,15 +436,15 @@ class PrefillRank:
             "steps pushed directly": len(self.core._direct) if not self._writer_died else 0,
             "timers": int(self.core.next_wake() is not None),
         }
-        parts, stats = self.exchanging, self.core.stats(now)
+        parts, stats = self.exchanging, self.core.stats()
         if parts is not None and stats:
             found |= {
                 "exchanges waiting": len(parts.stream.queue),
                 "steps": stats["steps"],
                 "missing": stats["missing"],
                 "pieces": stats["pieces"],
+                "owed": sum(len(push.owed) for push in self.core.pushes()),
                 "slots": stats["slots_taken"],
-                "slots lost": parts.spoiled(now),
             }
         return found
 

@@ -78,7 +78,6 @@ class Settings:
     regroup: RegroupConfig
     slots: int = 4  # staging: for each destination
     slot_destinations: int = 4
-    spares: int = 4
     room: int = 8  # D blocks in a slot
     faults: Faults = field(default_factory=Faults)
 
@@ -145,7 +144,6 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         regroup=RegroupConfig(regroup=rng.choice(("never", "never", "never", "always", "auto")), regroup_min_span=8),
         slots=rng.choice((1, 2, 4)),
         slot_destinations=rng.choice((1, 2, 4)),
-        spares=rng.choice((0, 1, 4)),
         room=rng.choice((1, 2, 8)),
     )
 
@@ -217,5 +215,5 @@ def _device_faults(rng: random.Random) -> dict[str, float]:
     return {
         "unissued": rng.choice((0.0, 0.0, 0.01, 0.05)),
         "late_event": rng.choice((0.0, 0.0, 0.05, 0.3)),
-        "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.0003)),
+        "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.001)),
     }

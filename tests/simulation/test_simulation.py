@@ -21,6 +21,7 @@ KINDS = {
     "clock drifts",
     "connection flapped",
     "death that nobody is told of",
+    "failed write read its slot's next bytes",
     "decode killed",
     "decode preempted",
     "decode stopped",

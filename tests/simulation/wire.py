@@ -28,7 +28,7 @@ UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read wha
 class Flight:
     """One batch on its way. It reads its source when it lands."""
 
-    __slots__ = ("claims", "landed", "outcome", "peer", "pieces", "session", "source", "target")
+    __slots__ = ("claims", "landed", "lost", "outcome", "peer", "pieces", "session", "source", "target")
 
     def __init__(self, source: PrefillRank, target: DecodeRank, peer: Endpoint, session: str) -> None:
         self.source = source
@@ -39,6 +39,17 @@ class Flight:
         self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
         self.landed = False
         self.outcome = WriteState.PENDING
+        self.lost: bytes | None = None  # what its staging slots held when its source gave it up
+
+    def staged(self) -> bytes:
+        """What its staging slots hold now."""
+        memory, base = self.source.readable(True)
+        slots = [spans for _, _, spans in self.pieces if int(spans.src[0]) >= STAGING]
+        return b"".join(
+            memory[at : at + size].tobytes()
+            for spans in slots
+            for at, size in zip((spans.src - base).tolist(), spans.size.tolist(), strict=True)
+        )
 
 
 class Wire:
@@ -62,6 +73,7 @@ class Wire:
         self._error = faults.write_error
         self._slow = faults.write_slow
         self._stopped = faults.write_stop
+        self.spoiled: set[int] = set()  # transfers that bytes of others landed in, out of a slot that was used again
 
     def fly(self, flight: Flight) -> None:
         """Submit. The source learns the outcome by `returned(flight, ok)`."""
@@ -143,6 +155,9 @@ class Wire:
         if flight.landed or flight.session != target.session:
             return
         flight.landed = True
+        if flight.lost is not None and flight.lost != flight.staged():
+            self._world.fault("failed write read its slot's next bytes")
+            self.spoiled |= {serial for _, serial, _ in flight.pieces}
         self._world.log(target.process.name, "LANDED", f"from {flight.source.process.name} partly={partly}")
         for _, serial, spans in flight.pieces:
             src, dst, size = spans.src, spans.dst - BASE, spans.size
@@ -175,4 +190,6 @@ class Wire:
         if flight.outcome is WriteState.PENDING:
             if flight.landed:
                 flight.source.flights.pop(flight, None)
+            elif not ok:
+                flight.lost = flight.staged()
             flight.source.returned(flight, WriteState.LANDED if ok else WriteState.FAILED)

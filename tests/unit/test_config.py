@@ -54,7 +54,6 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "regroup_kernels": ("own", NO_TEXT, ("kernels",)),
     "staging_slots": (8, NO_WHOLE, (0, 257)),
     "staging_destinations": (8, NO_WHOLE, (0, 257)),
-    "staging_spares": (0, NO_WHOLE, (-1, 257)),
     "lease_s": (10, NO_NUMBER, (0.1, 121, NAN)),
     "margin_s": (1, NO_NUMBER, (0, 61)),
     "ready_timeout_s": (10, NO_NUMBER, (0.1, 601)),

@@ -111,12 +111,12 @@ def test_adding_up_leaves_what_was_added_as_it_was() -> None:
     for tally in (one, other):
         tally.time("ready_wait_seconds", 0.1)
         tally.count("num_failed_recvs", "PD-XFER-004")
-        tally.level("staging_quarantined", 1)
+        tally.level("writers_dead", 1)
     a, b = told(one), told(other)
     added(a, b)
     assert a.data["times"] == b.data["times"] == {"ready_wait_seconds": [0.1]}
     assert a.data["counts"] == b.data["counts"] == {"num_failed_recvs": {"PD-XFER-004": 1}}
-    assert len(a.data["levels"]["staging_quarantined"]) == len(b.data["levels"]["staging_quarantined"]) == 1
+    assert len(a.data["levels"]["writers_dead"]) == len(b.data["levels"]["writers_dead"]) == 1
 
 
 def test_reasons_stay_apart() -> None:
@@ -145,14 +145,14 @@ def test_the_log_line_says_the_same_in_words() -> None:
     tally.add("num_descriptors", 7)
     tally.count("num_failed_transfers", "PD-XFER-001")
     tally.count("num_failed_transfers", "PD-XFER-004")
-    tally.level("staging_quarantined", 2)
+    tally.level("writers_dead", 2)
     assert told(tally).reduce() == {
         "xfer time, median ms": 20.0,
         "xfer time, worst ms": 30.0,
         "MiB pushed": 3.0,
         "descriptors": 7,
         "failed transfers": 2,
-        "staging quarantined": 2,
+        "writers dead": 2,
     }
 
 
@@ -177,12 +177,12 @@ def test_a_level_in_the_log_line_is_the_sum_over_the_workers_whichever_of_them_c
     said: list[tuple[str, float | None]] = []
     for levels in ((2, 3), (1, 3), (1, 3), (1, 0), (0, 0), (0, 0)):
         for tally, value in zip((first, second), levels, strict=True):
-            tally.level("staging_quarantined", value)
+            tally.level("writers_dead", value)
         if step := [PushStats(data=data) for data in (first.take(), second.take()) if data is not None]:
             logging.observe(added(*step).data)
             scrape.metrics.observe(added(*step).data)
-        logging.log(lambda text, *values: said.append((text % values, scrape.value("staging_quarantined"))))
-    assert said == [(f"KV Transfer metrics: staging quarantined={value}", value) for value in (5, 4, 4, 1, 0)]
+        logging.log(lambda text, *values: said.append((text % values, scrape.value("writers_dead"))))
+    assert said == [(f"KV Transfer metrics: writers dead={value}", value) for value in (5, 4, 4, 1, 0)]
 
 
 # -- /metrics
@@ -241,15 +241,15 @@ def test_engines_are_told_apart() -> None:
 
 def test_a_level_is_the_sum_over_the_workers_though_one_tells_nothing() -> None:
     scrape, first, second = Scrape(), Tally(), Tally()
-    first.level("staging_quarantined", 2)
-    second.level("staging_quarantined", 1)
+    first.level("writers_dead", 2)
+    second.level("writers_dead", 1)
     both = added(told(first), told(second))
-    assert both.reduce()["staging quarantined"] == 3
+    assert both.reduce()["writers dead"] == 3
     scrape.metrics.observe(both.data)
-    assert scrape.value("staging_quarantined") == 3
-    first.level("staging_quarantined", 0)
+    assert scrape.value("writers_dead") == 3
+    first.level("writers_dead", 0)
     scrape.metrics.observe(told(first).data)
-    assert scrape.value("staging_quarantined") == 1
+    assert scrape.value("writers_dead") == 1
 
 
 # -- failures of whole requests: the scheduler counts them, once for all ranks

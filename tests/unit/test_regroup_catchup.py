@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from regroup_kit import Cache, DecodeSite, config
 from regroup_prefill import PrefillSite, Wire, engine, running
 from watching import Events, traced, until
 
-from vllm_ascend_pd.prefill.core.missed import Missed
+from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run
 from vllm_ascend_pd.prefill.core.push import Share, Unit
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -23,7 +24,7 @@ from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 LAYERS = 6
-SMALL = config(staging_slots=1, staging_spares=0, staging_destinations=1, verify="full")
+SMALL = config(staging_slots=1, staging_destinations=1, verify="full")
 
 
 def slotless(cache: Cache, **keys: object) -> tuple[PrefillSite, list[Wire]]:
@@ -60,10 +61,43 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
         d.check(*prompts)
         p.finished(*prompts)
         assert p.is_quiet(), str(p.stats())
-        told = [rank.runtime.tally.take() for rank in p.ranks]
-        assert [data["sums"].get("exchanges_repeated") for data in told if data] == [p.catch_ups] + [None] * (p_tp - 1)
+        assert repeated(p) == [p.catch_ups] + [0] * (p_tp - 1)
     again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
     assert len(again) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2)])
+def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: int) -> None:
+    """All want a slot in every layer at once; an operator sees what that costs in exchanges made again."""
+    layers, tokens, wires = 3, 32, [Wire() for _ in range(p_tp)]
+    push = config(verify="full", staging_slots=1)
+    p = engine(Cache(tp=p_tp, layers=layers), push=push, transports=wires, step_tokens=32 * tokens)
+    sites = [DecodeSite(Cache(tp=d_tp, layers=layers), blocks=6, push=push) for _ in range(32)]
+    with running(p, *sites):
+        hold(wires, *sites)
+        prompts = [d.reserve(tokens) for d in sites]
+        for d in sites:
+            d.step()
+        p.admit(*prompts)
+        p.compute(*((prompt, tokens) for prompt in prompts))
+        until(lambda: all(stats["exchanges"] == layers for stats in p.stats()))
+        assert [stats["slots_taken"] for stats in p.stats()] == [4] * p_tp
+        missed = 16 * layers - 4  # each owns all that 16 of the D's get from its lane
+        assert [stats["missing"] for stats in p.stats()] == [missed] * p_tp
+        hold(wires)
+        assert p.ended(*prompts)
+        for d, prompt in zip(sites, prompts, strict=True):
+            d.check(prompt)
+        p.finished(*prompts)
+        assert p.is_quiet(), str(p.stats())
+        assert repeated(p) == [p.catch_ups] + [0] * (p_tp - 1)
+        assert p.catch_ups >= missed / 4
+
+
+def repeated(p: PrefillSite) -> list[int]:
+    """What each worker tells of exchanges that were made again."""
+    told = [rank.runtime.tally.take() or {"sums": {}} for rank in p.ranks]
+    return [data["sums"].get("exchanges_repeated", 0) for data in told]
 
 
 def closed(events: Events) -> list[int]:
@@ -75,7 +109,7 @@ def test_the_owners_are_those_of_the_first_time() -> None:
     """By the bytes that each rank writes: as many as without a catch-up."""
     totals = []
     for slots in (1, LAYERS):
-        push = config(staging_slots=slots, staging_spares=0, staging_destinations=1)
+        push = config(staging_slots=slots, staging_destinations=1)
         wires = [Wire(), Wire()]
         p = engine(Cache(tp=2, layers=LAYERS), push=push, transports=wires)
         d = DecodeSite(Cache(layers=LAYERS))
@@ -101,8 +135,8 @@ class Short(Staging):
 
     short = True
 
-    def take(self, now: float, destination: Hashable, nbytes: int) -> StagingSlot | None:
-        return None if self.short else super().take(now, destination, nbytes)
+    def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
+        return None if self.short else super().take(destination, nbytes)
 
 
 def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
@@ -280,6 +314,9 @@ def test_a_stage_makes_only_its_own_layers_again() -> None:
         d.check(prompt)
         p.finished(prompt)
         assert p.is_quiet(), str(p.stats())
+        told = repeated(p)
+        assert told[0] + told[2] == p.catch_ups and told[1] == told[3] == 0, "each stage tells of its own, once"
+        assert told[2], "nothing was made again there: the test shows nothing"
     again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
     assert len(again) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
 
@@ -301,98 +338,103 @@ def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> Non
 # ---- the ledger
 
 
-@dataclass(eq=False)
-class Owed:
+def push_of(name: str) -> Any:
     """What a push is to the ledger."""
-
-    owed: set[Share] = field(default_factory=set)
+    return SimpleNamespace(name=name, owed=set())
 
 
 class Ledger(RuleBasedStateMachine):
-    """Missed against a plain set of (unit, slot, destination, pushes, coming)."""
+    """What is owed of shares, against a plain set of (share, layer) by what became of it."""
 
     shares = Bundle("shares")
 
     def __init__(self) -> None:
         super().__init__()
-        self.missed = Missed()
-        self.pushes = {name: Owed() for name in "abc"}
-        self.model: dict[tuple[Unit, int], tuple[int, set[str], bool]] = {}
+        self.pushes = {name: push_of(name) for name in "abc"}
+        self.exchanges = Exchanges(cast("Any", None), LAYERS, cast("Any", None), cast("Any", None))
+        self.owed: dict[Share, set[str]] = {}
+        self.here: set[tuple[Share, int]] = set()
+        self.coming: set[tuple[Share, int]] = set()
+        self.waiting: set[tuple[Share, int]] = set()
         self.asked: set[Unit] = set()
+        self.room = False
+        self.exchanges.staging = cast("Any", self)
 
-    @rule(
-        target=shares,
-        step=st.integers(1, 2),
-        layer=st.integers(0, 2),
-        slot=st.integers(0, 1),
-        pushes=st.sets(st.sampled_from("abc"), min_size=1),
-    )
-    def miss(self, step: int, layer: int, slot: int, pushes: set[str]) -> tuple[Unit, int]:
-        unit = Unit(step, layer, 1)
-        _, known, _ = self.model.get((unit, slot), (slot, pushes, False))
-        self.model[unit, slot] = (slot, known, False)
-        self.missed.miss((unit, slot), Endpoint("d", slot), [self.pushes[name] for name in sorted(pushes)])
-        return unit, slot
+    def take(self, destination: Hashable, nbytes: int) -> object:
+        """In place of the staging."""
+        return object() if self.room else None
 
-    @rule(share=shares)
-    def coming(self, share: tuple[Unit, int]) -> None:
-        self.missed.coming(share)
-        if share in self.model:
-            destination, pushes, _ = self.model[share]
-            self.model[share] = (destination, pushes, True)
+    @rule(target=shares, step=st.integers(1, 2), slot=st.integers(0, 1), names=st.sets(st.sampled_from("abc")))
+    def plan(self, step: int, slot: int, names: set[str]) -> Share:
+        wanting = [self.pushes[name] for name in sorted(names)]
+        share = Share(step, 1, Endpoint("d", slot), wanting, dict.fromkeys(range(LAYERS), False))
+        for push in wanting:
+            push.owed.add(share)
+        self.owed[share] = names
+        return share
 
-    @rule(share=shares)
-    def arrived(self, share: tuple[Unit, int]) -> None:
-        self.missed.arrived(share)
-        self.model.pop(share, None)
+    @rule(share=shares, layer=st.integers(0, LAYERS - 1), room=st.booleans())
+    def run(self, share: Share, layer: int, room: bool) -> None:
+        """An exchange is made; whichever step orders it."""
+        self.room = room
+        part = SimpleNamespace(shares=[share], plan=SimpleNamespace(slots=[SimpleNamespace(nbytes=1)]))
+        made = Run(share.unit(layer), cast("Any", part))
+        slot = self.exchanges.slot(made, 0)
+        self.exchanges.made(made)
+        self.asked.discard(share.unit(layer))
+        assert (slot is not None) <= bool(self.owed[share]), "a slot for what nobody wants"
+        at = share, layer
+        if not self.owed[share] or at in self.here | self.coming:
+            assert slot is None, "fetched twice"
+        elif slot is None:
+            self.waiting.add(at)
+        else:
+            self.waiting.discard(at)
+            self.coming.add(at)
 
-    @rule(share=shares)
-    def made_again(self, share: tuple[Unit, int]) -> None:
-        self.missed.made_again(share[0])
-        self.asked.discard(share[0])
+    @rule()
+    def arrive(self) -> None:
+        for share, layer in self.coming:
+            self.exchanges.arrived(share, layer)
+        self.here |= self.coming
+        self.coming.clear()
 
-    @rule(push=st.sampled_from("abc"))
-    def forget_push(self, push: str) -> None:
-        self.missed.forget(self.pushes[push])
-        for share, (destination, pushes, coming) in list(self.model.items()):
-            if pushes - {push}:
-                self.model[share] = (destination, pushes - {push}, coming)
-            else:
-                del self.model[share]
+    @rule(name=st.sampled_from("abc"))
+    def forget(self, name: str) -> None:
+        self.exchanges.forget(self.pushes[name])
+        for names in self.owed.values():
+            names.discard(name)
+        self.waiting = {at for at in self.waiting if self.owed[at[0]]}
 
     @rule(step=st.integers(1, 2))
     def forget_step(self, step: int) -> None:
-        self.missed.forget_step(step)
-        self.model = {share: facts for share, facts in self.model.items() if share[0].step != step}
+        self.exchanges.missed.forget_step(step)
         self.asked = {unit for unit in self.asked if unit.step != step}
 
-    @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), most=st.integers(1, 4))
+    @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), most=st.integers(1, 40))
     def wanted(self, room: list[int], most: int) -> None:
-        found = self.missed.wanted(lambda endpoint: room[endpoint.port], most)
+        found = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], most)  # type: ignore[attr-defined]
         assert len(found) == len(set(found)) <= most
         waiting = {
-            destination: {
-                unit for (unit, _), (where, _, coming) in self.model.items() if where == destination and not coming
-            }
-            for destination in (0, 1)
+            slot: {share.unit(layer) for share, layer in self.waiting if share.destination.port == slot}
+            for slot in (0, 1)
         }
         for unit in found:
             assert unit not in self.asked, "asked for twice"
-            assert any(unit in units and room[destination] for destination, units in waiting.items())
-        for destination, units in waiting.items():
-            if room[destination] > len(units) and most == 4:
+            assert any(unit in units and room[slot] for slot, units in waiting.items())
+        for slot, units in waiting.items():
+            if room[slot] > len(units) and most == 40:
                 left = units - self.asked - set(found)
                 assert not left or len(found) == most, "there was room, and nobody asked"
         self.asked.update(found)
 
     @invariant()
     def agrees(self) -> None:
-        assert len(self.missed) == len(self.model)
-        for push in "abc":
-            owed = any(push in pushes for _, pushes, _ in self.model.values())
-            assert bool(self.pushes[push].owed) == owed
-        for (unit, slot), (_, _, coming) in self.model.items():
-            assert self.missed.waits((unit, slot)) == (not coming)
+        assert len(self.exchanges.missed) == len(self.waiting)
+        for name, push in self.pushes.items():
+            theirs = {share for share, names in self.owed.items() if name in names}
+            lacking = {share for share in theirs if any((share, layer) not in self.here for layer in range(LAYERS))}
+            assert push.owed == lacking
 
 
 TestLedger = Ledger.TestCase
@@ -400,19 +442,22 @@ TestLedger = Ledger.TestCase
 
 def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
     """A destination that is stalled for minutes leaves tens of thousands behind: nobody walks through them."""
-    missed, one, another = Missed(), Owed(), Owed()
+    exchanges = Exchanges(cast("Any", None), 80, cast("Any", None), cast("Any", None))
+    missed, one = exchanges.missed, push_of("one")
     for step in range(500):
+        share = Share(step, 1, Endpoint("stalled", 1), [one], dict.fromkeys(range(80), False))
+        one.owed.add(share)
         for layer in range(80):
-            missed.miss((Unit(step, layer, 1), 0), "stalled", [one])
-    missed.miss((Unit(999, 0, 1), 1), "well", [another])
+            missed.miss(share, layer)
+    missed.miss(Share(999, 1, Endpoint("well", 1), [push_of("another")], {0: False}), 0)
     asked: list[str] = []
 
     def room(destination: object) -> int:
-        asked.append(str(destination))
-        return 4 if destination == "well" else 0
+        assert isinstance(destination, Endpoint)
+        asked.append(destination.host)
+        return 4 if destination.host == "well" else 0
 
     assert missed.wanted(room, 64) == [Unit(999, 0, 1)]
     assert sorted(asked) == ["stalled", "well"]
-    assert one.owed and another.owed
-    missed.forget(one)
+    exchanges.forget(one)
     assert len(missed) == 1

@@ -19,7 +19,7 @@ from vllm_ascend_pd.regroup.exchange import TAG_BYTES, Exchange, ExchangeRows
 from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
-SMALL = {"staging_slots": 1, "staging_spares": 0}
+SMALL = {"staging_slots": 1}
 
 
 def reports(prompt: Prompt) -> list[tuple[bool, str]]:
@@ -159,7 +159,7 @@ class Faulty(Exchange):
 
 
 class FullStaging(Staging):
-    def take(self, now: float, destination: Any, nbytes: int) -> StagingSlot | None:
+    def take(self, destination: Any, nbytes: int) -> StagingSlot | None:
         raise MemoryError("injected")
 
 
@@ -167,7 +167,7 @@ class PatientStaging(Staging):
     """Waits for a slot as long as it takes: this rank misses nothing, however busy the machine is."""
 
     def patience(self, now: float, destination: Any) -> float:
-        return 0.0 if self.room(now, destination) else 30.0
+        return 0.0 if self.room(destination) else 30.0
 
 
 def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] = RuntimeError) -> Any:
@@ -289,7 +289,7 @@ def test_a_stalled_destination_stops_no_other(stall: str) -> None:
     wires = [Wire(), Wire()]
     layers = 6
     cache = Cache(tp=2, layers=layers)
-    push = config(staging_slots=2, staging_spares=0, staging_destinations=2)
+    push = config(staging_slots=2, staging_destinations=2)
     p, one, two = engine(cache, push=push, transports=wires), *(DecodeSite(Cache(layers=layers)) for _ in "12")
     with running(p, one, two):
         stuck = one.reserve(64)
@@ -338,7 +338,7 @@ def test_what_one_destination_missed_does_not_wait_for_another() -> None:
     """Two D's share an exchange and both find no slot. One has room again, the other is stalled for good."""
     wires = [Wire(), Wire()]
     layers = 4
-    push = config(staging_slots=1, staging_spares=0, staging_destinations=2)
+    push = config(staging_slots=1, staging_destinations=2)
     p = engine(Cache(tp=2, layers=layers), push=push, transports=wires)
     one, two = DecodeSite(Cache(layers=layers)), DecodeSite(Cache(layers=layers))
     with running(p, one, two):

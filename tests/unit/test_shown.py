@@ -14,8 +14,9 @@ from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence
 from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.prefill.core.push import Push as WorkersPush
-from vllm_ascend_pd.prefill.core.push import Unit
+from vllm_ascend_pd.prefill.core.push import Share
 from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
@@ -84,7 +85,7 @@ def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
     s = sender()
     s.open(0.0, order())
     push.pairs, push.held = s.pairs(PUSH), True
-    push.owed.add((Unit(1, 0, 1), 0))
+    push.owed.add(Share(1, 1, Endpoint("d0", 4711), [push], {0: False}))
     assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks, owes 1, held; D rank 0 ask>"
 
 

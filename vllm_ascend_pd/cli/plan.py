@@ -191,12 +191,12 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
 
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
-    """What a prefill rank allocates at its start with the default settings: slots, spares and the exchange's two buffers."""
+    """What a prefill rank allocates at its start with the default settings: slots and the exchange's two buffers."""
     from vllm_ascend_pd.regroup.parts import Place, slot_bytes  # needs torch, as only an engine's host has it
 
     config = RegroupConfig()
     slot = slot_bytes(p, Place(0, p.tp_size, 1, step_tokens))
-    return slot * (config.staging_slots * config.staging_destinations + config.staging_spares + 2 * _BUFFERS)
+    return slot * (config.staging_slots * config.staging_destinations + 2 * _BUFFERS)
 
 
 def _seconds(links: Iterable[Link], gbps: float, descriptor_us: float) -> float:

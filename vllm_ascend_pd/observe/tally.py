@@ -37,7 +37,8 @@ METRICS: dict[str, Metric] = {
     "bytes_transferred": Metric("sum", "Bytes written into decode engines, all workers of P together."),
     "num_descriptors": Metric("sum", "Contiguous spans written, all workers of P together."),
     "exchanges_repeated": Metric(
-        "sum", "Exchanges of one layer made again because a rank of P had no staging slot for them (P's first worker)."
+        "sum",
+        "Exchanges of one layer made again because a rank of P had no staging slot for them, all stages together.",
     ),
     "num_failed_transfers": Metric("count", "Pushes that failed on P, each once whatever the TP size, by reason."),
     "num_failed_recvs": Metric("count", "Loads that failed on D, each once whatever the TP size, by reason."),
@@ -45,7 +46,6 @@ METRICS: dict[str, Metric] = {
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a failed load, by reason."),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
-    "staging_quarantined": Metric("level", "Staging slots of P whose failed writes may still read them."),
     "writers_dead": Metric(
         "level", "Workers of P whose writer thread has died: the engine ends once its pushes are over."
     ),

@@ -17,7 +17,7 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.core.exchanges import Run, Staged
 from vllm_ascend_pd.prefill.core.pushes import StepPlan
-from vllm_ascend_pd.prefill.writer import Deciding, News, Sealed
+from vllm_ascend_pd.prefill.writer import Deciding, News
 from vllm_ascend_pd.regroup.exchange import Outcome
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.shared.event import Event
@@ -54,7 +54,7 @@ class Exchanger:
         self._deciding, self._clock, self._wait = deciding, clock, wait
         self._exchange, self._staging, self._device, self._put = exchange, staging, device, put
         self._broken: Exception | None = None
-        self._inbox: queue.SimpleQueue[tuple[Run, Event] | Sealed | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Run, Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if not device.exchanges_inline:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -77,13 +77,6 @@ class Exchanger:
             with self._device.side_stream(event):
                 self._make(run, event)
 
-    def forward(self, item: Sealed) -> None:
-        """To the writer, after everything that was asked for before."""
-        if self._thread is not None:
-            self._inbox.put(item)
-        else:
-            self._put(item)
-
     def stats(self) -> dict[str, int | float]:
         made = self._exchange
         return {"collectives": made.collectives, "collective_seconds": made.seconds, "exchanged_bytes": made.nbytes}
@@ -103,10 +96,7 @@ class Exchanger:
         trouble = self._attach()
         while (item := self._inbox.get()) is not None:
             try:
-                if isinstance(item, Sealed):
-                    self._put(item)
-                else:
-                    self._make(*item, trouble)
+                self._make(*item, trouble)
             except Exception:  # this thread ends only when it is told to: other ranks wait for it
                 log.exception("after an exchange")
 
@@ -144,7 +134,7 @@ class Exchanger:
                 with self._deciding() as core:
                     while (left := core.patience(self._clock(), run, index)) > 0:
                         self._wait(left)
-                    slots[index] = core.slot(self._clock(), run, index)
+                    slots[index] = core.slot(run, index)
         except Exception as failed:
             log.exception("a staging slot could not be taken")
             return failed

@@ -118,15 +118,12 @@ class PushRuntime:
     def missed_exchanges(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""
         with self.lock:
-            now = time.monotonic()
-            if self.core.exchanges is not None:
-                self.tally.level("staging_quarantined", self.core.exchanges.staging.quarantined(now))
-            return self.core.take_missed(now)
+            return self.core.take_missed()
 
     def stats(self) -> dict[str, int | float]:
         """Of the exchanges: counts since the start, and what is held at this moment. Empty without a regrouper."""
         with self.lock:
-            stats = self.core.stats(time.monotonic())
+            stats = self.core.stats()
         return {**stats, **self._exchanger.stats()} if stats and self._exchanger is not None else {}
 
     def check(self) -> None:

@@ -20,11 +20,10 @@ from vllm_ascend_pd.shared.event import Event
 
 
 class Exchanging(Protocol):
-    """Who makes exchanges, in the order of the calls; `forward` hands over to the writer what comes after them."""
+    """Who makes exchanges, in the order of the calls."""
 
     def prepare(self, plan: StepPlan) -> None: ...
     def make(self, run: Run, event: Event) -> None: ...
-    def forward(self, item: Sealed) -> None: ...
 
 
 class _Layers:
@@ -82,12 +81,8 @@ class Steps:
             return
         for index in sorted(current.missing):
             self._mark(current, index)
-        plan, now = current.plan, self._clock()
-        direct = tuple(push.name for push in plan.final if not push.exchanges)
-        self._put(Sealed(plan.number, direct, now))
-        if self._exchanging is not None:
-            exchanged = tuple(push.name for push in plan.final if push.exchanges)
-            self._exchanging.forward(Sealed(plan.number, exchanged, now, behind_exchanges=True))
+        final = tuple(push.name for push in current.plan.final)
+        self._put(Sealed(current.plan.number, final, self._clock()))
 
     def _mark(self, current: _Layers, index: int) -> None:
         plan, event = current.plan, self._record()

@@ -43,12 +43,11 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Every layer of a step was announced; these pushes get nothing more."""
+    """Every layer of a step was announced; these pushes get nothing more but what exchanges still owe them."""
 
     step: int
     pushes: tuple[str, ...]
     announced_at: float
-    behind_exchanges: bool = False
 
 
 News: TypeAlias = Computed | Staged | Sealed
@@ -71,8 +70,7 @@ class Writer:
         self.flying: list[Batch] = []
 
     def put(self, item: News) -> None:
-        behind = isinstance(item, Staged) or (isinstance(item, Sealed) and item.behind_exchanges)
-        (self._exchanged if behind else self._computed).append(item)
+        (self._exchanged if isinstance(item, Staged) else self._computed).append(item)
 
     @property
     def busy(self) -> bool:
@@ -125,8 +123,6 @@ class Writer:
             if isinstance(item, Computed):
                 core.computed(self._clock(), item.step, item.layer)
             else:
-                if not item.behind_exchanges:
-                    core.announced(item.step)
                 core.sealed(self._clock(), item.step, item.pushes, item.announced_at)
 
     def _submit(self) -> None:

@@ -67,7 +67,7 @@ def assembled(
     geometry = caches.geometry
     slot = slot_bytes(geometry, place)
     stride = slot + -(-tags_of(place.tp_size) // ALIGNMENT) * ALIGNMENT
-    count = config.staging_slots * config.staging_destinations + config.staging_spares
+    count = config.staging_slots * config.staging_destinations
     memory = torch.empty(stride * count + ALIGNMENT, dtype=torch.uint8, device=device.name)
     skip = -memory.data_ptr() % ALIGNMENT
     heads = len(geometry.head_range(place.rank % place.tp_size))
@@ -79,19 +79,17 @@ def assembled(
         for parts in caches.tensors
     ]
     log.info(
-        "regroup: %d staging slots of %.1f MiB (%d for each of %d destinations, %d spares), 2 buffers of %.1f MiB",
+        "regroup: %d staging slots of %.1f MiB (%d for each of %d destinations), 2 buffers of %.1f MiB",
         count,
         slot / 2**20,
         config.staging_slots,
         config.staging_destinations,
-        config.staging_spares,
         2 * slot / 2**20,
     )
     staging = Staging(
         memory[skip : skip + stride * count],
         slot,
         config.staging_slots,
-        config.staging_spares,
         stride=stride,
         waits=not device.exchanges_inline,
     )

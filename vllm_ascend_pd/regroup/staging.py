@@ -2,9 +2,9 @@
 """Staging slots: registered memory in which an owner assembles what it will write into one D rank.
 
 The number and the size of the slots are fixed at start. A destination has a quota, so that one that stalls cannot take
-the slots of the others. A slot whose write failed may still be read for a while: it is quarantined, and a spare takes
-its place; without a spare it goes on counting against the destination that spoiled it. Nothing grows: without a slot
-the bytes are dropped, and exchanged again later.
+the slots of the others. A slot is free again as soon as its writes are over, also of one that failed and may go on reading
+it: what that brings lands in blocks that D still keeps for the failed transfer (docs/decisions.md). Nothing grows: without
+a slot the bytes are dropped, and exchanged again later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class StagingSlot:
     destination: Hashable
     memory: Any
     users: int = 0  # pieces that lie in it
-    tainted: bool = False  # a write of one of them failed
 
     def __repr__(self) -> str:
         """<StagingSlot 3 for d0:4711, 1024 bytes at 0x7f00, read by 2>"""
@@ -47,14 +46,6 @@ class StagingSlot:
         return int(self.memory.data_ptr())
 
 
-@dataclass(frozen=True, slots=True)
-class _Spoiled:
-    until: float
-    number: int
-    destination: Hashable
-    replaced: bool  # by a spare
-
-
 class Staging:
     """The slots of one worker.
 
@@ -62,19 +53,12 @@ class Staging:
     nobody ever waits for a slot: where exchanges are launched by the engine's own thread.
     """
 
-    def __init__(
-        self, memory: Memory, slot_bytes: int, quota: int, spares: int, *, stride: int = 0, waits: bool = True
-    ) -> None:
+    def __init__(self, memory: Memory, slot_bytes: int, quota: int, *, stride: int = 0, waits: bool = True) -> None:
         self.slot_bytes, self.stride, self.waits = slot_bytes, stride or slot_bytes, waits
-        self.count = memory.numel() // self.stride  # spares included: it never changes
-        if not 0 <= spares < self.count:
-            raise LocalProtocolError(f"{spares} spares of {self.count} slots")
-        self.taken = 0
+        self.count = memory.numel() // self.stride  # it never changes
         self._memory, self._quota = memory, quota
-        self._free = list(range(self.count - spares))
-        self._spare = list(range(self.count - spares, self.count))
-        self._held: Counter[Hashable] = Counter()  # taken, or spoiled and not replaced, by destination
-        self._spoiled: list[_Spoiled] = []
+        self._free = list(range(self.count))
+        self._held: Counter[Hashable] = Counter()  # by destination
         self._patience: dict[Hashable, float] = {}  # what is left of it in this step
         self._until: dict[Hashable, float] = {}  # who is being waited for, and no longer than when
         self._stalled: set[Hashable] = set()  # let us wait in vain and have returned nothing since
@@ -89,9 +73,9 @@ class Staging:
         """Memory like every slot's, for what depends on its size and device."""
         return self._memory[: self.stride]
 
-    def quarantined(self, now: float) -> int:
-        self._pardon(now)
-        return len(self._spoiled)
+    @property
+    def taken(self) -> int:
+        return self.count - len(self._free)
 
     def new_step(self) -> None:
         """Patience is there again, but not for destinations that are stalled."""
@@ -103,7 +87,7 @@ class Staging:
         """For how many seconds to wait for a slot before `take`; in all exchanges of a step together PATIENCE_S."""
         waited_until = self._until.pop(destination, None)
         left = self._patience.get(destination, PATIENCE_S if self.waits else 0.0)
-        room = self.room(now, destination) > 0
+        room = self.room(destination) > 0
         if waited_until is not None:
             left = self._patience[destination] = max(0.0, waited_until - now)
             if not left and not room:
@@ -113,49 +97,24 @@ class Staging:
         self._until[destination] = now + left
         return left
 
-    def take(self, now: float, destination: Hashable, nbytes: int) -> StagingSlot | None:
+    def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
         """A slot, or None when there is none for this destination."""
         if nbytes > self.slot_bytes:
             raise LocalProtocolError(f"{nbytes} bytes are staged in slots of {self.slot_bytes}")
-        if not self.room(now, destination):
+        if not self.room(destination):
             return None
         number = self._free.pop()
         self._held[destination] += 1
-        self.taken += 1
         return StagingSlot(number, destination, self._memory[number * self.stride : (number + 1) * self.stride])
 
     def release(self, slot: StagingSlot) -> None:
-        """Its writes have landed, or were never started."""
-        self.taken -= 1
-        self._let_go(slot.destination)
+        """Its writes are over, or were never started."""
         self._free.append(slot.number)
+        self._held[slot.destination] -= 1
+        self._stalled.discard(slot.destination)
+        if self._held[slot.destination] <= 0:
+            del self._held[slot.destination]
 
-    def quarantine(self, slot: StagingSlot, until: float) -> None:
-        """A write that read it failed and may go on reading until then; a spare takes its place."""
-        self.taken -= 1
-        replaced = bool(self._spare)
-        if replaced:
-            self._let_go(slot.destination)
-            self._free.append(self._spare.pop())
-        self._spoiled.append(_Spoiled(until, slot.number, slot.destination, replaced))
-
-    def room(self, now: float, destination: Hashable) -> int:
+    def room(self, destination: Hashable) -> int:
         """How many slots this destination would get now."""
-        self._pardon(now)
         return max(0, min(len(self._free), self._quota - self._held[destination]))
-
-    def _pardon(self, now: float) -> None:
-        """Quarantine ends by time alone: slots come back as what they were."""
-        for spoiled in [spoiled for spoiled in self._spoiled if spoiled.until <= now]:
-            self._spoiled.remove(spoiled)
-            if spoiled.replaced:
-                self._spare.append(spoiled.number)
-            else:
-                self._let_go(spoiled.destination)
-                self._free.append(spoiled.number)
-
-    def _let_go(self, destination: Hashable) -> None:
-        self._held[destination] -= 1
-        self._stalled.discard(destination)
-        if self._held[destination] <= 0:
-            del self._held[destination]

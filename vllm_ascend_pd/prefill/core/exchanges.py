@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of one P worker: what is exchanged in which step, for which slots, and what could not be staged.
+"""Exchanges of one P worker: plans over paged blocks that are made at a step's order, in every layer.
 
 Everything that decides whether a rank takes part comes from the step's metadata, so all ranks call the same collectives
-in the same order: steps, layers in registered order, sub-steps. What a rank knows by itself (a failed push, a
-destination without a slot) only decides whether it keeps the bytes. Bytes that found no slot are missed; the scheduler
-orders the same exchange again (`again`) once there is room.
+in the same order: steps, layers in registered order, sub-steps. Most are ordered by the step that computes their tokens.
+What a rank knows by itself (a failed push, a destination without a slot) only decides whether it keeps the bytes. Bytes
+that found no slot are still owed: the scheduler orders the same exchange again (`again`) once there is room.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job
-from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Room
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Room, Slot
 from vllm_ascend_pd.geometry.substeps import sub_steps
 from vllm_ascend_pd.prefill.core.missed import Missed
-from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.prefill.core.push import Push, Share, Unit
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.shared.event import Event
 
@@ -28,30 +27,24 @@ MOST_CATCH_UPS = 64  # asked for in one step
 
 @dataclass(slots=True, eq=False)
 class SubStep:
-    """One exchange of every layer: its plan, and the push behind each of its jobs."""
+    """One exchange of every layer: its plan, the push behind each of its jobs, and what of it is owed."""
 
     number: int  # from 1; 0 is what is pushed directly
     plan: RegroupPlan
     jobs: list[Job]
     members: list[Push]
+    shares: list[Share]  # one for each of the plan's slots
     rows: Any = None  # the plan, made ready for the device by whoever runs the exchange
-
-    def endpoint(self, slot: int) -> Endpoint:
-        planned = self.plan.slots[slot]
-        return self.members[next(iter(planned.writes))].endpoint(planned.d_rank)
-
-    def pushes(self, slot: int) -> list[Push]:
-        return [self.members[member] for member in self.plan.slots[slot].writes]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One exchange to be made: all slots, or only those missed before."""
+    """One exchange to be made, for everything of it that is not here."""
 
     unit: Unit
     part: SubStep
-    again: bool = False
     first: bool = False  # of what a step's metadata ordered: destinations are waited for anew
+    again: bool = False  # for the trace: by the order of a later step
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,65 +106,86 @@ class Exchanges:
         """Plan a step's exchanges. `pushes` and `jobs` must be the same on every rank."""
         parts: list[SubStep] = []
         for cut in sub_steps(self.planner, jobs, self.room.slot, self.room.send, step):
-            plan = self.planner.plan(cut.jobs, cut.rotation)
-            parts.append(SubStep(len(parts) + 1, plan, cut.jobs, [pushes[index] for index in cut.members]))
+            plan, number = self.planner.plan(cut.jobs, cut.rotation), len(parts) + 1
+            members = [pushes[index] for index in cut.members]
+            shares = [self._share(step, number, slot, members) for slot in plan.slots]
+            parts.append(SubStep(number, plan, cut.jobs, members, shares))
         self._steps[step] = _Step(parts, set(pushes))
         return parts
 
+    def _share(self, step: int, part: int, slot: Slot, members: Sequence[Push]) -> Share:
+        theirs = [members[member] for member in slot.writes]
+        wanting = [push for push in theirs if push.live]
+        share = Share(step, part, theirs[0].endpoint(slot.d_rank), wanting, dict.fromkeys(range(self.layers), False))
+        for push in wanting:
+            push.owed.add(share)
+        return share
+
     def again(self, units: Iterable[Unit]) -> list[Run]:
-        """The scheduler orders these exchanges again; this rank keeps what it missed."""
+        """The scheduler orders these exchanges again."""
         runs: list[Run] = []
         for unit in units:
             step = self._steps.get(unit.step)
             if step is not None and 0 <= unit.layer < self.layers and 0 < unit.part <= len(step.parts):
-                runs.append(Run(unit, step.parts[unit.part - 1], again=True, first=not runs))
+                runs.append(Run(unit, step.parts[unit.part - 1], first=not runs, again=True))
         return runs
 
     def over(self, pushes: Iterable[Push]) -> None:
         """The scheduler has done with these pushes; a step without pushes is forgotten."""
         ended = set(pushes)
+        for push in ended:
+            self.forget(push)
         for number, step in list(self._steps.items()):
             step.pushes -= ended
             if not step.pushes:
                 del self._steps[number]
                 self.missed.forget_step(number)
 
-    def wanted(self, now: float) -> list[Unit]:
+    def forget(self, push: Push) -> None:
+        """Nothing that exchanges bring is wanted for it any more: it has failed, or it starts over."""
+        for share in push.owed:
+            share.pushes.remove(push)
+            if not share.pushes:
+                for layer in share.layers:
+                    self.missed.drop(share, layer)
+        push.owed.clear()
+
+    def wanted(self) -> list[Unit]:
         """Exchanges that were missed here and have room now; each is asked for once. A thread may wait a little for the
         slots of the first ones to come back, so it asks for more."""
         ahead = 2 if self.staging.waits else 1
-        return self.missed.wanted(lambda destination: ahead * self.staging.room(now, destination), MOST_CATCH_UPS)
+        return self.missed.wanted(lambda destination: ahead * self.staging.room(destination), MOST_CATCH_UPS)
 
     def patience(self, now: float, run: Run, index: int) -> float:
         """For how many seconds to wait before `slot` is asked."""
-        return self.staging.patience(now, run.part.endpoint(index)) if self._takers(run, index) else 0.0
+        share = run.part.shares[index]
+        return self.staging.patience(now, share.destination) if share.wants(run.unit.layer) else 0.0
 
-    def slot(self, now: float, run: Run, index: int) -> StagingSlot | None:
+    def slot(self, run: Run, index: int) -> StagingSlot | None:
         """A slot for what this exchange brings, if somebody wants it. Taken first: what finds none is missed."""
-        share, takers = (run.unit, index), self._takers(run, index)
-        if not takers:
-            if not run.again or self.missed.waits(share):
-                self.missed.arrived(share)
+        share, layer = run.part.shares[index], run.unit.layer
+        if not share.wants(layer):
             return None
-        destination = run.part.endpoint(index)
-        slot = self.staging.take(now, destination, run.part.plan.slots[index].nbytes)
+        slot = self.staging.take(share.destination, run.part.plan.slots[index].nbytes)
         if slot is None:
-            self.missed.miss(share, destination, takers)
+            self.missed.miss(share, layer)
         else:
-            self.missed.coming(share)
+            share.layers[layer] = True
+            self.missed.drop(share, layer)
         return slot
 
     def made(self, run: Run) -> None:
         self.count += 1
-        if run.again:
-            self.missed.made_again(run.unit)
+        self.missed.made(run.unit)
 
-    def _takers(self, run: Run, index: int) -> list[Push]:
-        if run.again and not self.missed.waits((run.unit, index)):
-            return []
-        return [push for push in run.part.pushes(index) if push.wants(run.unit.step)]
+    def arrived(self, share: Share, layer: int) -> None:
+        """What it brought was offered."""
+        del share.layers[layer]
+        if not share.layers:
+            for push in share.pushes:
+                push.owed.discard(share)
 
-    def stats(self, now: float) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         return {
             "exchanges": self.count,
             "missed": self.missed.total,
@@ -179,5 +193,4 @@ class Exchanges:
             "steps": len(self._steps),
             "slots": self.staging.count,
             "slots_taken": self.staging.taken,
-            "slots_quarantined": self.staging.quarantined(now),
         }

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
@@ -31,7 +32,24 @@ class Unit(NamedTuple):
     part: int = 0
 
 
-Share = tuple[Unit, int]  # an exchange, and the slot's index in its plan
+@dataclass(slots=True, eq=False)
+class Share:
+    """What this worker owns of an exchange for one D rank: in each layer one staging slot, of which pushes have parts.
+
+    It is owed from the moment it is planned; which step makes the exchange that brings a layer does not matter.
+    """
+
+    step: int
+    part: int
+    destination: Endpoint
+    pushes: list[Push]  # that want it
+    layers: dict[int, bool]  # that are not here: whether an exchange has found a slot and is bringing them
+
+    def unit(self, layer: int) -> Unit:
+        return Unit(self.step, layer, self.part)
+
+    def wants(self, layer: int) -> bool:
+        return bool(self.pushes) and self.layers.get(layer) is False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +84,10 @@ class Push:
     final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
     pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D rank; the protocol's own records
     plans: dict[int, JobPlan] = field(default_factory=dict)  # of steps that are pushed directly
-    exchanged: set[int] = field(default_factory=set)  # steps whose bytes come through exchanges
     pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D rank and unit
-    owed: set[Share] = field(default_factory=set)  # missed exchanges that are to be made again
+    owed: set[Share] = field(default_factory=set)  # exchanges that have not brought everything yet
     held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
-    sealing: bool = False  # the last layer was announced, but an exchange is still owed
+    sealing: bool = False  # the last layer was announced, but exchanges are still owed
     closed: bool = False  # here: nothing of it is out, and nothing will be
     over: bool = False  # everywhere: the scheduler has done with it
 
@@ -116,15 +133,18 @@ class Push:
         """Writes that have not come home."""
         return sum(len(pair.coverage.out) for pair in self.pairs.values())
 
-    def wants(self, step: int) -> bool:
-        """Whether bytes that an exchange of this step brings are still of use here."""
-        return not self.closed and step in self.exchanged
+    @property
+    def live(self) -> bool:
+        """Whether anything that is computed or exchanged for it is still of use here."""
+        return not self.closed and all(pair.push.failure is None for pair in self.pairs.values())
 
     def endpoint(self, d_rank: int) -> Endpoint:
         return self.reservation.endpoints[d_rank]
 
     def extend(self, step: int, piece: PushSlice) -> None:
-        """Take in a step's new blocks."""
+        """Take in a step's new blocks. Those of before a preemption were forgotten (`Pushes.start_over`)."""
+        if piece.restart and self.known:
+            raise LocalProtocolError(f"push {self.name} starts over, but nobody was told that it had lost its blocks")
         end = self.known + len(piece.new_blocks)
         if end > len(self.blocks):
             grown = np.empty(2 * end, dtype=np.int32)
@@ -141,7 +161,6 @@ class Push:
         self.final_step = None
         self.sealing = False
         self.plans.clear()
-        self.exchanged.clear()
 
     def job(self, lo: int, hi: int, instance: int = 0) -> Job:
         """`instance` tells D engines of equal geometry apart within a step."""

@@ -126,7 +126,7 @@ class Pushes:
         for start in step.starts:
             self._start(now, start)
         plan = self._plan(now, step) if step.slices else StepPlan(step.rotation)
-        over = [push for name in step.ended if (push := self._pushes.get(name)) is not None]
+        over = self._named(step.ended)
         for push in over:
             push.over = True
             self._forget_if_done(push)
@@ -135,7 +135,7 @@ class Pushes:
             # Layers are told apart by their place in the whole engine: each stage makes its own exchanges again.
             units = [Unit(number, layer - self._first_layer, part) for number, layer, part in step.catch_ups]
             plan.again = self.exchanges.again(self._due(units))
-            if plan.again and self._site.leads:
+            if plan.again and self._site.contributor.rank == 0:  # each stage makes its own
                 self._effects.append(Told("exchanges_repeated", len(plan.again)))
         return plan
 
@@ -150,15 +150,13 @@ class Pushes:
 
     def start_over(self, now: float, names: Iterable[str]) -> None:
         """The blocks are lost: what was pushed is pushed again. A push that still writes fails instead."""
-        for push in self._open(names):
+        for push in self._named(names):
             push.held = False
-            writes_out = push.out > 0
-            self._forget_exchanged(push)
-            push.forget()
-            if writes_out:  # what is being written keeps its staging slot
+            self._let_go(push)
+            push.forget()  # also of one that has closed here: it takes part in what is planned
+            if push.out:
                 self.abort(now, push.name, "PD-XFER-001", "writes did not return before preemption")
-            else:
-                self._drop_pieces(now, push)
+            elif not push.closed:
                 self._do(now, self._machine.restart(now, push.name))
 
     def abort(self, now: float, name: str, code: str, detail: str) -> None:
@@ -183,9 +181,9 @@ class Pushes:
         failures, self._failures = self._failures, []
         return failures
 
-    def take_missed(self, now: float) -> list[Exchanged]:
+    def take_missed(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""
-        wanted = self.exchanges.wanted(now) if self.exchanges is not None else []
+        wanted = self.exchanges.wanted() if self.exchanges is not None else []
         return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in wanted]
 
     def check(self) -> None:
@@ -217,23 +215,21 @@ class Pushes:
         for index, (slot, ranks) in enumerate(zip(item.slots, strangers, strict=True)):
             if slot is None:
                 continue
+            share = run.part.shares[index]
             if ranks:
                 why = f"prefill ranks {', '.join(map(str, ranks))} did not give their part"
-                self._fail_exchanged(now, run.part.pushes(index), why)
+                self._fail_exchanged(now, list(share.pushes), why)
             elif item.error is None:
                 self._offer_staged(now, run, index, slot, sums[index])
             if not slot.users:
                 self.exchanges.staging.release(slot)
-            self.exchanges.missed.arrived((run.unit, index))
+            self.exchanges.arrived(share, run.unit.layer)
         self._seal(now, run.part.members)
         self._note("staged", item.facts)
 
-    def announced(self, step: int) -> None:
-        """Every layer of a step was offered to what is pushed directly."""
-        self._direct.pop(step, None)
-
     def sealed(self, now: float, step: int, names: Iterable[str], announced_at: float) -> None:
-        """These pushes get nothing more after this step."""
+        """Every layer of a step was offered to what is pushed directly; these pushes get nothing more after this step."""
+        self._direct.pop(step, None)
         for push in self._open(names):
             if push.final_step == step:  # else it was preempted and starts over
                 push.sealing, push.sealed_at = True, announced_at
@@ -245,8 +241,8 @@ class Pushes:
         """For how many seconds to wait before `slot` is asked."""
         return self.exchanges.patience(now, run, index) if self.exchanges is not None else 0.0
 
-    def slot(self, now: float, run: Run, index: int) -> StagingSlot | None:
-        return self.exchanges.slot(now, run, index) if self.exchanges is not None else None
+    def slot(self, run: Run, index: int) -> StagingSlot | None:
+        return self.exchanges.slot(run, index) if self.exchanges is not None else None
 
     def made(self, run: Run) -> None:
         """The exchange was called; what it brought comes as `staged`."""
@@ -285,7 +281,7 @@ class Pushes:
             if state is WriteState.UNISSUED:
                 self._do(now, self._machine.returned(now, claim))
             else:
-                self._written(now, claim, landed)
+                self._drop(self._pushes[claim.push], claim.d_rank, unit_of(claim))
                 self._do(now, self._machine.wrote(now, claim, landed))
         if state is WriteState.UNISSUED:
             for name in dict.fromkeys(claim.push for claim in batch.claims):
@@ -323,13 +319,13 @@ class Pushes:
     def pushes(self) -> list[Push]:
         return list(self._pushes.values())
 
-    def stats(self, now: float) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Of the exchanges: counts since the start, and what is held at this moment. Empty without them."""
         if self.exchanges is None:
             return {}
         pushes = self._pushes.values()
         return {
-            **self.exchanges.stats(now),
+            **self.exchanges.stats(),
             "pieces": sum(len(push.pieces) for push in pushes),
             "unsealed": sum(push.sealing for push in pushes),
         }
@@ -381,9 +377,6 @@ class Pushes:
             push = self._pushes.get(piece.push)
             if push is None or not self._takes_part(push):
                 continue
-            if piece.restart and push.known:
-                self.start_over(now, [push.name])  # its preemption was not told: what still reads the blocks fails
-                push.forget()
             push.extend(step.rotation, piece)
             if piece.final:
                 planned.final.append(push)
@@ -406,8 +399,6 @@ class Pushes:
         if exchanged and self.exchanges is not None:
             pushes = [push for push, _ in exchanged]
             planned.parts = self.exchanges.plan(step.rotation, pushes, [job for _, job in exchanged])
-            for push in pushes:
-                push.exchanged.add(step.rotation)
         return planned
 
     def _takes_part(self, push: Push) -> bool:
@@ -421,21 +412,20 @@ class Pushes:
     # -- offering and sealing
 
     def _offer_staged(self, now: float, run: Run, index: int, slot: StagingSlot, sums: Sums) -> None:
-        planned, unit = run.part.plan.slots[index], run.unit
+        planned, share = run.part.plan.slots[index], run.part.shares[index]
         for member, writes in planned.writes.items():
             push, piece = run.part.members[member], Piece(slot, writes, sums.get(member))
-            key = planned.d_rank, unit
-            if piece.nbytes and push.wants(unit.step) and key not in push.pieces:
+            if piece.nbytes and share in push.owed:
                 slot.users += 1
-                push.pieces[key] = piece
-                self._do(now, self._machine.offer(now, push.name, planned.d_rank, unit, piece.nbytes))
+                push.pieces[planned.d_rank, run.unit] = piece
+                self._do(now, self._machine.offer(now, push.name, planned.d_rank, run.unit, piece.nbytes))
 
     def _fail_exchanged(self, now: float, pushes: Iterable[Push], why: str) -> None:
         for push in pushes:
             self.abort(now, push.name, "PD-XFER-006", why)
 
     def _seal(self, now: float, pushes: Iterable[Push]) -> None:
-        """Seal what is complete; a push that missed an exchange waits until that was made again."""
+        """Seal what is complete: a push that is owed something by exchanges waits for it."""
         for push in pushes:
             if push.sealing and not self._owes(push):
                 push.sealing = False
@@ -490,35 +480,28 @@ class Pushes:
 
     # -- staging slots: one goes back when the last of its pieces is written or dropped
 
-    def _written(self, now: float, claim: Claim, landed: bool) -> None:
-        piece = self._pushes[claim.push].pieces.pop((claim.d_rank, unit_of(claim)), None)
-        if piece is not None:
-            piece.slot.tainted |= not landed  # what failed may go on reading
-            self._let_go(now, piece.slot)
+    def _drop(self, push: Push, d_rank: int, unit: Unit) -> None:
+        piece = push.pieces.pop((d_rank, unit), None)
+        if piece is not None and self._staging is not None:
+            piece.slot.users -= 1
+            if not piece.slot.users:
+                self._staging.release(piece.slot)
 
-    def _drop_pieces(self, now: float, push: Push) -> None:
-        pieces, push.pieces = push.pieces, {}
-        for piece in pieces.values():
-            self._let_go(now, piece.slot)
-
-    def _let_go(self, now: float, slot: StagingSlot) -> None:
-        slot.users -= 1
-        if slot.users or self._staging is None:
-            return
-        if slot.tainted:
-            self._staging.quarantine(slot, now + self._config.quiet_s)
-        else:
-            self._staging.release(slot)
-
-    def _forget_exchanged(self, push: Push) -> None:
+    def _let_go(self, push: Push) -> None:
+        """Nothing of it is exchanged any more, and what is staged is dropped, but for what is being written."""
         if self.exchanges is not None:
-            self.exchanges.missed.forget(push)
+            self.exchanges.forget(push)
+        for d_rank, unit in list(push.pieces):
+            if unit not in push.pairs[d_rank].coverage.out:
+                self._drop(push, d_rank, unit)
 
     # -- records and effects
 
+    def _named(self, names: Iterable[str]) -> list[Push]:
+        return [push for name in names if (push := self._pushes.get(name)) is not None]
+
     def _open(self, names: Iterable[str]) -> list[Push]:
-        found = [self._pushes.get(name) for name in names]
-        return [push for push in found if push is not None and not push.closed]
+        return [push for push in self._named(names) if not push.closed]
 
     def _note(self, stage: str, facts: Callable[[], Mapping[str, object]]) -> None:
         if self._tracing():
@@ -530,6 +513,8 @@ class Pushes:
             self._effects.append(action)
             if isinstance(action, act.Closed):
                 self._close(now, action)
+            elif isinstance(action, act.Note) and action.stage == "drain":
+                self._let_go(self._pushes[str(action.facts["push"])])
             elif isinstance(action, act.Note) and action.stage == "ready" and self._site.leads:
                 waited = action.facts.get("waited")
                 if isinstance(waited, float):
@@ -541,8 +526,7 @@ class Pushes:
             raise LocalProtocolError(f"push {closed.push} closed twice, or was never opened")
         push.closed, push.sealing = True, False
         push.plans.clear()
-        self._forget_exchanged(push)
-        self._drop_pieces(now, push)
+        self._let_go(push)
         self._forget_if_done(push)
         why = closed.failure or Failure("")
         facts = {"transfer": push.transfer, "ok": closed.ok, "code": why.code, "detail": why.detail}
