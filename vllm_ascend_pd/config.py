@@ -74,7 +74,7 @@ class WireConfig:
     )
     transfer_timeout_s: float = _key(30.0, "P, D", "the transfer engine's own timeout for one write", low=5, high=110)
     max_descriptors: int = _key(1000, "P", "descriptors in flight to one peer at most", low=1, high=65535)
-    fuse_layers: int = _key(4, "P", "a pusher that lags may put this many ready layers into one batch", low=1, high=64)
+    fuse_layers: int = _key(4, "P", "a writer that lags may put this many ready layers into one batch", low=1, high=64)
     verify: str = _key(
         "off", "P, D", "full: checksum every pushed block end to end (debugging, tests)", choices=("off", "full")
     )

@@ -29,7 +29,7 @@ LENGTHS = tuple(300 + 60 * i for i in range(10))
 GRACE_S = float(GRACE[1])
 END_S = 10.0  # for what an engine does once its requests have ended or its grace is over
 # Ours; vLLM itself writes tracebacks when it is given no time.
-BAD = re.compile(r"did not (end|close|return) within|pusher thread died|ERROR.*shutting down: ")
+BAD = re.compile(r"did not (end|close|return) within|writer thread died|ERROR.*shutting down: ")
 
 
 @pytest.fixture(scope="module")

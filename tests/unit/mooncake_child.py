@@ -130,7 +130,7 @@ def wire_from(memory: np.ndarray, protocol: str = "tcp", **more: Any) -> Mooncak
 
 
 def settle(wire: Wire, handle: int, limit_s: float = 40.0) -> WriteState:
-    """Poll as the pusher does until the write has ended."""
+    """Poll as the writer does until the write has ended."""
     deadline = time.monotonic() + limit_s
     while (state := wire.poll(handle)) is WriteState.PENDING:
         assert time.monotonic() < deadline, "the write did not end"

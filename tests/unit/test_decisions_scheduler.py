@@ -26,7 +26,7 @@ from vllm_ascend_pd.metaserver.reports import ROUTE, LoadReport, read_posted
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, push_id, pusher
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
 
 TOKENS = list(range(100, 110))
@@ -123,7 +123,7 @@ def test_chunks_of_a_request_become_slices() -> None:
     held, answer = scheduler.finished(asked, True)
     assert held and answer == {"pd_push": {"prefill": scheduler._engine.incarnation}}
     (start,) = first.starts
-    assert pusher(start.push) == scheduler._engine.incarnation, "D can say whose push it was"
+    assert pushed_by(start.push) == scheduler._engine.incarnation, "D can say whose push it was"
     assert scheduler.released("r") and not scheduler.released("r")
 
 

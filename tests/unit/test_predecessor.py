@@ -182,7 +182,7 @@ DEFECTS: dict[int, Defect] = {
         "an exception kills the send thread silently; waits without limit; no shutdown",
         (
             f"{UNIT}/test_runtime_faults.py::"
-            "test_a_dead_pusher_fails_every_push_and_releases_the_blocks_when_they_are_quiet",
+            "test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_quiet",
             f"{UNIT}/test_runtime_faults.py::test_a_push_ends_at_the_deadline_of_its_reservation",
             f"{UNIT}/test_runtime_faults.py::test_a_prefill_that_never_comes_costs_decode_its_deadline",
             f"{UNIT}/test_runtime_faults.py::test_closing_with_transfers_in_flight_joins_threads_and_frees_ports",

@@ -238,7 +238,7 @@ def test_a_flipped_bit_is_found_and_its_layer_named() -> None:
 
 
 @pytest.mark.parametrize("at", ["submit", "poll"])
-def test_a_dead_pusher_fails_every_push_and_releases_the_blocks_when_they_are_quiet(at: str) -> None:
+def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_quiet(at: str) -> None:
     push, device = config(quiet_s=0.3), HeldDevice()
     p = PrefillSite(TUPLES, 1, push=push, make_transport=lambda: DyingWire(at), device=device)
     d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 2, push=push, seed=9)
@@ -482,7 +482,7 @@ def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
         assert ours is not None and begun <= ours <= now and nobodys is None
 
 
-def test_a_dead_pusher_gathers_nothing() -> None:
+def test_a_dead_writer_gathers_nothing() -> None:
     """Prefill goes on for a decode engine that cannot be served, perhaps for days."""
     p, d = PrefillSite(TUPLES, 1, make_transport=lambda: DyingWire("submit")), DecodeSite(TUPLES, 1)
     with traced() as events, sites(p, d):

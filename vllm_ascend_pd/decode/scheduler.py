@@ -22,7 +22,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, pusher
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -190,7 +190,7 @@ class DecodeScheduler(SchedulerRole):
             received=0 if code else asked.tokens,
             recomputed=asked.tokens if code else 0,
             code=code,
-            prefill=next((pusher(end.push) for end in asked.ends if end.push), ""),
+            prefill=next((pushed_by(end.push) for end in asked.ends if end.push), ""),
         )
         if self._online is not None:
             self._online.client.report(asked.ticket.metaserver, asked.report)

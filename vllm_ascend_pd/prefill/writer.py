@@ -176,7 +176,7 @@ class WriterThread:
                 self._take_news(POLL_S if self._writer.busy else IDLE_S)
                 self._writer.turn()
         except Exception as error:
-            log.exception("the pusher thread died")
+            log.exception("the writer thread died")
             self._dead = True
             self._writer.died(error)
             self._forget_news()

@@ -48,7 +48,7 @@ def push_id(incarnation: str, uuid: str) -> str:
     return f"{incarnation}.{uuid}"
 
 
-def pusher(push: str) -> str:
+def pushed_by(push: str) -> str:
     """The incarnation of the P engine whose push this is; empty for what is no such name."""
     incarnation, dot, _ = push.partition(".")
     return incarnation if dot else ""

@@ -121,7 +121,7 @@ class PairEvent(enum.Enum):
     CANCEL = "cancel"
     ACK = "ack"  # of our last word, where there is one
     ACK_OF_ANOTHER = "ack_of_another"  # of an earlier word
-    # from our own scheduler, forward pass and pusher
+    # from our own scheduler, forward pass and writer
     OPEN = "open"
     OFFER = "offer"
     SEAL = "seal"

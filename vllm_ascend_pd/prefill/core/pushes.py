@@ -291,7 +291,7 @@ class Pushes:
         """The writer has ended by an error: fail every push, and every later one."""
         self.dead = why
         self._effects.append(Told("writers_dead", 1))
-        self.abort_all(now, "PD-XFER-003", f"the pusher died: {why}")
+        self.abort_all(now, "PD-XFER-003", f"the writer died: {why}")
 
     # -- the side channel and time
 
@@ -365,7 +365,7 @@ class Pushes:
         if differences:
             self.abort(now, push.name, "PD-GEO-001", str(differences[0]))
         if self.dead:
-            self.abort(now, push.name, "PD-XFER-003", f"the pusher died: {self.dead}")
+            self.abort(now, push.name, "PD-XFER-003", f"the writer died: {self.dead}")
 
     def _plan(self, now: float, step: PrefillStep) -> StepPlan:
         """Plan the step once for all its pushes; the plans wait for the layers."""
