@@ -158,7 +158,8 @@ def _newest(words: Sequence[Told]) -> tuple[Told, ...]:
     prints = {word.incarnation: word.fingerprint for word in words if word.fingerprint}
     of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
     newest = sorted(of_rank.values(), key=lambda word: word.at)[-MOST_RANKS:]
-    return tuple(sorted(word._replace(fingerprint=prints.get(word.incarnation, "")) for word in newest))
+    told = (w if w.fingerprint else w._replace(fingerprint=prints.get(w.incarnation, "")) for w in newest)
+    return tuple(sorted(told))
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,11 +151,11 @@ class Front(Shared):
         if not exchange.request.remote:
             return self.fleet.choose(Role.DECODE, cost, tried)
         # One that a P fits comes before one that would have to prefill by itself; during a rollout there may be both.
-        now, has_prefill = time.monotonic(), self.fleet.has_prefill(frozenset(exchange.bad_prefills))
-        good = self.fleet.choose(
-            Role.DECODE, cost, fits=lambda d: d.name not in tried and d.usable(now) and has_prefill(d)
-        )
-        return good or self.fleet.choose(Role.DECODE, cost, tried)
+        has_prefill = self.fleet.has_prefill(frozenset(exchange.bad_prefills))
+        good = self.fleet.choose(Role.DECODE, cost, fits=lambda d: d.name not in tried and has_prefill(d))
+        if good is not None and good.usable(time.monotonic()):
+            return good
+        return self.fleet.choose(Role.DECODE, cost, tried)
 
     async def _attempt(self, exchange: Exchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
