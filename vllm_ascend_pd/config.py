@@ -72,6 +72,11 @@ class WireConfig:
     mooncake_protocol: str = _key(
         "", "P, D", "empty: ascend where an NPU is present, else tcp", choices=("", "ascend", "tcp", "rdma")
     )
+    model_version: str = _key(
+        "",
+        "P, D",
+        "any word for the weights, where another version of them may run beside this one: P and D must have the same",
+    )
     transfer_timeout_s: float = _key(30.0, "P, D", "the transfer engine's own timeout for one write", low=5, high=110)
     max_descriptors: int = _key(1000, "P", "descriptors in flight to one peer at most", low=1, high=65535)
     fuse_layers: int = _key(4, "P", "a writer that lags may put this many ready layers into one batch", low=1, high=64)
@@ -137,6 +142,8 @@ class ObserveConfig:
     )
 
 
+MOST_VERSION = 64  # characters of `model_version`, which each reservation carries
+
 _GROUPS = {
     "channel": ChannelConfig,
     "metaserver": MetaserverConfig,
@@ -190,6 +197,10 @@ class PushConfig:
         return parsed
 
     def _check_together(self) -> None:
+        if len(version := self.wire.model_version) > MOST_VERSION:
+            _impossible(
+                "model_version", version, f"it is longer than {MOST_VERSION} characters", "Give a shorter word."
+            )
         t = self.timers
         if t.resend_max_s < t.resend_first_s:
             _impossible(

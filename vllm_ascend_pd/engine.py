@@ -18,6 +18,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.identity import Endpoint, incarnation
+from vllm_ascend_pd.protocol.versions import fingerprint
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.transport.base import Target, Wire
 
@@ -63,7 +64,7 @@ class Engine:
             config=push,
             incarnation=incarnation(os.urandom(8).hex(), admission.dp_rank(parallel)),
             engine_id=str(transfer.engine_id),
-            model=admission.model_fingerprint(vllm_config),
+            model=admission.model_fingerprint(vllm_config, push.wire.model_version),
             host=host,
             secrets=load_secrets(push.channel),
             listeners_before=admission.listening_ports(parallel)[0],
@@ -85,6 +86,11 @@ class Engine:
         from vllm_ascend_pd.transport.create import create_wire
 
         return create_wire(self.config.wire, self._known_as, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
+
+    @property
+    def fingerprint(self) -> str:
+        """For routers: which engines this one can be a pair with."""
+        return fingerprint(self.model)
 
     @property
     def _known_as(self) -> str:

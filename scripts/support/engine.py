@@ -67,7 +67,7 @@ class Engine(Served):
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:
         super().__init__(spec.name, spec.port, logs / f"{spec.name}.log")
-        self.spec, self.ranks = spec, spec.dp if spec.dp_rank is None else 1
+        self.spec, self.ranks = spec, spec.ranks
         self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT)
 
     def ready(self) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM needs to run on a CPU that it does not need on an NPU: one place for the scripts and the tests.
 
-    python -m scripts.support.on_cpu environment                           prints NAME=VALUE lines
-    python -m scripts.support.on_cpu arguments MODEL [--pp N] [--compiled] prints vLLM's arguments, one word a line
+    python -m scripts.support.on_cpu environment           prints NAME=VALUE lines
+    python -m scripts.support.on_cpu arguments MODEL       prints vLLM's arguments, one word a line
+                      [--pp N] [--compiled] [--graph-mode MODE]
 
 Standard library only: commands are shown before anything is installed.
 """
@@ -27,10 +28,10 @@ def is_mla(model: Path) -> bool:
     return bool(config.get("kv_lora_rank"))
 
 
-def arguments(*, mla: bool, pp: int, eager: bool) -> list[str]:
-    """What follows from the model's attention and its stages."""
+def arguments(*, mla: bool, pp: int, eager: bool, graph_mode: str = "") -> list[str]:
+    """What follows from the model's attention and its stages. The graph mode is here since vLLM takes one --compilation-config."""
     words: list[str] = []
-    compilation: dict[str, Any] = {}
+    compilation: dict[str, Any] = {"cudagraph_mode": graph_mode} if graph_mode else {}
     if mla:
         compilation["custom_ops"] = ["-rotary_embedding"]  # vLLM 0.32's kernel for it is wrong with MLA's strides
         # On a processor with AMX vLLM would take the AMX backend, which has bfloat16 and other blocks only.
@@ -50,11 +51,12 @@ def main() -> None:
     of_model.add_argument("model", type=Path)
     of_model.add_argument("--pp", type=int, default=1)
     of_model.add_argument("--compiled", action="store_true", help="not eager")
+    of_model.add_argument("--graph-mode", default="")
     args = parser.parse_args()
     if args.wanted == "environment":
         lines = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
     else:
-        lines = arguments(mla=is_mla(args.model), pp=args.pp, eager=not args.compiled)
+        lines = arguments(mla=is_mla(args.model), pp=args.pp, eager=not args.compiled, graph_mode=args.graph_mode)
     print("\n".join(lines))
 
 

@@ -58,7 +58,8 @@ class EngineSpec:
     tp: int = 1
     pp: int = 1
     dp: int = 1  # with expert parallelism
-    dp_rank: int | None = None  # this server's only one; None: one server for all
+    dp_rank: int | None = None  # this server's first one; None: one server for all
+    dp_local: int = 1  # with dp_rank: how many this server has
     dp_rpc_port: int = 0  # where ranks with servers of their own find each other
     port: int = 0  # 0: the cluster finds one
     kv_bytes: int = 64 << 20  # per worker
@@ -94,8 +95,12 @@ class EngineSpec:
         if self.dp > 1:
             words += ["--data-parallel-size", str(self.dp), "--enable-expert-parallel"]
         if self.dp_rank is not None:
-            words += ["--data-parallel-rank", str(self.dp_rank), "--data-parallel-address", "127.0.0.1"]
-            words += ["--data-parallel-rpc-port", str(self.dp_rpc_port)]
+            words += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self.dp_rpc_port)]
+            if self.dp_local == 1:
+                words += ["--data-parallel-rank", str(self.dp_rank)]
+            else:
+                words += ["--data-parallel-start-rank", str(self.dp_rank), "--data-parallel-hybrid-lb"]
+                words += ["--data-parallel-size-local", str(self.dp_local)]
         if self.role != "plain":
             words += ["--kv-transfer-config", json.dumps(self.transfer_config())]
         return [*words, *self.arguments]
@@ -114,6 +119,11 @@ class EngineSpec:
             config["kv_load_failure_policy"] = self.policy
         return {**config, **self.transfer, "kv_connector_extra_config": dict(self.extra)}
 
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks behind this server's address."""
+        return self.dp if self.dp_rank is None else self.dp_local
+
     def environ(self) -> dict[str, str]:
         devices = {"ASCEND_RT_VISIBLE_DEVICES": self.devices} if self.devices else {}
         return {**child_environment(self.plugins, self.npu), **devices, **self.environment}
@@ -124,7 +134,9 @@ class EngineSpec:
     def describe(self) -> str:
         shape = f"TP {self.tp}" + (f", PP {self.pp}" if self.pp > 1 else "")
         shape += f", DP {self.dp}" if self.dp > 1 else ""
-        shape += f", rank {self.dp_rank}" if self.dp_rank is not None else ""
+        if self.dp_rank is not None:
+            last = self.dp_rank + self.dp_local - 1
+            shape += f", rank {self.dp_rank}" + (f" to {last}" if last > self.dp_rank else "")
         connector = "" if self.role == "plain" or self.connector == CONNECTOR else f", {self.connector}"
         return f"{self.name} ({ROLES[self.role]}, {shape}{connector})"
 

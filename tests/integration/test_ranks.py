@@ -34,10 +34,10 @@ LENGTHS = (1, 20, 32, 33, 256, 700)
 class Shape:
     tp: int
     dp: int
-    servers: int = 1  # one for all ranks, or one for each
+    servers: int = 1  # one for all ranks, one for each, or one for each host's
 
     def __str__(self) -> str:
-        return f"tp{self.tp}dp{self.dp}" + ("-each" if self.servers > 1 else "")
+        return f"tp{self.tp}dp{self.dp}" + (f"-{self.servers}servers" if self.servers > 1 else "")
 
     def specs(self, cluster: Cluster, side: str, **more: Any) -> list[EngineSpec]:
         common: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16, "tp": self.tp, "dp": self.dp, **more}
@@ -45,7 +45,9 @@ class Shape:
         if self.servers == 1:
             return [EngineSpec(name, model, **common)]
         port = cluster.port()
-        return [EngineSpec(f"{name}{n}", model, dp_rank=n, dp_rpc_port=port, **common) for n in range(self.servers)]
+        local = self.dp // self.servers
+        ranks = {"dp_local": local, "dp_rpc_port": port}
+        return [EngineSpec(f"{name}{n}", model, dp_rank=n * local, **ranks, **common) for n in range(self.servers)]
 
 
 @pytest.fixture(
@@ -54,6 +56,8 @@ class Shape:
         pytest.param((Shape(2, 1), Shape(1, 2)), marks=pytest.mark.slow),
         pytest.param((Shape(1, 2), Shape(2, 1)), marks=pytest.mark.slow),
         pytest.param((Shape(2, 2), Shape(1, 2)), marks=pytest.mark.slow),
+        # Two hosts' servers, each of which balances between its own ranks. (With one rank each vLLM makes it the first case.)
+        pytest.param((Shape(1, 1), Shape(1, 4, servers=2)), marks=pytest.mark.slow),
     ],
     ids=lambda shapes: f"{shapes[0]}-to-{shapes[1]}",
     scope="module",

@@ -24,6 +24,7 @@ import uvicorn
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
+from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.shared.loop import LoopThread
 
 Scope = MutableMapping[str, Any]
@@ -182,6 +183,7 @@ class FakeEngine:
         self.outcomes: list[Outcome] = []
         self.local_prefills = 0
         self.incarnation = uuid.uuid4().hex[:16]
+        self.fingerprint = fingerprint("fake")
         self._loads: dict[str, LoadReport] = {}  # by ticket, the last one
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = Served(self._app, name, port)
@@ -276,6 +278,11 @@ class FakeEngine:
         else:
             await self._generate(seen, send)
 
+    def _refusal(self, params: dict[str, Any]) -> str:
+        """As P: why it does not push. Another model is not its own."""
+        theirs = reservation_of(params).get("fingerprint", "")
+        return self.manner.refuses_push or ("" if may_pair(self.fingerprint, theirs) else "PD-GEO-001")
+
     async def _held(self) -> None:
         while self.manner.hold:
             await asyncio.sleep(0.01)
@@ -300,8 +307,8 @@ class FakeEngine:
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.manner.prefill_s)
             await self._held()
-            if self.manner.push and not self.manner.refuses_push:
-                PUSHED[json.loads(base64.b64decode(params["reservation"]))["transfer"]] = self.incarnation
+            if self.manner.push and not self._refusal(params):
+                PUSHED[reservation_of(params)["transfer"]] = self.incarnation
             await asyncio.sleep(self.manner.after_push_s)
             while self.manner.hold_after_push:
                 await asyncio.sleep(0.01)
@@ -343,9 +350,10 @@ class FakeEngine:
 
     async def _reserve(self, prompt: object, params: dict[str, Any]) -> Outcome:
         transfer = f"d/{uuid.uuid4().hex}"
-        envelope = base64.b64encode(json.dumps({"transfer": transfer}).encode()).decode()
+        sealed = json.dumps({"transfer": transfer, "fingerprint": self.fingerprint}).encode()
+        envelope = base64.b64encode(sealed).decode()
         body: dict[str, Any] = {"ticket": params["ticket"], "transfer": transfer, "reservation": envelope}
-        body["decode"] = self.incarnation
+        body |= {"decode": self.incarnation, "fingerprint": self.fingerprint}
         if params.get("send_tokens"):
             body["prompt_token_ids"] = list(json.dumps(prompt).encode())
         self._waiting[transfer] = asyncio.get_running_loop().create_future()
@@ -381,7 +389,7 @@ class FakeEngine:
         failed = outcome.kind == "failed"
         report = LoadReport(
             *(transfer, params["ticket"], self.incarnation, 0 if failed else 7, 7 if failed else 0),
-            *(outcome.code, PUSHED.get(transfer, "")),
+            *(outcome.code, PUSHED.get(transfer, ""), self.fingerprint),
         )
         self._loads[report.ticket] = report
         if self.manner.reports:
@@ -400,10 +408,9 @@ class FakeEngine:
         answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices}
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
-            refused = self.manner.refuses_push
-            answer["kv_transfer_params"] = params_of(
-                PushReport(self.incarnation, refused, "not mine" if refused else "")
-            )
+            refused = self._refusal(params)
+            detail = "not mine" if refused else ""
+            answer["kv_transfer_params"] = params_of(PushReport(self.incarnation, refused, detail, self.fingerprint))
         elif (report := self._loads.get(params.get("ticket", ""))) is not None:
             answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.manner.odd_report else params_of(report)
         if self.manner.drops_after is not None:
@@ -437,6 +444,11 @@ class FakeEngine:
         if self.manner.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await _piece(send, b"data: [DONE]\n\n", last=True)
+
+
+def reservation_of(params: dict[str, Any]) -> dict[str, Any]:
+    """What a pretended D has sealed."""
+    return dict(json.loads(base64.b64decode(params["reservation"])))
 
 
 def _prompts(body: dict[str, Any]) -> list[object]:

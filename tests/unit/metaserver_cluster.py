@@ -7,7 +7,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,10 +50,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def cluster(prefill: int = 1, decode: int = 1, **settings: Any) -> Iterator[Cluster]:
+def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
+    """`fingerprints`: of the P's and the D's; none: all are of one version."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     engines = [FakeEngine(f"fake-{i}", metaservers=(url,)) for i in range(prefill + decode)]
+    for engine, told in zip(engines, fingerprints, strict=False):
+        engine.fingerprint = told
     ps, ds = engines[:prefill], engines[prefill:]
     worker = Worker(
         replace(

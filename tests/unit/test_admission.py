@@ -308,6 +308,7 @@ def test_the_fingerprint_tells_models_apart_and_can_be_read() -> None:
     one = admission.model_fingerprint(vllm_config())
     assert one == admission.model_fingerprint(vllm_config("kv_consumer", tensor_parallel_size=2))
     assert "layers=2" in one and "kv_heads=2" in one and "dtype=float32" in one
+    assert admission.model_fingerprint(vllm_config(), "r2") == f"{one} version=r2", "weights of one shape look the same"
 
 
 # -- who can reach it

@@ -45,6 +45,7 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "tls_verify": (False, NO_FLAG, ()),
     "transport": ("memory", NO_TEXT, ("nixl", "")),
     "mooncake_protocol": ("tcp", NO_TEXT, ("TCP", "nvlink")),
+    "model_version": ("r2", NO_TEXT, ()),
     "transfer_timeout_s": (40, NO_NUMBER, (4.9, 111, NAN)),
     "max_descriptors": (100, NO_WHOLE, (0, 65536)),
     "fuse_layers": (1, NO_WHOLE, (0, 65)),
@@ -115,6 +116,13 @@ def test_an_impossible_value_is_told_with_what_is_possible(key: str, value: Any)
     assert key in error.sentence and repr(DECLARED[key][1].default) in error.remedy
     choices = DECLARED[key][1].metadata["choices"]
     assert all(repr(choice) in error.sentence for choice in choices) if choices else "outside [" in error.sentence
+
+
+def test_a_models_version_is_short_since_each_reservation_carries_it() -> None:
+    assert PushConfig.parse({"model_version": "x" * 64}).wire.model_version == "x" * 64
+    with pytest.raises(ConfigError, match=r"model_version.* longer than 64") as caught:
+        PushConfig.parse({"model_version": "x" * 65})
+    assert caught.value.code == "PD-CONF-003"
 
 
 @pytest.mark.parametrize(

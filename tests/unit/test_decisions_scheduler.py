@@ -121,7 +121,9 @@ def test_chunks_of_a_request_become_slices() -> None:
         (7, 10, [], True),
     ]
     held, answer = scheduler.finished(asked, True)
-    assert held and answer == {"pd_push": {"prefill": scheduler._engine.incarnation}}
+    assert held and answer == {
+        "pd_push": {"prefill": scheduler._engine.incarnation, "fingerprint": scheduler._engine.fingerprint}
+    }
     (start,) = first.starts
     assert pushed_by(start.push) == scheduler._engine.incarnation, "D can say whose push it was"
     assert scheduler.released("r") and not scheduler.released("r")
@@ -303,6 +305,7 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None
         assert told.endpoints == ENDPOINTS and told.prompt_hash == request_hash(asked)
         assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
         assert body["decode"] == scheduler._engine.incarnation
+        assert body["fingerprint"] == scheduler._engine.fingerprint != ""
 
         def settled() -> bool:
             return bind.transfer in scheduler.build_step().settles
@@ -348,7 +351,9 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         for code in codes:  # a step of each rank
             scheduler.ended(frozenset({LoadEnd("r", code, PUSH), LoadEnd("of nobody", "PD-XFER-001", "")}))
         assert scheduler.received("r") and not scheduler.received("r")
-        report = {"transfer": str(bind.transfer), "ticket": "t", "decode": scheduler._engine.incarnation, **counts}
+        engine = scheduler._engine
+        told = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
+        report = {"transfer": str(bind.transfer), "ticket": "t", **told, **counts}
         assert scheduler.finished(asked.request_id) == {"pd_load": report}
         assert scheduler.finished(asked.request_id) is None
         until(lambda: server.reports, "the report")

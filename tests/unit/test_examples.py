@@ -26,8 +26,14 @@ from vllm_ascend_pd.config import PushConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
-HOSTS = {"PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}
+MANIFESTS = sorted(path for folder in ("kubernetes", "large-ep") for path in (EXAMPLES / folder).glob("*.yaml"))
+PREFILL_HOSTS, DECODE_HOSTS = [f"10.0.1.{n}" for n in range(4)], [f"10.0.2.{n}" for n in range(2)]
+HOSTS = {
+    "PREFILL_HOST": "10.0.0.1",
+    "DECODE_HOST": "10.0.0.2",
+    "PREFILL_HOSTS": " ".join(PREFILL_HOSTS),
+    "DECODE_HOSTS": " ".join(DECODE_HOSTS),
+}
 SCRIPTS = [
     ("1p1d/run.sh", ["--model", "m"]),
     ("2p2d/run.sh", ["--model", "m"]),
@@ -36,14 +42,17 @@ SCRIPTS = [
     ("two-hosts/prefill.sh", ["--model", "m"]),
     ("two-hosts/decode.sh", ["--model", "m"]),
     ("two-hosts/metaserver.sh", []),
+    *(("large-ep/prefill.sh", [node, "--model", "m"]) for node in "0123"),
+    *(("large-ep/decode.sh", [node, "--model", "m"]) for node in "01"),
+    ("large-ep/metaserver.sh", []),
 ]
 TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
 IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
 
 
-def dry(script: str, words: list[str]) -> list[list[str]]:
+def dry(script: str, words: list[str], **told: str) -> list[list[str]]:
     """The command lines that a script would run."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS | told
     made = subprocess.run(
         [EXAMPLES / script, *words, "--dry-run"],
         env=environment,
@@ -67,7 +76,11 @@ def commands_of_containers() -> Iterator[tuple[str, str]]:
     for path in MANIFESTS:
         for document in documents(path):
             for container in _containers(document):
-                yield f"{path.name} {container['name']}", container["args"][-1]
+                yield f"{_name(path)} {container['name']}", container["args"][-1]
+
+
+def _name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _containers(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -97,7 +110,9 @@ def check(words: list[str], where: str) -> None:
     assert ports and all(port not in TAKEN for port in ports), where
 
 
-@pytest.mark.parametrize(("script", "words"), SCRIPTS, ids=[script for script, _ in SCRIPTS])
+@pytest.mark.parametrize(
+    ("script", "words"), SCRIPTS, ids=[" ".join((script, *words[:1])) for script, words in SCRIPTS]
+)
 def test_a_script_starts_what_our_commands_accept(script: str, words: list[str]) -> None:
     commands = dry(script, words)
     assert commands
@@ -151,9 +166,9 @@ def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it
     for path in MANIFESTS:
         for document in documents(path):
             for container in _containers(document):
-                graces[f"{path.name} {container['name']}"] = _pod(document)["terminationGracePeriodSeconds"]
+                graces[f"{_name(path)} {container['name']}"] = _pod(document)["terminationGracePeriodSeconds"]
     engines = {where: shlex.split(command) for where, command in commands_of_containers() if "vllm serve" in command}
-    assert len(engines) == 4
+    assert len(engines) == 6
     for where, words in engines.items():
         own = int(words[words.index("--shutdown-timeout") + 1])
         assert 30 <= own <= graces[where] - 20, where
@@ -188,7 +203,7 @@ def wrong(document: dict[str, Any], where: str) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", MANIFESTS, ids=_name)
 def test_a_manifest_fits_the_schema(path: Path) -> None:
     for document in documents(path):
         assert wrong(document, path.name) == []
@@ -326,9 +341,95 @@ def test_what_never_ran_says_so() -> None:
 
 def test_decode_engines_of_the_manifests_allow_the_address_that_requests_carry() -> None:
     commands = dict(commands_of_containers())
-    (front,) = (command for where, command in commands.items() if where.startswith("metaserver.yaml"))
+    (front,) = (command for where, command in commands.items() if "/metaserver.yaml" in where)
     words = shlex.split(front[front.index("metaserver --") :])
     told = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
     carried = f"http://{told.advertise_host}:{told.worker_port or told.port}"
-    (decode,) = (command for where, command in commands.items() if where.startswith("decode.yaml"))
-    assert f'"metaserver_urls": ["{carried}"]' in decode
+    decodes = [command for where, command in commands.items() if "/decode.yaml" in where]
+    assert len(decodes) == 2 and all(f'"metaserver_urls": ["{carried}"]' in decode for decode in decodes)
+
+
+# -- the large engines: what each host's command line says, as vLLM reads it
+
+
+def understood_by_vllm(words: list[str]) -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+
+
+def of_a_script(role: str, node: int) -> Any:
+    (words,) = dry(f"large-ep/{role}.sh", [str(node), "--model", "m"], PD_PYTHON="/some/python", PD_DEVICE="npu")
+    return understood_by_vllm(words[words.index("vllm.entrypoints.openai.api_server") + 1 :])
+
+
+STUBS = """
+pip() { :; }
+getent() { [ "$2" = leader ] && printf '%s\\n' '10.9.9.9 STREAM leader' '10.9.9.9 DGRAM'; }
+exec() { printf '%s\\0' "$@"; }
+"""
+
+
+def of_a_pod(role: str, index: int) -> Any:
+    """What the container's shell makes of its command, with what Kubernetes and LeaderWorkerSet tell a pod."""
+    command = dict(commands_of_containers())[f"large-ep/{role}.yaml engine"].replace(
+        "$(VLLM_HOST_IP)", f"10.9.9.{index}"
+    )
+    environment = os.environ | {"LWS_LEADER_ADDRESS": "leader", "LWS_WORKER_INDEX": str(index)}
+    made = subprocess.run(
+        ["bash", "-c", STUBS + command], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    words = made.stdout.split("\0")[:-1]
+    assert words[:3] == ["vllm", "serve", "/model"]
+    return understood_by_vllm(words[3:])
+
+
+@pytest.mark.parametrize("told", [of_a_script, of_a_pod], ids=["scripts", "manifests"])
+@pytest.mark.parametrize(("role", "dp", "tp"), [("prefill", 4, 8), ("decode", 32, 1)])
+def test_the_hosts_of_a_large_engine_have_all_its_ranks_once_and_meet_at_its_first(
+    told: Callable[[str, int], Any], role: str, dp: int, tp: int
+) -> None:
+    scripts = told is of_a_script
+    nodes = [told(role, node) for node in range(4 if scripts and role == "prefill" else 2)]
+    for first, second in zip(nodes[::2], nodes[1::2], strict=True):
+        ranks = [
+            rank
+            for node in (first, second)
+            for rank in range(
+                node.data_parallel_start_rank, node.data_parallel_start_rank + node.data_parallel_size_local
+            )
+        ]
+        assert ranks == list(range(dp))
+        assert {node.data_parallel_address for node in (first, second)} == {first.host if scripts else "10.9.9.9"}
+        assert first.host != second.host and first.data_parallel_rpc_port == second.data_parallel_rpc_port
+        for node in (first, second):
+            assert (node.data_parallel_size, node.tensor_parallel_size) == (dp, tp)
+            assert node.data_parallel_hybrid_lb and node.enable_expert_parallel and not node.headless
+            assert tp * node.data_parallel_size_local == 16
+            assert node.enforce_eager == (role == "prefill")
+            mode = node.compilation_config.cudagraph_mode
+            assert role == "prefill" or mode.name == "FULL_DECODE_ONLY"
+
+
+def test_the_metaserver_of_the_large_engines_names_the_server_of_each_host() -> None:
+    (words,) = dry("large-ep/metaserver.sh", [])
+    told = settings_of(parser().parse_args(words[words.index("metaserver") :]))
+    for role, hosts in (("prefill", PREFILL_HOSTS), ("decode", DECODE_HOSTS)):
+        named = told.prefill if role == "prefill" else told.decode
+        assert list(named) == [f"http://{host}:{of_a_script(role, n).port}" for n, host in enumerate(hosts)]
+    (instances,) = documents(EXAMPLES / "large-ep" / "instances.yaml")
+    listed = yaml.safe_load(instances["data"]["instances.yaml"])
+    for role, count in (("prefill", 4), ("decode", 2)):
+        assert {url.rpartition(":")[2] for url in listed[role]} == {str(of_a_pod(role, 0).port)} and len(
+            listed[role]
+        ) == count
+
+
+@pytest.mark.parametrize("words", [[], ["4"], ["one"], ["--model", "m"]])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_host_without_a_right_number_starts_nothing(role: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [EXAMPLES / "large-ep" / f"{role}.sh", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "usage:" in done.stderr and not done.stdout

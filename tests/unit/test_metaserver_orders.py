@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import permutations
 from typing import Any
 
 import httpx
 import pytest
-from fake_engine import words
+from fake_engine import FakeEngine, reservation_of, words
 from metaserver_cluster import Cluster, cluster, data, events, texts, until
 
 from vllm_ascend_pd.errors import CATALOGUE
@@ -32,6 +33,7 @@ from vllm_ascend_pd.metaserver.decisions import (
 from vllm_ascend_pd.metaserver.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service import relay
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
+from vllm_ascend_pd.protocol.versions import fingerprint
 
 LONG_S = 3600.0  # an answer that comes long after everything else, if at all
 
@@ -405,6 +407,132 @@ def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
         tell(fleets[0], fleets[1])
         tell(fleets[1], fleets[0])
     assert [[p.prefill_life for p in fleet.proven()] for fleet in fleets] == [["p2"], ["p2"]]
+
+
+# -- versions pair with versions
+
+OLD, NEW = fingerprint("a model"), fingerprint("a model of another shape")
+
+
+def versions(prefill: str, decode: str, **settings: Any) -> AbstractContextManager[Cluster]:
+    """A cluster of engines of the old (o) and the new (n) version."""
+    told = [{"o": OLD, "n": NEW}[letter] for letter in prefill + decode]
+    return cluster(len(prefill), len(decode), told, **settings)
+
+
+def shown(c: Cluster, engine: FakeEngine) -> str:
+    (facts,) = (i for i in c.http.get("/status").json()["instances"] if i["name"] == engine.address)
+    return str(facts["fingerprint"])
+
+
+def learn(c: Cluster, engines: Iterable[FakeEngine]) -> None:
+    """Requests until each of these has told its version. All are answered, whichever pair was tried."""
+
+    def all_known() -> bool:
+        answer = c.complete()
+        assert answer.status_code == 200 and texts(answer) == ["".join(words("a prompt", 3))]
+        return all(shown(c, engine) == engine.fingerprint for engine in engines)
+
+    until(all_known)
+
+
+def mixed(c: Cluster) -> int:
+    """How many prefills were asked of a P of another version than their D's."""
+    asked = [(p, seen.body["kv_transfer_params"]) for p in c.prefill for seen in p.generations()]
+    return sum(reservation_of(params)["fingerprint"] != p.fingerprint for p, params in asked)
+
+
+@pytest.mark.parametrize("report_s", [0.0, 0.2], ids=["report first", "answer first"])
+@pytest.mark.parametrize("after_push_s", [0.0, 0.2], ids=["P's answer first", "P's answer last"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_once_they_are_known_versions_pair_with_versions(stream: bool, after_push_s: float, report_s: float) -> None:
+    with versions("onon", "no") as c:
+        for engine in (*c.prefill, *c.decode):
+            engine.manner.after_push_s, engine.manner.report_s = after_push_s, report_s
+        learn(c, (*c.prefill, *c.decode))
+        before, asked = mixed(c), len(c.legs())
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(lambda n: c.complete(f"p{n}", stream=stream), range(16)))
+        assert all(answer.status_code == 200 for answer in answers)
+        until(lambda: len(c.legs()) == asked + 16)
+        assert mixed(c) == before
+        assert not any(blame(c).values()), "who was asked before anything was known is not to blame"
+
+
+def test_a_p_that_refuses_another_version_is_not_blamed_and_another_is_asked() -> None:
+    with versions("on", "n") as c:
+        c.prefill[1].manner.health = 500
+        until(lambda: instance(c, c.prefill[1].address).condition() is Condition.DOWN)
+        broke = blame(c)
+        assert c.complete().status_code == 200 and mixed(c) == 1, "only asking shows what has not been told"
+        c.prefill[1].manner.health = 200
+        until(lambda: instance(c, c.prefill[1].address).condition() is Condition.READY)
+        for n in range(8):
+            assert c.complete(f"p{n}").status_code == 200
+        assert mixed(c) == 1 and len(c.prefill[1].generations()) == 8
+        assert blame(c) == broke
+
+
+def test_a_d_whose_version_has_no_p_is_left_alone_while_there_is_another() -> None:
+    with versions("o", "on") as c:
+        learn(c, (*c.prefill, *c.decode))
+        old, new = c.decode
+        before = len(new.generations())
+        for n in range(8):
+            assert c.complete(f"p{n}").status_code == 200
+        assert len(new.generations()) == before
+        old.manner.status = 503  # it refuses; the other one serves, by itself
+        legs = len(c.legs())
+        assert c.complete().status_code == 200
+        assert len(new.generations()) == before + 1 and len(c.legs()) == legs
+        assert "kv_transfer_params" not in new.generations()[-1].body
+
+
+def test_without_a_p_of_its_version_a_d_is_what_it_is_without_any() -> None:
+    with versions("o", "n", without_prefill="refuse") as c:
+        until(lambda: c.complete().status_code == 503)
+        answer = c.complete()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-008"
+        assert mixed(c) == 1 and not any(blame(c).values())
+
+
+def test_an_engine_that_is_gone_takes_its_version_along() -> None:
+    with versions("o", "n") as c:
+        learn(c, (*c.prefill, *c.decode))
+        p, legs = c.prefill[0], len(c.legs())
+        p.served.kill()
+        until(lambda: not shown(c, p))
+        p.incarnation, p.fingerprint = "another", NEW
+        p.served.start()
+        until(lambda: instance(c, p.address).condition() is Condition.READY)
+        learn(c, [p])
+        assert len(c.legs()) > legs and not any(blame(c).values())
+
+
+def test_canaries_prove_each_version_over_its_own_pair() -> None:
+    with versions("on", "no", canary=True) as c:
+        (p_old, p_new), (d_new, d_old) = c.prefill, c.decode
+        wanted = {(p_old.address, d_old.address), (p_new.address, d_new.address)}
+        until(lambda: {(pair["prefill"], pair["decode"]) for pair in readiness(c).json()["proven_pairs"]} == wanted)
+        assert {(p.name, d.name) for p, d in c.worker.canary._pairs()} == wanted, "where the next ones would go"
+        assert not any(blame(c).values())
+
+
+@pytest.mark.parametrize("order", list(permutations(range(5))), ids=str)
+def test_a_version_is_known_of_who_told_it_in_whatever_order_it_is_heard(order: tuple[int, ...]) -> None:
+    said: list[Callable[[Life], Life]] = [
+        lambda life: life.heard("one", 1.0, OLD),
+        lambda life: life.refuses(2.0),
+        lambda life: life.heard("two", 3.0, NEW),
+        lambda life: life.heard("two", 4.0),  # by its peer's word
+        lambda life: life.merged(Life.of(json.loads(json.dumps([["three-dp1", 1.5, OLD]])), 1.6)),
+    ]
+    life = Life()
+    for word in order:
+        life = said[word](life)
+    assert life.fingerprint == NEW
+    assert Life.of(*json.loads(json.dumps(life.as_sent()))).fingerprint == NEW, "as other workers hear it"
+    assert life.refuses(5.0).fingerprint == "" == life.heard("four", 4.5).refuses(4.2).fingerprint
 
 
 # -- what the codes say

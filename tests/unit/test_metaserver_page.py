@@ -92,10 +92,10 @@ def test_the_timeline_tells_the_way_of_each_layer_or_why_it_cannot(tmp_path: Pat
         assert c.http.get("/timeline", params={"transfer": transfer}).json() == {"picture": told}
 
 
-def state(name: str, wanted: str) -> str:
-    """True in the page when it shows the instance in this state."""
+def state(name: str, wanted: str, column: int = 2) -> str:
+    """True in the page when it shows the instance in this state, or with this fingerprint (3)."""
     rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
-    return f"{rows}?.cells[2]?.innerText === '{wanted}'"
+    return f"{rows}?.cells[{column}]?.innerText === '{wanted}'"
 
 
 @needs_browser
@@ -116,6 +116,8 @@ def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab
         tab.until("document.querySelector('#errors').innerText.includes('PD-META-011')")
         gone.served.start()
         tab.until(state(gone.address, "ready"))
+        c.complete()
+        tab.until(state(c.decode[0].address, c.decode[0].fingerprint, column=3))
         assert tab.text("#ready") == "ready" and not tab.complaints
 
 

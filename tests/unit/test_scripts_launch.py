@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -280,3 +281,30 @@ def test_npu_engines_get_devices_of_their_own():
     _, prefill, decode = done.stdout.splitlines()
     assert "ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 " in prefill
     assert "ASCEND_RT_VISIBLE_DEVICES=4,5 " in decode
+
+
+def test_graphs_and_drafts_reach_the_engine_that_they_are_for():
+    draft = '{"method": "mtp", "num_speculative_tokens": 2}'
+    flags = [
+        "--model",
+        "m",
+        "--p-graph-mode",
+        "PIECEWISE",
+        "--d-graph-mode",
+        "FULL_DECODE_ONLY",
+        "--d-speculative",
+        draft,
+    ]
+    done = subprocess.run(
+        [SCRIPT, *flags, "--d-pp", "2", "--dry-run"],
+        env=os.environ | {"PD_PYTHON": "/some/python", "PD_DEVICE": "npu"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    _, prefill, decode = map(shlex.split, done.stdout.splitlines())
+    assert '{"cudagraph_mode": "PIECEWISE"}' in prefill and "--speculative-config" not in prefill
+    assert '{"cudagraph_mode": "FULL_DECODE_ONLY"}' in decode
+    assert decode[decode.index("--speculative-config") + 1] == draft
+    assert decode[decode.index("--pipeline-parallel-size") + 1] == "2" and "ASCEND_RT_VISIBLE_DEVICES=1,2" in decode

@@ -40,6 +40,8 @@ class Command:
                 self.environment[name] = value
         self.python, self.module = words[0], words[2]
         self.words = words[3:]
+        if self.module == "vllm.entrypoints.cli.main":
+            assert self.words.pop(0) == "serve"
 
     def value(self, flag):
         return self.words[self.words.index(flag) + 1] if flag in self.words else None
@@ -81,6 +83,8 @@ def test_every_variable_that_help_names_does_what_its_flag_does(role):
         "set": "lease_s=9",
         "kv-bytes": "12345",
         "experts": "on",
+        "graph-mode": "PIECEWISE",
+        "speculative": '{"method": "mtp"}',
     }
     model = () if role == "metaserver" else ("--model", "some-model")
     plain = dry(role, *model)
@@ -109,7 +113,11 @@ def test_a_flag_wins_over_the_environment(role):
         ("prefill", ["--model", "m", "--tp", "two"], "--tp two"),
         ("prefill", ["--model", "m", "stray"], "unexpected argument stray"),
         ("prefill", ["--model", "m", "--dry-run=1"], "--dry-run takes no value"),
-        ("decode", ["--model", "m", "--pp", "2"], "unknown flag --pp"),
+        ("prefill", ["--model", "m", "--graph-mode", "FULL_DECODE_ONLY"], "for prefill NONE or PIECEWISE is wanted"),
+        ("decode", ["--model", "m", "--graph-mode", "or"], "--graph-mode or"),
+        ("decode", ["--model", "m", "--graph-mode", "FULL", "--eager", "on"], "--graph-mode goes without --eager on"),
+        ("decode", ["--model", "m", "--speculative", "mtp"], "--speculative mtp: a JSON object is wanted"),
+        ("decode", ["--model", "m", "--headless"], "--headless is for further ranks"),
         ("decode", ["--model", "m", "--experts", "yes"], "--experts yes"),
         ("decode", ["--model", "m", "--dp-rank", "1", "--dp-size-local", "2"], "--dp-rank is one rank"),
         ("decode", ["--model", "m", "--policy", "hope"], "--policy hope"),
@@ -202,19 +210,65 @@ RANKS = [
         "--dp 32 --dp-rank 3 --dp-address 10.0.0.1 --experts on",
         {"data_parallel_size": 32, "data_parallel_rank": 3, "data_parallel_hybrid_lb": False, "enable_expert_parallel": True},
     ),
+    (
+        "--dp 4 --dp-size-local 2 --dp-address 10.0.0.1",
+        {"data_parallel_size_local": 2, "data_parallel_start_rank": None, "data_parallel_hybrid_lb": False, "headless": False},
+    ),
+    (
+        "--dp 4 --dp-size-local 2 --dp-start-rank 2 --dp-address 10.0.0.1 --headless",
+        {"data_parallel_size_local": 2, "data_parallel_start_rank": 2, "data_parallel_hybrid_lb": False, "headless": True},
+    ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "wanted"), RANKS, ids=["one server", "a server for each host", "a server for each rank"]
-)
-@pytest.mark.parametrize("role", ENGINES)
-def test_vllms_own_parser_understands_the_ranks(role, flags, wanted):
+def understood_by_vllm(command):
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(dry(role, "--model", "m", *flags.split()).words)
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(command.words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    RANKS,
+    ids=[
+        "one server",
+        "a server for each host",
+        "a server for each rank",
+        "one server for two hosts",
+        "the other host",
+    ],
+)
+@pytest.mark.parametrize("role", ENGINES)
+def test_vllms_own_parser_understands_the_ranks(role, flags, wanted):
+    parsed = understood_by_vllm(dry(role, "--model", "m", *flags.split()))
     assert {name: getattr(parsed, name) for name in wanted} == wanted
+
+
+def test_a_host_without_a_server_is_started_by_the_command_that_knows_what_headless_means():
+    """The API server's own module takes the flag too, and serves all the same."""
+    flags = ["--dp", "4", "--dp-size-local", "2", "--dp-start-rank", "2", "--dp-address", "10.0.0.1"]
+    assert dry("decode", "--model", "m", *flags, "--headless").module == "vllm.entrypoints.cli.main"
+    assert dry("decode", "--model", "m", *flags).module == "vllm.entrypoints.openai.api_server"
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize(("role", "mode"), [("prefill", "PIECEWISE"), ("decode", "FULL_DECODE_ONLY")])
+def test_vllms_own_parser_understands_draft_and_graphs(role, mode, device):
+    draft = '{"method": "deepseek_mtp", "num_speculative_tokens": 2}'
+    command = dry(role, "--model", "m", "--speculative", draft, "--graph-mode", mode, device=device)
+    parsed = understood_by_vllm(command)
+    assert parsed.speculative_config == json.loads(draft)
+    assert parsed.compilation_config.cudagraph_mode.name == mode
+
+
+def test_graphs_and_what_a_cpu_needs_are_one_compilation_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
+    command = dry("prefill", "--model", str(tmp_path), "--pp", "2", "--graph-mode", "NONE")
+    compilation = understood_by_vllm(command).compilation_config
+    assert command.words.count("--compilation-config") == 1
+    assert (compilation.cudagraph_mode.name, compilation.backend) == ("NONE", "eager")
+    assert compilation.custom_ops == ["-rotary_embedding"]
 
 
 def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(tmp_path):
@@ -262,3 +316,16 @@ def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(rol
     assert done.returncode == 1 and not done.stdout
     assert reason in done.stderr.splitlines()[-1], done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "feature"),
+    [
+        ("decode", ("--pp", "2"), "Pipeline parallelism on decode"),
+        ("prefill", ("--speculative", '{"method": "mtp"}'), "A draft model (speculative decoding)"),
+    ],
+)
+def test_stages_on_decode_and_drafts_are_refused_before_anything_starts(role, flags, feature):
+    done = run(role, "--no-setup", "--model", "m", *flags, PD_PYTHON=sys.executable)
+    assert done.returncode == 1 and not done.stdout
+    assert f"PD-CONF-005: {feature}" in done.stderr.splitlines()[-1], done.stderr

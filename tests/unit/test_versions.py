@@ -21,7 +21,7 @@ from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import decode_message, encode, seal, unseal
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Message, Reservation
-from vllm_ascend_pd.protocol.versions import OURS, Release
+from vllm_ascend_pd.protocol.versions import MAX_FINGERPRINT, OURS, Release, fingerprint, may_pair
 
 RECORDED = json.loads((Path(__file__).parent / "wire_recorded.json").read_text())
 GEOMETRY = CacheGeometry(
@@ -160,3 +160,20 @@ def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
     geometry = msgspec.structs.replace(GEOMETRY, stages=stages)
     whole, by_name = (len(encode(begin(geometry=geometry, **told))) for told in ({}, {"told": b""}))
     assert len(encode(renew())) < 250 < by_name < 500 < 2000 < whole
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wanted"),
+    [
+        (fingerprint("m", Release(2, 2)), fingerprint("m", Release(2, 2)), True),
+        (fingerprint("m", Release(2, 2)), fingerprint("m", Release(3, 2)), True),
+        (fingerprint("m", Release(2, 1)), fingerprint("m", Release(4, 3)), False),
+        (fingerprint("m", OURS), fingerprint("n", OURS), False),
+        (fingerprint("m", OURS), "", True),
+        (fingerprint("m", OURS), "another release's words", True),
+    ],
+    ids=["equal", "the next release", "too far apart", "another model", "not told", "not understood"],
+)
+def test_a_fingerprint_says_who_can_be_a_pair(one: str, other: str, wanted: bool) -> None:
+    assert may_pair(one, other) is may_pair(other, one) is wanted
+    assert len(one) <= MAX_FINGERPRINT

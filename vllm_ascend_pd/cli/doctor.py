@@ -44,6 +44,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1, help="workers on this host: as many side channel ports")
     parser.add_argument("--model", metavar="DIR", default="", help="compare the caches too (give it on both sides)")
     parser.add_argument("--tp", type=int, help="tensor-parallel size of this host's engine (with --model: 1)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of this host's engine")
+    parser.add_argument(
+        "--speculative-config", default="", metavar="JSON", help="what the engine will get, if anything"
+    )
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block of this host's engine")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the cache")
     parser.add_argument("--only-configuration", action="store_true",
@@ -89,7 +93,12 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
     push = told.push
     if args.secret_file:
         push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
-    for flag, value in (("--ranks", args.ranks), ("--tp", args.tp), ("--block-size", args.block_size)):
+    for flag, value in (
+        ("--ranks", args.ranks),
+        ("--tp", args.tp),
+        ("--pp", args.pp),
+        ("--block-size", args.block_size),
+    ):
         if value is not None:
             given.at_least(flag, value, 1)
     given.at_least("--calls", args.calls, 0)
@@ -107,6 +116,8 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
         ports=tuple(args.ports),
         ranks=args.ranks,
         tp=args.tp or 0,
+        pp=args.pp,
+        speculative=args.speculative_config,
         on_npu=npu.present(),
     )
 

@@ -128,6 +128,7 @@ class DecodeScheduler(SchedulerRole):
             "ticket": ticket.ticket,
             "transfer": str(bind.transfer),
             "decode": self._engine.incarnation,
+            "fingerprint": self._engine.fingerprint,
             "reservation": base64.b64encode(sealed).decode(),
         }
         if ticket.send_tokens:
@@ -191,6 +192,7 @@ class DecodeScheduler(SchedulerRole):
             recomputed=asked.tokens if code else 0,
             code=code,
             prefill=next((pushed_by(end.push) for end in asked.ends if end.push), ""),
+            fingerprint=self._engine.fingerprint,
         )
         if self._online is not None:
             self._online.client.report(asked.ticket.metaserver, asked.report)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 
@@ -149,13 +149,17 @@ class Told(NamedTuple):
 
     incarnation: str
     at: float
+    fingerprint: str = ""  # which engines it can be a pair with
 
 
-def _newest(words: Iterable[Told]) -> tuple[Told, ...]:
-    """The last word of each rank (of two at once the later one here), sorted. Of too many ranks the newest."""
+def _newest(words: Sequence[Told]) -> tuple[Told, ...]:
+    """The last word of each rank (of two at once the later one here), sorted. Of too many ranks the newest. Others name a process
+    too, who do not know its fingerprint: it keeps the one that it told."""
+    prints = {word.incarnation: word.fingerprint for word in words if word.fingerprint}
     of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
     newest = sorted(of_rank.values(), key=lambda word: word.at)[-MOST_RANKS:]
-    return tuple(sorted(newest))
+    told = (w if w.fingerprint else w._replace(fingerprint=prints.get(w.incarnation, "")) for w in newest)
+    return tuple(sorted(told))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +171,22 @@ class Life:
 
     told: tuple[Told, ...] = ()  # the last word of each rank, sorted
     refused: float = 0.0  # when nobody listened there last
+    fingerprint: str = field(init=False, compare=False)  # of those that are there now; empty: not known
+
+    def __post_init__(self) -> None:
+        known = [word for word in self.told if word.fingerprint and word.at > self.refused]
+        object.__setattr__(self, "fingerprint", max(known, key=lambda word: word.at).fingerprint if known else "")
 
     @classmethod
-    def of(cls, told: Iterable[tuple[str, float]], refused: float) -> Life:
+    def of(cls, told: Iterable[Sequence[Any]], refused: float) -> Life:
         """As another worker of this metaserver sent it."""
         return cls(tuple(Told(*word) for word in told), refused)
 
-    def heard(self, incarnation: str, at: float) -> Life:
+    def heard(self, incarnation: str, at: float, fingerprint: str = "") -> Life:
         """An engine that was asked at `at` told its incarnation in an answer, a reservation or a report."""
-        return replace(self, told=_newest((*self.told, Told(incarnation, at)))) if incarnation else self
+        if not incarnation:
+            return self
+        return replace(self, told=_newest((*self.told, Told(incarnation, at, fingerprint))))
 
     def refuses(self, at: float) -> Life:
         """Nobody listens there: the process has ended, or it is about to."""
@@ -190,6 +201,10 @@ class Life:
         the same one."""
         known = self._of(incarnation)
         return at > self.refused and (known is None or incarnation == known.incarnation or at > known.at)
+
+    def as_sent(self) -> tuple[tuple[Told, ...], float]:
+        """What `of` takes."""
+        return self.told, self.refused
 
     def _of(self, incarnation: str) -> Told | None:
         """The last word of the rank whose incarnation this is."""

@@ -12,12 +12,15 @@ from typing import Annotated, Any
 
 import msgspec
 
+from vllm_ascend_pd.protocol.versions import MAX_FINGERPRINT
+
 LOAD_KEY = "pd_load"
 PUSH_KEY = "pd_push"
 ROUTE = "/v1/metaserver/loads"  # beside the route of the reservations
 MAX_REPORT_BYTES = 4096
 
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
+Fingerprint = Annotated[str, msgspec.Meta(max_length=MAX_FINGERPRINT)]  # which engines this one can be a pair with
 _Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -31,6 +34,7 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     recomputed: _Tokens = 0  # tokens whose KV did not come: D computes them itself, or fails the request
     code: _Word = ""  # why it did not come
     prefill: _Word = ""  # P's incarnation; empty when no P began to push
+    fingerprint: Fingerprint = ""  # D's
 
 
 class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,6 +43,7 @@ class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill: _Word  # P's incarnation
     code: _Word = ""
     detail: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    fingerprint: Fingerprint = ""  # P's
 
 
 class _Params(msgspec.Struct, frozen=True):

@@ -91,8 +91,11 @@ class PrefillScheduler(SchedulerRole):
         error, pushed = self._refused.pop(request_id, None), self._book.tracks(request_id)
         held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill")
         if error is not None:
-            return held, params_of(PushReport(self._engine.incarnation, error.code, error.sentence))
-        return held, params_of(PushReport(self._engine.incarnation)) if pushed else None
+            return held, params_of(self._report(error.code, error.sentence))
+        return held, params_of(self._report()) if pushed else None
+
+    def _report(self, code: str = "", detail: str = "") -> PushReport:
+        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint)
 
     def released(self, request_id: str) -> bool:
         """All workers reported this push. False if vLLM must not hear of it; else its blocks are free now."""

@@ -4,12 +4,17 @@
 A release reads every version from its oldest to its newest, and writes each message in the oldest version in which it is
 right. A reservation and BEGIN say which that is; a greeting says what its side reads. Unknown fields of a message are
 ignored; what must not be ignored is named in its `needs`, where this very message uses it.
+
+A fingerprint tells a router, in one short word, what two engines must have in common to be a pair.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
@@ -36,3 +41,22 @@ class Release:
 
 
 OURS = Release()
+
+MAX_FINGERPRINT = 64
+_FINGERPRINT = re.compile(r"([0-9a-f]{12})\.v(\d{1,4})-(\d{1,4})")
+
+
+def fingerprint(model: str, release: Release = OURS) -> str:
+    """Which model an engine serves, and which versions of messages it reads: `0123456789ab.v2-3`."""
+    return f"{hashlib.sha256(model.encode()).hexdigest()[:12]}.v{release.oldest}-{release.newest}"
+
+
+@lru_cache(maxsize=4096)
+def may_pair(one: str, other: str) -> bool:
+    """Whether nothing speaks against a pair of engines with these fingerprints. What is not known, or not understood here, does
+    not: P itself refuses what does not fit."""
+    ours, theirs = _FINGERPRINT.fullmatch(one), _FINGERPRINT.fullmatch(other)
+    if ours is None or theirs is None:
+        return True
+    releases = [Release(newest=int(told[3]), oldest=int(told[2])) for told in (ours, theirs)]
+    return ours[1] == theirs[1] and releases[0].speaks_with(releases[1])

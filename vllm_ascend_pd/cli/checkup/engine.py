@@ -56,7 +56,7 @@ def _engine(asked: Asked) -> SimpleNamespace:
     sizes = asked.push.sizes.get(side, {})
     parallel = SimpleNamespace(
         tensor_parallel_size=asked.tp or sizes.get("tp_size", 1),
-        pipeline_parallel_size=1,
+        pipeline_parallel_size=asked.pp,
         data_parallel_size=sizes.get("dp_size", 1),
         data_parallel_index=0,
     )
@@ -64,5 +64,5 @@ def _engine(asked: Asked) -> SimpleNamespace:
         kv_transfer_config=SimpleNamespace(kv_role=asked.role or None, engine_id=""),
         parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
+        speculative_config=asked.speculative or None,
     )

@@ -45,6 +45,8 @@ class Asked:
     configured: bool = False  # whether --kv-transfer-config was given
     wrong: ConfigError | None = None  # what its keys were refused for: `push` is then the defaults
     tp: int = 0  # 0: not told
+    pp: int = 1
+    speculative: str = ""  # --speculative-config
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = ()
     ranks: int = 1

@@ -29,6 +29,7 @@ from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.within import within
+from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +75,10 @@ class Canary:
         return bool(self._pairs())
 
     def _pairs(self) -> list[tuple[Instance, Instance]]:
-        """All pairs that could serve, in a mixed order."""
+        """All pairs that could serve, in a mixed order. What is known not to fit is none."""
         up = (Condition.READY, Condition.SUSPECT)
         prefills, decodes = ([i for i in self._front.fleet.of(r) if i.condition() in up] for r in Role)
-        pairs = list(product(prefills, decodes))
+        pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.life.fingerprint, d.life.fingerprint)]
         random.shuffle(pairs)
         return pairs
 

@@ -34,6 +34,7 @@ from vllm_ascend_pd.metaserver.decisions import (
 )
 from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 MOST_ENDPOINTS = 1024  # of one text
@@ -141,6 +142,7 @@ class Instance:
             "weight": self.weight,
             "source": self.source,
             "state": self.condition().value,
+            "fingerprint": self.life.fingerprint,
             "tokens_in_flight": self.load,
             "requests": self.requests,
             "served": self.served,
@@ -157,6 +159,20 @@ class Trial:
     instance: Instance
     number: int
     kept: bool = False  # its answer says too little: it goes on until D has told of the load
+
+
+Fits = Callable[[Instance], bool]
+
+
+def pairing(*fingerprints: str) -> Fits:
+    """Which instances can be a pair with an engine of one of these fingerprints."""
+    told = frozenset(fingerprints)
+
+    def fits(instance: Instance) -> bool:
+        own = instance.life.fingerprint
+        return own in told or any(may_pair(own, one) for one in told)
+
+    return fits
 
 
 class Fleet:
@@ -229,17 +245,29 @@ class Fleet:
 
     # -- choice
 
-    def usable(self, role: Role, avoid: frozenset[str] = frozenset()) -> bool:
+    def usable(self, role: Role, fits: Fits = lambda instance: True) -> bool:
         now = time.monotonic()
-        return any(i.role is role and i.name not in avoid and i.usable(now) for i in self._instances.values())
+        return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
+
+    def has_prefill(self, avoid: frozenset[str] = frozenset()) -> Fits:
+        """Which D's have a P that fits them and takes requests, beside those in `avoid`."""
+        now = time.monotonic()
+        usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now))
+        return pairing(*(i.life.fingerprint for i in usable))
 
     def choose(
-        self, role: Role, cost: float, avoid: frozenset[str] = frozenset(), affinity: Affinity | None = None
+        self,
+        role: Role,
+        cost: float,
+        avoid: frozenset[str] = frozenset(),
+        affinity: Affinity | None = None,
+        fits: Fits = lambda instance: True,
     ) -> Instance | None:
-        """The instance for `cost` more tokens; those in `avoid` only when there is no other."""
+        """The instance for `cost` more tokens, of those that fit; those in `avoid` only when there is no other."""
         now = time.monotonic()
-        names = prefer((i.name for i in self.of(role) if i.usable(now)), avoid)
-        usable = [self._instances[name] for name in names] or [i for i in self.of(role) if i.last_resort()]
+        fitting = [i for i in self.of(role) if fits(i)]
+        names = prefer((i.name for i in fitting if i.usable(now)), avoid)
+        usable = [self._instances[name] for name in names] or [i for i in fitting if i.last_resort()]
         if len(usable) == 1:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable

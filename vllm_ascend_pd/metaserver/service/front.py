@@ -15,7 +15,7 @@ from vllm_ascend_pd.metaserver.http1 import Upstream
 from vllm_ascend_pd.metaserver.service import relay
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.shared import Shared
@@ -147,7 +147,15 @@ class Front(Shared):
     def _decode(self, exchange: Exchange) -> Instance | None:
         if exchange.pinned is not None:
             return exchange.pinned[1]
-        return self.fleet.choose(Role.DECODE, exchange.request.decode_tokens, frozenset(exchange.tried))
+        cost, tried = exchange.request.decode_tokens, frozenset(exchange.tried)
+        if not exchange.request.remote:
+            return self.fleet.choose(Role.DECODE, cost, tried)
+        # One that a P fits comes before one that would have to prefill by itself; during a rollout there may be both.
+        has_prefill = self.fleet.has_prefill(frozenset(exchange.bad_prefills))
+        good = self.fleet.choose(Role.DECODE, cost, fits=lambda d: d.name not in tried and has_prefill(d))
+        if good is not None and good.usable(time.monotonic()):
+            return good
+        return self.fleet.choose(Role.DECODE, cost, tried)
 
     async def _attempt(self, exchange: Exchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
@@ -176,11 +184,12 @@ class Front(Shared):
         exchange = attempt.exchange
         if not exchange.request.remote:
             return None
-        if exchange.pinned is None and not self.fleet.usable(Role.PREFILL):
+        fits = pairing(attempt.decode.life.fingerprint)
+        if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
             if self.settings.without_prefill == "refuse":
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
                 raise AttemptFailed(Failure.REFUSED, refusal, "no prefill instance", "PD-META-008")
-            exchange.stage("local", "no prefill instance")
+            exchange.stage("local", "no prefill instance that fits")
             return None
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
         if exchange.request.send_tokens:

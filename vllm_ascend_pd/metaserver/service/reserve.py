@@ -19,10 +19,10 @@ from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.outline import Steps
-from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES, read_answer, read_posted
+from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
-from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.fleet import Instance, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, tell
@@ -43,6 +43,7 @@ class Reservation(msgspec.Struct, frozen=True):
     transfer: str
     reservation: str
     decode: str = ""  # D's incarnation
+    fingerprint: Fingerprint = ""  # and which P's it can be a pair with
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     tokens: int = 0  # how many those are
 
@@ -109,7 +110,7 @@ class Reservations:
             return
         attempt.seen.add(posted.transfer)
         if posted.decode:
-            attempt.decode.life = attempt.decode.life.heard(posted.decode, attempt.began)
+            attempt.decode.life = attempt.decode.life.heard(posted.decode, attempt.began, posted.fingerprint)
         attempt.legs[posted.transfer] = interrupt
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
@@ -171,7 +172,8 @@ class Reservations:
         """Where another P is there, a new attempt beats what D does about the failure; else D's own policy decides. But D may
         have the KV although P's answer broke: its report, which comes at once then, is waited for a moment."""
         exchange = attempt.exchange
-        another = self._front.fleet.usable(Role.PREFILL, frozenset(exchange.bad_prefills))
+        fleet = self._front.fleet
+        another = any(map(fleet.has_prefill(frozenset(exchange.bad_prefills)), fleet.of(Role.DECODE)))
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
@@ -193,7 +195,7 @@ class Reservations:
         number = 0
         while True:
             number += 1
-            prefill = self._choose(attempt, cost)
+            prefill = self._choose(attempt, posted, cost)
             attempt.sources[posted.transfer] = prefill, time.monotonic()
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
@@ -215,14 +217,16 @@ class Reservations:
                     raise
                 METRICS.retries.labels(failed.failure.value).inc()
 
-    def _choose(self, attempt: Attempt, cost: float) -> Instance:
+    def _choose(self, attempt: Attempt, posted: Reservation, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front
         if exchange.pinned is not None:
             return exchange.pinned[0]
         affinity = Affinity(exchange.request.affinity, _AFFINITY_SLACK_TOKENS) if front.settings.affinity else None
-        prefill = front.fleet.choose(Role.PREFILL, cost, frozenset(exchange.bad_prefills), affinity)
+        bad, fits = frozenset(exchange.bad_prefills), pairing(posted.fingerprint)
+        prefill = front.fleet.choose(Role.PREFILL, cost, bad, affinity, fits)
         if prefill is None:
-            raise PrefillFailed(Failure.REFUSED, "no prefill instance is available")
+            other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
+            raise PrefillFailed(Failure.REFUSED, f"no prefill instance{other} is available")
         return prefill
 
     async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> None:
@@ -289,7 +293,7 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> None:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
     if push is None:
         return
-    prefill.life = prefill.life.heard(push.prefill, asked)
+    prefill.life = prefill.life.heard(push.prefill, asked, push.fingerprint)
     if push.code:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
 

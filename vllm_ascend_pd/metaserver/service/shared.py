@@ -39,7 +39,7 @@ class Shared:
             return True
         attempt.reports[report.transfer] = report
         decode, (prefill, asked) = attempt.decode, attempt.sources.get(report.transfer, (None, 0.0))
-        decode.life = decode.life.heard(report.decode, attempt.began)
+        decode.life = decode.life.heard(report.decode, attempt.began, report.fingerprint)
         if prefill is not None:
             prefill.life = prefill.life.heard(report.prefill, asked)
         self._judge(attempt, report, prefill)

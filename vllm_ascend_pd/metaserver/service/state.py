@@ -26,7 +26,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
         "ready": canary.ready(),
         "proven": canary.proven(),
         "proofs": [astuple(proof) for proof in front.fleet.proven()],
-        "lives": {instance.name: astuple(instance.life) for instance in front.fleet},
+        "lives": {instance.name: instance.life.as_sent() for instance in front.fleet},
         "canary_error": canary.last_error,
         "file_error": file_problem,
         "closing": front.closing,
