@@ -20,6 +20,7 @@ from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver import http1
 from vllm_ascend_pd.metaserver.decisions import (
     MOST_RANKS,
+    PRINT_S,
     VERDICTS,
     CircuitPolicy,
     CircuitState,
@@ -530,9 +531,16 @@ def test_a_version_is_known_of_who_told_it_in_whatever_order_it_is_heard(order: 
     life = Life()
     for word in order:
         life = said[word](life)
-    assert life.fingerprint == NEW
-    assert Life.of(*json.loads(json.dumps(life.as_sent()))).fingerprint == NEW, "as other workers hear it"
-    assert life.refuses(5.0).fingerprint == "" == life.heard("four", 4.5).refuses(4.2).fingerprint
+    assert life.fingerprint(5.0) == NEW
+    assert Life.of(*json.loads(json.dumps(life.as_sent()))).fingerprint(5.0) == NEW, "as other workers hear it"
+    assert life.refuses(5.0).fingerprint(6.0) == "" == life.heard("four", 4.5).refuses(4.2).fingerprint(5.0)
+
+
+def test_a_version_that_nobody_has_heard_of_for_long_is_not_believed_any_more() -> None:
+    """Behind an address that never refuses another may have taken its place, and who is not asked cannot say so."""
+    life = Life().heard("one", 1.0, OLD)
+    assert life.fingerprint(0.9 + PRINT_S) == OLD and life.fingerprint(1.0 + PRINT_S) == ""
+    assert life.heard("one", 50.0).fingerprint(1.0 + PRINT_S) == OLD, "it was asked since"
 
 
 # -- what the codes say

@@ -141,6 +141,7 @@ def against_prefill(code: str) -> str:
     return why if culprit is Culprit.PREFILL else ""
 
 
+PRINT_S = 120.0  # from the question, in which a fingerprint is believed
 MOST_RANKS = 1024  # behind one address that words are kept of: a wrong engine may invent more
 
 
@@ -171,11 +172,18 @@ class Life:
 
     told: tuple[Told, ...] = ()  # the last word of each rank, sorted
     refused: float = 0.0  # when nobody listened there last
-    fingerprint: str = field(init=False, compare=False)  # of those that are there now; empty: not known
+    printed: Told | None = field(
+        init=False, compare=False
+    )  # the last word with a fingerprint, of those that are there now
 
     def __post_init__(self) -> None:
         known = [word for word in self.told if word.fingerprint and word.at > self.refused]
-        object.__setattr__(self, "fingerprint", max(known, key=lambda word: word.at).fingerprint if known else "")
+        object.__setattr__(self, "printed", max(known, key=lambda word: word.at, default=None))
+
+    def fingerprint(self, now: float) -> str:
+        """Which engines it can be a pair with; empty: not known, or not any more. Who is not asked cannot tell that there is
+        another version by now: behind an address that never refuses only this brings it back."""
+        return self.printed.fingerprint if self.printed is not None and now < self.printed.at + PRINT_S else ""
 
     @classmethod
     def of(cls, told: Iterable[Sequence[Any]], refused: float) -> Life:

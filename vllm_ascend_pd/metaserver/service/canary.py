@@ -78,7 +78,7 @@ class Canary:
         """All pairs that could serve, in a mixed order. What is known not to fit is none."""
         up = (Condition.READY, Condition.SUSPECT)
         prefills, decodes = ([i for i in self._front.fleet.of(r) if i.condition() in up] for r in Role)
-        pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.life.fingerprint, d.life.fingerprint)]
+        pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.fingerprint, d.fingerprint)]
         random.shuffle(pairs)
         return pairs
 

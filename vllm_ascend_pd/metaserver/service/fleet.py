@@ -120,6 +120,11 @@ class Instance:
         words += [f"broke {self.broke}: {self.last_error}"] if self.broke else []
         return f"<{self.role.value} {self.name} {', '.join(words)}>"
 
+    @property
+    def fingerprint(self) -> str:
+        """Which engines it can be a pair with, as far as is known now."""
+        return self.life.fingerprint(time.monotonic())
+
     def condition(self) -> Condition:
         return condition(self.circuit, self.answered, self.draining)
 
@@ -142,7 +147,7 @@ class Instance:
             "weight": self.weight,
             "source": self.source,
             "state": self.condition().value,
-            "fingerprint": self.life.fingerprint,
+            "fingerprint": self.fingerprint,
             "tokens_in_flight": self.load,
             "requests": self.requests,
             "served": self.served,
@@ -169,7 +174,7 @@ def pairing(*fingerprints: str) -> Fits:
     told = frozenset(fingerprints)
 
     def fits(instance: Instance) -> bool:
-        own = instance.life.fingerprint
+        own = instance.fingerprint
         return own in told or any(may_pair(own, one) for one in told)
 
     return fits
@@ -253,7 +258,7 @@ class Fleet:
         """Which D's have a P that fits them and takes requests, beside those in `avoid`."""
         now = time.monotonic()
         usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now))
-        return pairing(*(i.life.fingerprint for i in usable))
+        return pairing(*(i.fingerprint for i in usable))
 
     def choose(
         self,

@@ -184,7 +184,7 @@ class Front(Shared):
         exchange = attempt.exchange
         if not exchange.request.remote:
             return None
-        fits = pairing(attempt.decode.life.fingerprint)
+        fits = pairing(attempt.decode.fingerprint)
         if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
             if self.settings.without_prefill == "refuse":
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
