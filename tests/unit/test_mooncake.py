@@ -73,8 +73,12 @@ def test_submissions_overtake_nothing_and_lose_nothing(wire, receiver, memory) -
 def test_submit_does_not_wait_for_the_data(wire, receiver, memory) -> None:
     warm = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
     settle(wire, warm)
-    handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
-    assert wire.poll(handle) is WriteState.PENDING
+    receiver.stop()  # else this process may be the one that stands still until all has landed
+    try:
+        handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
+        assert wire.poll(handle) is WriteState.PENDING
+    finally:
+        receiver.wake()
     assert settle(wire, handle) is WriteState.LANDED
 
 

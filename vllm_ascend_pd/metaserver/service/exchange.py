@@ -89,6 +89,14 @@ def uncancel(task: asyncio.Task[Any]) -> None:
         method()
 
 
+def _nothing() -> None:
+    """Nothing is held."""
+
+
+async def _nobody(message: MutableMapping[str, Any]) -> None:
+    """Nobody is there to be answered any more."""
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     """A client's request under way."""
@@ -107,7 +115,7 @@ class Exchange:
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
     status: int = 0
     span: Any = None  # where spans are wanted
-    release: Callable[[], None] = lambda: None  # of the body, which is counted as long as it may be needed
+    release: Callable[[], None] = _nothing  # of the body, which is counted as long as it may be needed
     remembered: bool = True  # among the last requests: polls would push out all others
     stages: list[tuple[str, float, str]] = field(default_factory=list)
 
@@ -119,6 +127,11 @@ class Exchange:
         if self.request.fields:
             self.request = replace(self.request, fields={})
         self.release()
+
+    def over(self) -> None:
+        """It has ended. Reports of its loads may come for a minute, and its connection and its body are not kept for those."""
+        self.forget_prompt()
+        self.headers, self.send, self.release = [], _nobody, _nothing
 
     def story(self) -> Story:
         r = self.request
@@ -254,6 +267,6 @@ class Journal:
 
     def end(self, exchange: Exchange) -> None:
         self.exchanges.discard(exchange)
-        exchange.forget_prompt()
+        exchange.over()
         if exchange.remembered:
             self.last.append(exchange.story())

@@ -109,9 +109,10 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
         first = await reply.read(timeout_s)
-        while len(first) <= _HELD_BYTES and not _first_said(first) and (more := await reply.read(timeout_s)):
-            first += more
         said = _first_said(first)
+        while len(first) <= _HELD_BYTES and not said and (more := await reply.read(timeout_s)):
+            first += more
+            said = _first_said(first)
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
     if said.startswith(_ERROR_EVENT):
