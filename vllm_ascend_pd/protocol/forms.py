@@ -14,9 +14,7 @@ from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Name
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
 from vllm_ascend_pd.protocol.layouts import MAX_GROUPS, MAX_LAYOUT_BYTES, Told, read, written
-from vllm_ascend_pd.protocol.messages import Needs, Reservation, Seconds
-
-_MAX_BYTES = 4 << 20
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Reservation, Seconds
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -25,7 +23,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     first: Count
     end: Count
     index: Count
-    ids: Annotated[bytes, msgspec.Meta(max_length=_MAX_BYTES)]  # int32, little-endian
+    ids: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]  # int32, little-endian
 
 
 class Form(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import OPEN, TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import Told, written
+from vllm_ascend_pd.protocol.layouts import Told, layout_hash, written
 from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.protocol.pair import Claim, Destination, Offer, Pair, Push, PushOrder
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
@@ -85,7 +85,8 @@ class Sender:
     ) -> None:
         self._timers = timers
         self._clock = RunningClock()
-        self._words = PrefillWords(incarnation, contributor, written(Told(model, geometry)), quiet_s)
+        layout = written(Told(model, geometry))
+        self._words = PrefillWords(incarnation, contributor, layout, layout_hash(layout), quiet_s)
         guards = self.guards(self._clock, OrderedDict())
         self._machine = self.machine(self.table, guards, self._words, timers)
         self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)

@@ -46,6 +46,7 @@ MAX_FINGERPRINT = 64
 _FINGERPRINT = re.compile(r"([0-9a-f]{12})\.v(\d{1,4})-(\d{1,4})")
 
 
+@lru_cache(maxsize=16)
 def fingerprint(model: str, release: Release = OURS) -> str:
     """Which model an engine serves, and which versions of messages it reads: `0123456789ab.v2-3`."""
     return f"{hashlib.sha256(model.encode()).hexdigest()[:12]}.v{release.oldest}-{release.newest}"

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import contributors_digest, layout_hash
+from vllm_ascend_pd.protocol.layouts import contributors_digest
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -41,6 +41,7 @@ class PrefillWords:
     incarnation: str
     contributor: Contributor
     layout: bytes  # of this engine
+    layout_name: str
     quiet_s: float
 
     def _next(self, pair: Pair) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class PrefillWords:
         """Our layout goes with it where D may not know it: whoever has told us of its memory has heard of our layout."""
         return Begin(
             **self._next(pair),
-            layout=layout_hash(self.layout),
+            layout=self.layout_name,
             told=self.layout if pair.asked_which or not known_memory else b"",
             contributors=contributors_digest(pair.destination.contributors),
             plan_digest=pair.destination.plan_digest,
