@@ -13,6 +13,7 @@ import uvicorn
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
@@ -126,6 +127,7 @@ def main() -> None:
     worker.upstream = worker.front.upstream = worker._prober._upstream = upstream
     uvicorn.run(
         worker.app(),
+        http=Protocol,
         host="127.0.0.1",
         port=args.port,
         log_level="error",

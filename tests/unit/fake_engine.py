@@ -35,9 +35,11 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class Served:
     """An ASGI application on a port of 127.0.0.1, on its own loop thread."""
 
-    def __init__(self, app: Any, name: str, port: int = 0, lifespan: str = "off") -> None:
+    def __init__(
+        self, app: Any, name: str, port: int = 0, lifespan: str = "off", protocol: str | type[asyncio.Protocol] = "auto"
+    ) -> None:
         self.loop = LoopThread(name)
-        self._app, self._lifespan = app, lifespan
+        self._app, self._lifespan, self._protocol = app, lifespan, protocol
         self._server: uvicorn.Server | None = None
         self.port = port
         self.start()
@@ -58,6 +60,7 @@ class Served:
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
+            http=self._protocol,  # type: ignore[arg-type]  # uvicorn takes a class as well
             log_level="error",
             access_log=False,
             lifespan=self._lifespan,

@@ -16,6 +16,7 @@ import httpx
 from fake_engine import FakeEngine, Served
 
 from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
@@ -73,7 +74,7 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
         ),
         url,
     )
-    served = Served(worker.app(), "metaserver", port, lifespan="on")
+    served = Served(worker.app(), "metaserver", port, lifespan="on", protocol=Protocol)
     http = httpx.Client(base_url=url, timeout=30, trust_env=False)
     try:
         until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from metaserver_cluster import cluster, texts
 from vllm_ascend_pd.metaserver import bodies, gathered, outline
 from vllm_ascend_pd.metaserver.service import app, reserve
 from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.intake import CONNECTION
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.turns import Turns
 
@@ -189,7 +192,9 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
         got.extend(message.get("body", b""))
         written.append(len(message.get("body", b"")))
 
+    calling = SimpleNamespace(calling=contextlib.nullcontext)  # of a caller that stays
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": None}
+    scope["extensions"] = {CONNECTION: calling}
     counting = asyncio.create_task(count())
     await worker.app()(scope, receive, send)
     done.set()

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -98,12 +97,11 @@ class Shape(Enum):
     BATCH = "several prompts"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request of a client, understood as far as routing needs it."""
 
     route: str
-    fields: Mapping[str, msgspec.Raw]
+    fields: dict[str, msgspec.Raw]
     stream: bool
     shape: Shape
     copies: int  # transfers that it may bring: prompts × choices
@@ -251,19 +249,21 @@ def _value(body: bytes) -> Any:
 
 def _measure(raw: memoryview, chat: bool) -> Steps[tuple[int, int]]:
     """Prompts, and estimated tokens, of what is text, token ids, or a list of either."""
-    if not chat and bytes(raw[:1]) == b"[" and bytes(raw[1:64]).lstrip()[:1] in (b'"', b"["):
+    if chat or bytes(raw[:1]) != b"[":
+        return 1, len(raw) // _BYTES_PER_TOKEN + 1
+    if bytes(raw[1:64]).lstrip()[:1] in (b'"', b"["):
         if len(raw) > _READ_WHOLE:
             commas = yield from outline.count(raw, b",")
             several = 1 if (yield from outline.single(raw)) else max(2, (yield from outline.count(raw, b"[")) - 1)
             return several, max(commas, len(raw) // _BYTES_PER_TOKEN)
         items = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        return len(items), sum(_tokens(item, item.count(b",")) for item in map(bytes, items))
-    return 1, _tokens(raw, 0 if chat else (yield from outline.count(raw, b",")), chat)
+        return len(items), sum(map(_tokens, map(bytes, items)))
+    return 1, (yield from outline.count(raw, b",")) + 1
 
 
-def _tokens(raw: bytes | memoryview, commas: int, chat: bool = False) -> int:
+def _tokens(raw: bytes) -> int:
     """Of text or of token ids. What is nested deeper is no prompt, and not looked into."""
-    return commas + 1 if bytes(raw[:1]) == b"[" and not chat else len(raw) // _BYTES_PER_TOKEN + 1
+    return raw.count(b",") + 1 if raw[:1] == b"[" else len(raw) // _BYTES_PER_TOKEN + 1
 
 
 def _view(fields: Mapping[str, msgspec.Raw], key: str, default: bytes = b"null") -> memoryview:
@@ -319,5 +319,6 @@ def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
 
 
 def _affinity(fields: Mapping[str, msgspec.Raw], prompt: memoryview) -> bytes:
-    names = (bytes(_view(fields, key, b"")[:_HEAD_BYTES]) for key in ("model", "cache_salt"))
-    return hashlib.blake2b(b"\0".join((*names, bytes(prompt[:_HEAD_BYTES]))), digest_size=16).digest()
+    model, salt = _view(fields, "model", b""), _view(fields, "cache_salt", b"")
+    told = b"\0".join((model[:_HEAD_BYTES], salt[:_HEAD_BYTES], prompt[:_HEAD_BYTES]))
+    return hashlib.blake2b(told, digest_size=16).digest()

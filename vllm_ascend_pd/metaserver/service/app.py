@@ -36,7 +36,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
-from vllm_ascend_pd.metaserver.service.intake import Body, CutOff, Intake, Refused
+from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CutOff, Intake, Protocol, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, tell
@@ -163,7 +163,7 @@ class Worker:
                 return
             exchange = Exchange(request, headers, request_id, Interrupt(), send, release=body.release)
             del request
-            await self._attend(receive, exchange, self.front.serve(exchange))
+            await self._attend(scope, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
@@ -178,7 +178,7 @@ class Worker:
                 await _unusable(send, route, request_id, problem)
                 return
             exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
-            await self._attend(receive, exchange, passing.pass_on(self.front, exchange, call))
+            await self._attend(scope, exchange, passing.pass_on(self.front, exchange, call))
 
     async def _read(self, body: Body, receive: Receive, route: str) -> bytes | memoryview:
         try:
@@ -191,11 +191,11 @@ class Worker:
             METRICS.requests.labels(route, refused.answer.status).inc()
             raise
 
-    async def _attend(self, receive: Receive, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    async def _attend(self, scope: Scope, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         """A client's request from its body to its end, counted."""
         interrupt = exchange.interrupt
         try:
-            await while_connected(receive, interrupt, work)
+            await while_connected(scope, interrupt, work)
         finally:
             if interrupt.left:
                 METRICS.client_left.inc()
@@ -205,7 +205,7 @@ class Worker:
         with self._intake.body() as body:
             posted = await body.read(receive, _MAX_RESERVATION_BYTES)
             interrupt = Interrupt()
-            await while_connected(receive, interrupt, self._reservations.answer(posted, interrupt, send))
+            await while_connected(scope, interrupt, self._reservations.answer(posted, interrupt, send))
 
     async def _loaded(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._intake.body() as body:
@@ -293,23 +293,16 @@ class Endpoint:
             await tell(send, refused.answer)
 
 
-async def while_connected(receive: Receive, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
+async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; it is interrupted when the caller leaves before its end."""
-    watcher = asyncio.ensure_future(_gone(receive, interrupt))
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not interrupt.left:
-            raise
-        uncancel(interrupt.task)
-    finally:
-        watcher.cancel()
-
-
-async def _gone(receive: Receive, interrupt: Interrupt) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    interrupt.client_left()
+    connection: Protocol = scope["extensions"][CONNECTION]
+    with connection.calling(interrupt.client_left):
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not interrupt.left:
+                raise
+            uncancel(interrupt.task)
 
 
 def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:

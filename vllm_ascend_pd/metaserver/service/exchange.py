@@ -14,8 +14,10 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Failure
@@ -125,7 +127,7 @@ class Exchange:
     def forget_prompt(self) -> None:
         """No attempt and no post of D can need it any more: a stream may go on for long."""
         if self.request.fields:
-            self.request = replace(self.request, fields={})
+            self.request = msgspec.structs.replace(self.request, fields={})
         self.release()
 
     def over(self) -> None:
@@ -140,8 +142,7 @@ class Exchange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
+class Story(msgspec.Struct, frozen=True):
     """What is told about a request. No prompt in it."""
 
     request_id: str

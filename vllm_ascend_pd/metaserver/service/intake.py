@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +21,7 @@ from vllm_ascend_pd.metaserver.within import within
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
+CONNECTION = "vllm_ascend_pd.connection"  # among the extensions of a request's scope: the Protocol below
 HEAD_S = 20.0  # from the first byte of a request, or from the connection, to the end of the head
 HEAD_BYTES = 256 << 10  # of a head, counted by what was read and led to nothing
 BODY_S = 120.0  # from the first piece of a body to its last
@@ -117,9 +119,24 @@ def _refused(status: int, code: str, retry_after_s: float | None = None, **value
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, with limits for the head of a request."""
+    """uvicorn's, with limits for the head of a request, and a word when its caller has gone: to wait for that as ASGI has it
+    takes a task for each request, which costs as much as to relay a tenth of it."""
 
     most_connections = CONNECTIONS
+    _gone = False
+    _when_gone: Callable[[], None] | None = None
+
+    @contextmanager
+    def calling(self, when_gone: Callable[[], None]) -> Iterator[None]:
+        """Call it once if the caller of the request under way goes, or has gone."""
+        self._when_gone = when_gone
+        if self._gone:
+            when_gone()
+        try:
+            yield
+        finally:
+            if self._when_gone is when_gone:  # the next request of this connection may have begun
+                self._when_gone = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.most_connections:
@@ -134,6 +151,9 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        self._gone = True
+        if self._when_gone is not None:
+            self._when_gone()
 
     def data_received(self, data: bytes) -> None:
         self._unread += len(data)
@@ -160,6 +180,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]  # ours is no dictionary
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers come here as well, and are no headers of the request that is being answered

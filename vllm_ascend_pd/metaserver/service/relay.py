@@ -43,6 +43,7 @@ _OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 # vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete, and says so here alone.
 _DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
+_CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _REPORT_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
 _HELD_BYTES = 1 << 20  # of an event of a stream whose end has not come
@@ -119,13 +120,16 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         # vLLM says 200 to a stream, and who speaks, before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise await _refused(shared, attempt, 500, body, [])
-    if reply.status == 200 and await shared.turns.take(outline.holds(first, dropped)):
+    if reply.status != 200:
+        return first
+    cut_short = await shared.turns.take(outline.holds(first, _cut_short))
+    if cut_short and await shared.turns.take(outline.holds(first, dropped)):
         METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
         raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
-    if reply.status == 200 and (_NOTHING.match(said) or await shared.turns.take(outline.holds(first, aborted))):
+    if cut_short or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
-    if reply.status == 200 and not attempt.exchange.request.stream:
+    if not attempt.exchange.request.stream:
         return await shared.turns.take(_stripping(shared, first))
     return first
 
@@ -156,6 +160,11 @@ def _first_said(stream: bytes) -> bytes:
     way); nothing if there is none yet. TCP cuts where it likes: half an event says nothing yet."""
     events = stream.split(b"\n\n")[:-1]
     return next((event for event in events if event.strip() and not _OPENING.search(event)), b"")
+
+
+def _cut_short(answer: bytes) -> bool:
+    """Either of the next two."""
+    return _CUT_SHORT.search(answer) is not None
 
 
 def aborted(answer: bytes) -> bool:

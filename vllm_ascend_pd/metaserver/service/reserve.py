@@ -36,7 +36,7 @@ _AFFINITY_SLACK_TOKENS = 16384.0
 _REPORT_S = 1.0  # D's report of KV that is there already, when P's leg has failed
 
 
-class Reservation(msgspec.Struct, frozen=True):
+class Reservation(msgspec.Struct):
     """What D posts. The envelope is P's to open, and the prompt is P's to read; here they are only carried."""
 
     ticket: str
@@ -45,7 +45,7 @@ class Reservation(msgspec.Struct, frozen=True):
     decode: str = ""  # D's incarnation
     fingerprint: Fingerprint = ""  # and which P's it can be a pair with
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    tokens: int = 0  # how many those are
+    tokens: int = 0  # how many those are, counted here
 
 
 _DECODER = msgspec.json.Decoder(Reservation)
@@ -265,17 +265,23 @@ class Reservations:
 
 def _reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[Reservation]:
     """Anybody can post, so the prompt is not looked at before the ticket is known. Raises BodyError and msgspec's errors."""
-    fields = yield from bodies.fields_of(body)
-    ids = memoryview(fields.pop("prompt_token_ids", b"null"))
-    if sum(len(memoryview(value)) for value in fields.values()) > _MOST_ENVELOPE:
-        raise msgspec.DecodeError(f"longer than {_MOST_ENVELOPE} bytes beside the prompt")
-    posted = _DECODER.decode(msgspec.json.encode({**fields, "tokens": 0}))
-    if bytes(ids[:5]) == b"null" or posted.ticket not in tickets:
+    if len(body) <= outline.SLICE:
+        posted = _DECODER.decode(body)
+        ids = memoryview(posted.prompt_token_ids)
+    else:
+        fields = yield from bodies.fields_of(body)
+        ids = memoryview(fields.pop("prompt_token_ids", b""))
+        if sum(len(memoryview(value)) for value in fields.values()) > _MOST_ENVELOPE:
+            raise msgspec.DecodeError(f"longer than {_MOST_ENVELOPE} bytes beside the prompt")
+        posted = _DECODER.decode(msgspec.json.encode(fields))
+    posted.prompt_token_ids, posted.tokens = msgspec.Raw(), 0
+    if bytes(ids[:5]) in (b"", b"null") or posted.ticket not in tickets:
         return posted
     if bytes(ids[:1]) != b"[" or (yield from outline.holds(ids[1:-1], _no_ids)):
         raise msgspec.DecodeError("prompt_token_ids is no list of numbers")
-    tokens = (yield from outline.count(ids, b",")) + 1 if len(ids) > 2 else 0
-    return msgspec.structs.replace(posted, prompt_token_ids=msgspec.Raw(ids), tokens=tokens)
+    posted.tokens = (yield from outline.count(ids, b",")) + 1 if len(ids) > 2 else 0
+    posted.prompt_token_ids = msgspec.Raw(ids)
+    return posted
 
 
 def _no_ids(text: bytes) -> bool:
