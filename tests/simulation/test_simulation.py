@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from simulation.run import Sum, main, run_seed, run_seeds
-from simulation.settings import draw
+from simulation.settings import Faults, draw
 from simulation.sums import summed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,3 +169,25 @@ def test_runs_are_summed(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["transfers"] > 100 and one["seeds"] == 8 and one["ended well"] > 50 and faults["clock drifts"] > 50
     assert two == Counter({what: 2 * count for what, count in one.items()})
     assert twice == Counter({what: 2 * count for what, count in faults.items()})
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
+def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None:
+    """A D with 32 data-parallel ranks, each an engine of its own, over staging that was sized for four destinations."""
+    total = Sum()
+    for seed in range(5000, 5008):
+        drawn = draw(seed)
+        p = replace(drawn.prefill[0], tp=2, pp=1, blocks=400)
+        d = replace(drawn.decode[0], tp=1, pp=1, block_size=p.block_size)
+        wide = replace(drawn, prefill=(p,), decode=(d,) * 32, kv_heads=4, opaque=False, requests=96, burst=32, slots=1)
+        wide = replace(wide, regroup=replace(drawn.regroup, regroup="always"))
+        if not faults:
+            patient = replace(drawn.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0)
+            wide = replace(wide, faults=Faults(), timers=patient)
+        result = run_seed(seed, settings=wide)
+        assert not result.violation, f"seed {seed}: {result.violation}"
+        total.transfers += result.transfers
+        total.stats += result.stats
+    assert total.transfers > 600
+    assert total.stats["catch-ups"] > 500
+    assert faults or total.stats["transfers ok"] == total.transfers

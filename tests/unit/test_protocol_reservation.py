@@ -30,6 +30,7 @@ from protocol_rig import (
     p_incarnation,
     ready,
     receiver,
+    renew,
     run_until,
     told,
 )
@@ -49,6 +50,7 @@ from vllm_ascend_pd.protocol.timing import hold_s, lapse_s, settled_s
 
 LAPSE = lapse_s(TIMERS.lease_s, TIMERS.margin_s)
 HOLD = hold_s(TIMERS.lease_s, QUIET, TIMERS.margin_s)
+DEADLINE = TIMERS.recv_deadline_s
 
 
 def opened(**changes: object) -> Receiver:
@@ -467,6 +469,30 @@ def test_settle_shortens_the_deadline_to_a_lease_and_never_lengthens_it() -> Non
     short.bind(0.0, T, FIRST, END, 5.0)
     short.settle(1.0, T)
     assert told(short.tick(5.0)) == "report:failed"
+
+
+def test_a_push_that_goes_on_after_prefill_has_ended_keeps_its_deadline() -> None:
+    """With many destinations its writes may take longer than a lease; it renews for as long as it is at it."""
+    r = opened()
+    r.settle(0.0, T)
+    r.message(0.1, "p1", begin(ONE))
+    r.message(0.2, "p2", begin(TWO))
+    seq, at = 1, 0.2
+    while at < DEADLINE - TIMERS.lease_s:
+        seq, at = seq + 1, at + TIMERS.lease_s / 3
+        assert told(r.message(at, "p1", renew(ONE, seq))) == "ready"
+        assert told(r.message(at, "p2", renew(TWO, seq))) == "ready"
+    assert told(r.tick(DEADLINE - 0.01)) == ""
+    assert told(r.tick(DEADLINE)) == "cancel cancel"
+
+
+def test_a_rank_that_does_not_begin_after_prefill_has_ended_is_given_up() -> None:
+    r = opened()
+    r.message(0.0, "p1", begin(ONE))
+    r.settle(1.0, T)
+    r.message(TIMERS.lease_s / 2, "p1", renew(ONE, 2))
+    assert told(r.tick(1.0 + TIMERS.lease_s - 0.01)) == ""
+    assert told(r.tick(1.0 + TIMERS.lease_s)) == "cancel"
 
 
 def test_cancel_is_repeated_with_doubling_gaps_until_it_is_answered() -> None:

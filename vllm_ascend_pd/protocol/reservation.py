@@ -38,7 +38,7 @@ class ReservationAgenda:
 
     def schedule(self, record: Transfer, *, known: bool) -> None:
         """Put every timer of this transfer on the agendas."""
-        wall, running, leased = [record.deadline], [], record.leased()
+        wall, running, leased = [record.expires], [], record.leased()
         wall += [writer.cancel_at for writer in leased]
         if record.state is ReservationState.OPEN:
             running = [writer.lapse_at for writer in leased]
@@ -124,7 +124,7 @@ class Receiver:
         return self._local(ReservationEvent.CANCEL, now, transfer, Failure(code, detail))
 
     def settle(self, now: float, transfer: TransferId) -> list[Action]:
-        """Prefill has ended well: what is missing must arrive within a lease."""
+        """Prefill has ended well: all its ranks must have begun within a lease."""
         return self._local(ReservationEvent.SETTLE, now, transfer)
 
     def verified(self, now: float, transfer: TransferId, layer: str | None) -> list[Action]:
@@ -248,7 +248,7 @@ class Receiver:
     # -- time
 
     def _wall_due(self, now: float, record: Transfer) -> None:
-        if record.deadline is not None and now >= record.deadline:
+        if (expires := record.expires) is not None and now >= expires:
             failure = Failure("PD-XFER-001", record.state.value)
             self._machine.fire(ReservationEvent.DEADLINE, now, record, failure)
         for writer in record.leased():

@@ -119,8 +119,7 @@ class ReservationMachine:
         self.unpark(now, record)
 
     def settle(self, now: float, record: Transfer, came: None) -> None:
-        soon = now + self._timers.lease_s
-        record.deadline = soon if record.deadline is None else min(record.deadline, soon)
+        record.settle_at = now + self._timers.lease_s
 
     # -- granting
 

@@ -89,6 +89,7 @@ class Transfer:
     first: int = 0
     end: int = 0
     deadline: float | None = None
+    settle_at: float | None = None  # prefill has ended well: who has not begun by then is not waited for
     push: str = ""  # bound by the first BEGIN that is granted
     plan_digest: str = ""
     contributors: str = ""  # hash of the set, as BEGIN has it
@@ -107,6 +108,15 @@ class Transfer:
     def bound(self) -> bool:
         """To one push, with its plan and its contributors."""
         return bool(self.writers)
+
+    @property
+    def expires(self) -> float | None:
+        """When to give up. A push that has begun on all its ranks renews its leases: it has until the deadline, however
+        long ago prefill has ended."""
+        if self.deadline is None or self.settle_at is None:
+            return self.deadline
+        begun = self.bound and all(writer.state is not WriterState.AWAITED for writer in self.writers.values())
+        return self.deadline if begun else min(self.deadline, self.settle_at)
 
     def leased(self) -> list[Writer]:
         """The writers that have to be waited for."""

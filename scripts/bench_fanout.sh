@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# One prefill engine that pushes to many decode ranks at once: time, memory and connections of 4 beside 32. --help shows the flags.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[[ -x $python ]] || python=python3
+export OMP_NUM_THREADS=1
+PYTHONPATH=$root exec "$python" "$root/scripts/bench_fanout.py" "$@"
