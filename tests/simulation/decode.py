@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,9 +117,16 @@ class DecodeRank:
 
     # -- what the core wants done
 
-    @contextmanager
-    def _deciding(self) -> Iterator[None]:
-        yield
+    def _deciding(self) -> DecodeRank:
+        """Effects happen at the end. Not a generator: this runs all the time."""
+        return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *failed: object) -> None:
+        if failed[0] is not None:
+            return
         told = 0
         while effects := self.core.take_effects():
             for effect in effects:

@@ -164,7 +164,7 @@ class PrefillRank:
         self.serials: dict[str, int] = {}
         self._step: Step | None = None
         self._hooked: Event | None = None
-        self._waking = False
+        self._waking = self._turning = False
         self._writer_died = False
         self.exchanging = Exchanging(self, group, room) if group is not None and room is not None else None
         own, parts = stage_geometry(engine.geometry, stage), self.exchanging
@@ -328,8 +328,10 @@ class PrefillRank:
             self.process.post(self.process.world.rng.uniform(0.0, 0.001), self._turn)
 
     def _turn(self) -> None:
-        self._waking = False
+        self._waking, self._turning = False, True
         self.guarded(self.writer.turn)
+        self._turning = False
+        self._alarm.set()
         if not self.writer.busy and not self._writer_died:
             self._check_asleep()
 
@@ -400,7 +402,8 @@ class PrefillRank:
     def __exit__(self, *failed: object) -> None:
         for effect in self.core.take_effects():
             self._act(effect)
-        self._alarm.set()
+        if not self._turning:  # else once, at its end
+            self._alarm.set()
 
     def _act(self, effect: Effect) -> None:
         world = self.process.world

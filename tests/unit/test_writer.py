@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,8 +48,8 @@ class Core:
     def deciding(self) -> Iterator[Any]:
         yield self
 
-    def claim(self, now: float, busy: Mapping[Any, int]) -> list[Batch]:
-        room = min(IN_FLIGHT - busy.get(PEER, 0), self.claimable)
+    def claim(self, now: float, flying: Sequence[Batch]) -> list[Batch]:
+        room = min(IN_FLIGHT - len(flying), self.claimable)
         self.claimable -= room
         return [Batch(PEER, "session", [], [], [0], [0], [1]) for _ in range(room)]
 

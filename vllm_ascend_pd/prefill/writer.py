@@ -11,8 +11,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -126,9 +126,8 @@ class Writer:
                 core.sealed(self._clock(), item.step, item.pushes, item.announced_at)
 
     def _submit(self) -> None:
-        busy: Counter[Hashable] = Counter(batch.peer for batch in self.flying)
         with self._deciding() as core:
-            batches = core.claim(self._clock(), busy)
+            batches = core.claim(self._clock(), self.flying)
         self.flying.extend(batches)  # claimed: they count as out even if a submission raises
         for batch in batches:
             self._send(batch)

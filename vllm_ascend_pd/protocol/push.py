@@ -60,9 +60,9 @@ class PushAgenda:
     def settled(self) -> list[tuple[str, int]]:
         return self._settling.due(self._clock.seconds)
 
-    def next(self) -> list[float | None]:
+    def next(self) -> tuple[float | None, float | None]:
         settling = self._settling.next()
-        return [self._wall.next(), None if settling is None else self._clock.wake(settling)]
+        return self._wall.next(), None if settling is None else self._clock.wake(settling)
 
 
 class Sender:
@@ -162,6 +162,11 @@ class Sender:
         self._schedule(record)
         return self._taken()
 
+    @property
+    def anything_claimable(self) -> bool:
+        """Whether a look is worth while; authority and destinations may still say no."""
+        return bool(self._machine.claimable)
+
     def claim(self, now: float, allow: Callable[[Hashable], bool] | None = None) -> list[Claim]:
         """Everything that may be written at this moment, in the order offered; `allow` may hold a peer back.
 
@@ -259,7 +264,8 @@ class Sender:
 
     def next_wake(self) -> float | None:
         """When `tick` must be called at the latest; None while nothing is open."""
-        return min((at for at in self._agenda.next() if at is not None), default=None)
+        wall, settling = self._agenda.next()
+        return wall if settling is None else settling if wall is None else min(wall, settling)
 
     # -- what the runtime asks
 

@@ -108,8 +108,8 @@ class Exchange:
     request_id: str
     interrupt: Interrupt
     send: Send
-    started: float = field(default_factory=time.monotonic)
-    started_wall: float = field(default_factory=time.time)
+    started: float = field(default_factory=lambda: time.monotonic())
+    started_wall: float = field(default_factory=lambda: time.time())
     number: int = 0  # of the attempt
     tried: set[str] = field(default_factory=set)  # D's that failed it
     bad_prefills: set[str] = field(default_factory=set)
@@ -179,7 +179,7 @@ class Attempt:
     blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: once
     failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
     trials: dict[str, Trial] = field(default_factory=dict)  # by transfer, of P's: D's report ends them
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     restart: bool = True  # whether another attempt may follow
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
     watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there

@@ -9,7 +9,8 @@ once the lock is free. Nothing here waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -251,16 +252,21 @@ class Pushes:
 
     # -- writing
 
-    def claim(self, now: float, busy: Mapping[Hashable, int]) -> list[Batch]:
+    def claim(self, now: float, flying: Sequence[Batch]) -> list[Batch]:
         """What may be written now, by destination and layer; destinations with enough in flight wait."""
         if self._sender is None:
             return []
+        busy: Counter[object] = Counter()
+        if self._sender.anything_claimable:
+            busy.update(batch.peer for batch in flying)
         claims: list[Claim] = []
-        for claim in self._sender.claim(now, lambda peer: busy.get(peer, 0) < IN_FLIGHT):
+        for claim in self._sender.claim(now, lambda peer: busy[peer] < IN_FLIGHT):
             if self._pushes[claim.push].held:
                 self._do(now, self._sender.returned(now, claim))
             else:
                 claims.append(claim)
+        if not claims:
+            return []
         groups = grouped(claims, self._pushes, self._config.wire.fuse_layers, self._session)
         batches = [self._batch(now, peer, group) for peer, group in groups]
         return [batch for batch in batches if batch is not None]

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's and D's that answer, refuse, break, hang and restart, in any order and at any speed, as a seed has it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from simulation.front.wire import Call, Connection, Network, Request
+from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
+from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
+from vllm_ascend_pd.protocol.versions import fingerprint
+
+SETTLE_S = 15.0  # D's: how long KV may be missing after P's good answer
+RESERVE_S = 600.0
+PRINT = fingerprint("simulated")
+P_FAULTS = ("silent", "breaks after push", "refuses to push", "half", "hangs", "500", "503", "ends", "empty", "breaks")
+D_FAULTS = ("500", "503", "empty", "breaks", "breaks later", "half", "drops", "drops later", "fails after load", "ends", "hangs")  # fmt: skip
+BACKOFF = Backoff(first_s=0.05, longest_s=2.0)
+
+
+def words(prompt: object, count: int) -> list[str]:
+    """The right answer to a prompt."""
+    digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
+    return [f" {digest[2 * i : 2 * i + 2]}" for i in range(count)]
+
+
+def ids_of(prompt: object) -> list[int]:
+    """What a D makes of a prompt for a P that is to see token ids."""
+    return list(json.dumps(prompt).encode())
+
+
+@dataclass
+class Kind:
+    """What may happen to an engine. A sound one is only slow."""
+
+    sound: bool = True
+    mute: bool = False  # as P: nothing that it pushes ever arrives, and all its answers are good
+    fault: float = 0.0  # of a request
+    slow_s: float = 0.05
+    probe_s: float = 0.01
+    policy: str = "recompute"
+
+
+@dataclass(eq=False)
+class Load:
+    """One transfer at D."""
+
+    transfer: str
+    prompt: object
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    received_from: str = ""
+    right: bool = True
+    failed: str = ""
+
+
+class Engine:
+    """`apps` are the metaserver's workers by the address that they tell D."""
+
+    faults: tuple[str, ...] = ()
+
+    def __init__(self, name: str, port: int, kind: Kind, rng: random.Random, network: Network, apps: dict[str, Any]) -> None:
+        self.name, self.port, self.kind, self.rng, self.network, self.apps = name, port, kind, rng, network, apps
+        self.alive = True
+        self.lives = 0
+        self.connections: set[Connection] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.counts: dict[str, int] = {}
+        network.servers[port] = self
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}.{self.lives}"
+
+    def speed(self) -> float:
+        return self.rng.choice((0.0, 0.001, self.rng.random() * self.kind.slow_s))
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    # -- life and death
+
+    async def accept(self) -> bool:
+        return self.alive
+
+    def connected(self, connection: Connection) -> None:
+        if not self.alive:
+            connection.transport.abort()
+            return
+        connection.handle, connection.gone = self.handle, self.connections.discard
+        self.connections.add(connection)
+
+    def kill(self) -> None:
+        self.alive = False
+        self.count("killed")
+        for connection in tuple(self.connections):
+            connection.transport.abort()
+            if connection.task is not None:
+                connection.task.cancel()
+        for task in tuple(self.tasks):
+            task.cancel()
+
+    def restart(self) -> None:
+        self.lives += 1
+        self.alive = True
+
+    def own(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    # -- requests
+
+    async def handle(self, request: Request) -> None:
+        if request.path == "/health":
+            await asyncio.sleep(self.rng.random() * self.kind.probe_s)
+            request.whole(200, b"")
+        elif request.path == "/v1/models":
+            request.whole(200, b'{"object":"list","data":[{"id":"m"}]}')
+        else:
+            fault = self.rng.choice(self.faults) if self.rng.random() < self.kind.fault else ""
+            if fault:
+                self.count(fault)
+            await self.generate(request, json.loads(request.body), fault)
+
+    async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+        raise NotImplementedError
+
+    async def stumble(self, request: Request, body: dict[str, Any], fault: str) -> bool:
+        """What goes wrong before anything is done."""
+        if fault == "hangs":
+            await asyncio.Event().wait()
+        if fault in ("500", "503"):
+            request.whole(int(fault), error(int(fault)))
+        elif fault == "breaks":
+            request.tear()
+        elif fault == "empty":
+            request.whole(200, b"")
+        elif fault == "ends":
+            said = {"id": "x", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
+            if body.get("stream"):
+                request.begin()
+                request.piece(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
+                request.end()
+            else:
+                request.whole(200, json.dumps(said).encode())
+        else:
+            return False
+        return True
+
+
+class Prefill(Engine):
+    faults = P_FAULTS
+
+    def __init__(self, *args: Any, decodes: dict[str, Decode], **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._decodes = decodes
+
+    async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+        sealed = json.loads(base64.b64decode(body["kv_transfer_params"]["reservation"]))
+        decode, transfer = self._decodes[sealed["decode"]], sealed["transfer"]
+        pushed = False
+        try:
+            await asyncio.sleep(self.speed())
+            if await self.stumble(request, body, fault):
+                return
+            prompt = body["messages"] if "messages" in body else body["prompt"]
+            pushes = not self.kind.mute and fault not in ("silent", "refuses to push")
+            if pushes and self.rng.random() < 0.5:  # D may answer before P, or long after
+                await decode.kv(transfer, self.incarnation, prompt, self.network.delay())
+                pushed = True
+            elif pushes:
+                decode.own(decode.kv(transfer, self.incarnation, prompt, self.speed()), "push")
+                pushed = True
+            await asyncio.sleep(self.speed())
+            if fault == "breaks after push":
+                request.tear()
+                return
+            code = "PD-META-005" if fault == "refuses to push" else ""
+            params = params_of(PushReport(self.incarnation, code, "not mine" if code else "", PRINT))
+            answer = {"id": "x", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+            said = json.dumps(answer | {"kv_transfer_params": params}).encode()
+            if fault == "half":
+                request.tear(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said[: len(said) // 2]))
+            else:
+                request.whole(200, said)
+        except asyncio.CancelledError:
+            if self.alive and not pushed:  # P drains and says so over the side channel
+                decode.failed(transfer, "PD-XFER-002")
+            raise
+
+
+class Decode(Engine):
+    faults = D_FAULTS
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.loads: dict[str, Load] = {}
+        self.finished: list[str] = []  # requests whose whole answer left this engine, the KV having come, by their id
+        self.asked: list[str] = []
+        self._count = 0
+
+    # -- what comes over the wire
+
+    async def kv(self, transfer: str, prefill: str, prompt: object, delay: float) -> None:
+        await asyncio.sleep(delay)
+        load = self.loads.get(transfer)
+        if load is not None and not load.failed and self.alive:
+            load.received_from, load.right = prefill, prompt in (load.prompt, ids_of(load.prompt))
+            load.arrived.set()
+
+    def failed(self, transfer: str, code: str) -> None:
+        load = self.loads.get(transfer)
+        if load is not None and not load.received_from and not load.failed:
+            load.failed = code
+            load.arrived.set()
+
+    # -- requests
+
+    async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+        request_id = request.headers["x-request-id"]
+        self.asked.append(request_id)
+        await asyncio.sleep(self.speed())
+        if await self.stumble(request, body, fault):
+            return
+        prompts = _prompts(body)
+        params = body.get("kv_transfer_params") or {}
+        loads: list[Load] = []
+        if params.get("do_remote_prefill"):
+            wanted = [prompt for prompt in prompts for _ in range(body.get("n") or 1)]
+            loads = await asyncio.gather(*(self._load(prompt, params) for prompt in wanted))
+            if any(load.failed for load in loads) and self.kind.policy == "fail":
+                request.whole(500, error(500)) if not body.get("stream") else self._speak_and_fail(request, body)
+                return
+        if fault == "fails after load":
+            request.whole(500, error(500))
+            return
+        await asyncio.sleep(self.speed())
+        right = all(load.right for load in loads)
+        whole = await self._answer(request, body, prompts, loads if params else [], right, fault)
+        if whole and not any(load.failed for load in loads):
+            self.finished.append(request_id)
+
+    def _speak_and_fail(self, request: Request, body: dict[str, Any]) -> None:
+        """vLLM says 200 to a stream, and who speaks, before it knows."""
+        request.begin()
+        if "messages" in body:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            request.piece(_event({"id": "x", "choices": [role]}))
+        request.piece(b"data: " + error(500) + b"\n\ndata: [DONE]\n\n")
+        request.end()
+
+    async def _answer(
+        self, request: Request, body: dict[str, Any], prompts: list[object], loads: list[Load], right: bool, fault: str
+    ) -> bool:
+        """Whether all of it has left."""
+        chat, stream = "messages" in body, body.get("stream")
+        count = body.get("max_completion_tokens" if chat else "max_tokens") or 3
+        if not stream:
+            await asyncio.sleep(self.speed())
+            texts = ["".join(words(p, count)) if right else "WRONG" for p in prompts for _ in range(body.get("n") or 1)]
+            choices = [
+                {"index": i, "finish_reason": "length", **({"message": {"content": t}} if chat else {"text": t})}
+                for i, t in enumerate(texts)
+            ]
+            if fault in ("drops", "drops later"):
+                choices[0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
+            answer: dict[str, Any] = {"id": "x", "choices": choices, "kv_transfer_params": None}
+            if loads:
+                answer["kv_transfer_params"] = params_of(self._report(loads[-1], body["kv_transfer_params"]))
+            said = json.dumps(answer).encode()
+            if fault in ("half", "breaks later"):
+                request.tear(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said[: len(said) // 2]))
+                return False
+            request.whole(200, said)
+            return fault not in ("drops", "drops later")
+        request.begin()
+        for i, word in enumerate(words(prompts[0], count) if right else ["WRONG"]):
+            if (fault == "drops" and i == 0) or (fault == "drops later" and i == 1):
+                last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
+                said = _event({"id": "x", "choices": [last]}) + b"data: [DONE]\n\n"
+                request.piece(said[:30])
+                await asyncio.sleep(self.speed())
+                request.piece(said[30:])
+                request.end()
+                return False
+            if fault == "half" or (fault == "breaks later" and i == 1):
+                request.tear()
+                return False
+            said = _event(
+                {"id": "x", "choices": [{"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}]}
+            )
+            cut = self.rng.randrange(len(said)) if self.rng.random() < 0.1 else 0
+            for piece in filter(None, (said[:cut], said[cut:])):
+                request.piece(piece)
+                await asyncio.sleep(self.speed() / 4)
+        request.piece(b"data: [DONE]\n\n")
+        request.end()
+        return True
+
+    # -- loads
+
+    def _report(self, load: Load, params: dict[str, Any]) -> LoadReport:
+        failed = bool(load.failed)
+        return LoadReport(
+            load.transfer, params["ticket"], self.incarnation, 0 if failed else 7, 7 if failed else 0,
+            load.failed, load.received_from, PRINT,
+        )  # fmt: skip
+
+    async def _load(self, prompt: object, params: dict[str, Any]) -> Load:
+        self._count += 1
+        load = Load(f"{self.incarnation}/{self._count}", prompt)
+        self.loads[load.transfer] = load
+        sealed = json.dumps({"transfer": load.transfer, "decode": self.name}).encode()
+        posted = {
+            "ticket": params["ticket"], "transfer": load.transfer, "decode": self.incarnation, "fingerprint": PRINT,
+            "reservation": base64.b64encode(sealed).decode(),
+        }  # fmt: skip
+        if params.get("send_tokens"):
+            posted["prompt_token_ids"] = ids_of(prompt)  # type: ignore[assignment]
+        await asyncio.sleep(self.speed())
+        app = self.apps[params["metaserver"]]
+        self.own(self._call(app, json.dumps(posted).encode(), load), "D's post")
+        try:
+            await load.arrived.wait()
+        finally:
+            del self.loads[load.transfer]  # fenced: what comes now lands nowhere
+            load.failed = load.failed or ("" if load.received_from else "PD-XFER-002")
+        self.own(self._tell(app, self._report(load, params)), "D's report")
+        return load
+
+    async def _call(self, app: Any, body: bytes, load: Load) -> None:
+        """D's call for one reservation, as its client makes it: what was surely not executed is repeated."""
+        loop = asyncio.get_running_loop()
+        end, attempt = loop.time() + RESERVE_S, 0
+        while not load.failed and not load.received_from:
+            attempt += 1
+            call = Call(app, "/v1/metaserver", body, [(b"content-type", b"application/json")]).start()
+            try:
+                outcome = await self._follow(call, load)
+            finally:
+                call.leave()
+            if outcome == "prefilled":
+                await asyncio.sleep(SETTLE_S)
+                self.failed(load.transfer, "PD-XFER-001")
+                return
+            if call.status != 503 or (delay := post_again(Failure.REFUSED, attempt, end - loop.time(), None, self.rng.random(), BACKOFF)) is None:  # fmt: skip
+                self.failed(load.transfer, outcome)
+                return
+            await asyncio.sleep(delay)
+
+    async def _follow(self, call: Call, load: Load) -> str:
+        """`prefilled`, or the code of what went wrong. A load that came ends it too: P is finishing, D listens on."""
+        while True:
+            lines = call.body.split(b"\n")
+            for line in lines[:-1]:
+                said = msgspec.json.decode(line)
+                if said.get("event") == "prefilled":
+                    return "prefilled"
+                if said.get("event") == "failed":
+                    return str(said["code"])
+            if call.done or call.status >= 400:
+                return "PD-META-003"
+            if load.failed:
+                return load.failed
+            waiting = asyncio.ensure_future(call.more())
+            watching = asyncio.ensure_future(load.arrived.wait() if not load.received_from else asyncio.Event().wait())
+            try:
+                await asyncio.wait({waiting, watching}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+                watching.cancel()
+
+    async def _tell(self, app: Any, report: LoadReport) -> None:
+        await asyncio.sleep(self.rng.choice((0.0, self.rng.random())))  # it may be overtaken by the answer
+        for _ in range(self.rng.choice((1, 1, 2))):
+            call = Call(app, "/v1/metaserver/loads", msgspec.json.encode(report), []).start()
+            while not call.done:
+                await call.more()
+
+
+def error(status: int) -> bytes:
+    return json.dumps({"error": {"message": "as the seed has it", "type": "x", "code": status}}).encode()
+
+
+def _event(said: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
+def _prompts(body: dict[str, Any]) -> list[object]:
+    if "messages" in body:
+        return [body["messages"]]
+    prompt = body["prompt"]
+    return prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+
+
+Draw = Callable[[random.Random], Kind]

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One seed: workers of a metaserver, engines, clients, and what must hold whatever happens.
+
+1. A client gets one right answer or one honest error, within its bound.
+2. Nobody is blamed for another's failure: an engine that is only slow never counts as broken.
+3. A pair that works becomes ready within a bound; one that moves no KV never does.
+4. Nothing stays behind: no leg, ticket, place, load or task.
+5. What a D has finished is not computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulation.front.clock import Deadlock, VirtualLoop, simulated
+from simulation.front.engines import Decode, Engine, Kind, Prefill, words
+from simulation.front.wire import Call, Network
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
+from vllm_ascend_pd.metaserver.service import admin
+from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
+from vllm_ascend_pd.metaserver.service.settings import Settings
+
+BOUND_S = 400.0  # of a client: attempts, each with its timeouts
+READY_S = 120.0  # of a pair that works, once nothing goes wrong any more
+HONEST = frozenset({429, 500, 502, 503, 504})
+P_PORT, D_PORT, OWN_PORT = 9000, 9100, 8000
+
+
+class Violation(AssertionError):
+    pass
+
+
+class LinkedHub(Hub):
+    """Workers in one process. Their reports travel as text, like over the supervisor's lines."""
+
+    def __init__(self, worker: int, hubs: list[LinkedHub]) -> None:
+        super().__init__(worker)
+        self.hubs = hubs
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            report = json.dumps(self._report(False))
+            for hub in self.hubs:
+                hub._heard({"worker": self.worker, "report": json.loads(report)})
+
+    async def perform(self, operation: admin.Operation) -> None:
+        for hub in self.hubs:
+            admin.apply(hub._fleet, operation)
+
+
+@dataclass
+class Plan:
+    """What a seed decides before anything happens."""
+
+    prefills: list[Kind]
+    decodes: list[Kind]
+    workers: int
+    requests: int
+    gap_s: float
+    slowest_s: float  # of the network
+    restarts_s: float  # mean time between two deaths of ailing engines; 0: none
+    admin_s: float
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def draw(rng: random.Random, requests: int = 150) -> Plan:
+    faulty = rng.random() < 0.8
+    slow = rng.choice((0.01, 0.1, 1.0))
+
+    def kinds(role: str) -> Iterator[Kind]:
+        for i in range(rng.randint(1, 4)):
+            sound = i == 0 or not faulty
+            yield Kind(
+                sound=sound,
+                mute=role == "prefill" and not sound and rng.random() < 0.15,
+                fault=0.0 if sound else rng.choice((0.05, 0.3, 0.6)),
+                slow_s=slow * rng.choice((0.3, 1.0, 3.0)),
+                probe_s=rng.choice((0.01, 0.5, 4.0 if not sound else 1.5)),
+                policy=rng.choice(("recompute", "fail")),
+            )
+
+    return Plan(
+        prefills=list(kinds("prefill")),
+        decodes=list(kinds("decode")),
+        workers=rng.choice((1, 1, 2, 3)),
+        requests=requests,
+        gap_s=rng.choice((0.005, 0.05, 0.5)),
+        slowest_s=rng.choice((0.001, 0.01, 0.1)),
+        restarts_s=rng.choice((0.0, 3.0, 20.0)) if faulty else 0.0,
+        admin_s=rng.choice((0.0, 0.0, 5.0)),
+        settings={
+            "prefill_timeout_s": 20.0,
+            "first_byte_timeout_s": 60.0,
+            "idle_timeout_s": 30.0,
+            "without_prefill": rng.choice(("local", "refuse")),
+            "affinity": rng.random() < 0.3,
+            "circuit": CircuitPolicy(wedged_s=rng.choice((0.5, 5.0))),
+        },
+    )
+
+
+class House:
+    def __init__(self, seed: int, plan: Plan, loop: VirtualLoop) -> None:
+        self.seed, self.plan, self.loop = seed, plan, loop
+        self.rng = random.Random(f"front/{seed}")
+        self.network = Network(loop, random.Random(f"network/{seed}"), plan.slowest_s)
+        self.apps: dict[str, Any] = {}
+        self.said: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.decodes: dict[str, Decode] = {}
+        self.prefills: list[Prefill] = []
+        for i, kind in enumerate(plan.decodes):
+            rng = random.Random(f"d{i}/{seed}")
+            self.decodes[f"d{i}"] = Decode(f"d{i}", D_PORT + i, kind, rng, self.network, self.apps)
+        for i, kind in enumerate(plan.prefills):
+            rng = random.Random(f"p{i}/{seed}")
+            self.prefills.append(
+                Prefill(f"p{i}", P_PORT + i, kind, rng, self.network, self.apps, decodes=self.decodes)
+            )
+        self.engines: list[Engine] = [*self.prefills, *self.decodes.values()]
+        hubs: list[LinkedHub] = []
+        self.workers: list[Worker] = []
+        self._standing: list[Any] = []
+        for i in range(plan.workers):
+            hubs.append(LinkedHub(i, hubs))
+            url = f"http://127.0.0.1:{OWN_PORT + i}"
+            settings = Settings(
+                port=OWN_PORT,
+                prefill=tuple(e.address for e in self.prefills),
+                decode=tuple(e.address for e in self.decodes.values()),
+                **plan.settings,
+            )
+            worker = Worker(settings, url, hubs[-1])
+            self.workers.append(worker)
+            self.apps[url] = worker.app()
+
+    # -- the run
+
+    async def run(self) -> None:
+        for worker in self.workers:
+            context = worker._lifespan(None)  # type: ignore[arg-type]
+            await context.__aenter__()
+            self._standing.append(context)
+        standing = asyncio.all_tasks()
+        chaos = [self.loop.create_task(work) for work in (self._restarts(), self._administers())]
+        watch = self.loop.create_task(self._watch_mute())
+        await asyncio.sleep(self.rng.random() * 2.0)
+        await self._clients()
+        for task in chaos:
+            task.cancel()
+        for engine in self.engines:
+            engine.kind.fault = 0.0
+            if not engine.alive:
+                engine.restart()
+        await self._until(self._ready, READY_S, "promise 3: a pair that works is not ready")
+        await self._until(self._nothing_left, 200.0, "promise 4: something is left")
+        watch.cancel()
+        await asyncio.sleep(1.0)
+        self._check_end(standing | {asyncio.current_task(), watch, *chaos})
+        for context in self._standing:
+            await context.__aexit__(None, None, None)
+
+    async def _until(self, promise: Callable[[], str], most_s: float, otherwise: str) -> None:
+        end = self.loop.now + most_s
+        while problem := promise():
+            if self.loop.now > end:
+                raise Violation(f"{otherwise}: {problem}")
+            await asyncio.sleep(0.25)
+
+    async def _restarts(self) -> None:
+        ailing = [engine for engine in self.engines if not engine.kind.sound]
+        while self.plan.restarts_s and ailing:
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.restarts_s))
+            engine = self.rng.choice(ailing)
+            if engine.alive:
+                engine.kill()
+                await asyncio.sleep(self.rng.choice((0.0, 0.1, 5.0)))
+                engine.restart()
+
+    async def _administers(self) -> None:
+        """An operator drains and brings back."""
+        while self.plan.admin_s:
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.admin_s))
+            name = self.rng.choice(self.engines).address
+            for draining in (True, False):
+                for worker in self.workers:
+                    instance = worker.fleet.get(name)
+                    if instance is not None:
+                        instance.draining = draining
+                await asyncio.sleep(self.rng.random() * 3)
+
+    # -- clients
+
+    async def _clients(self) -> None:
+        tasks = []
+        for _ in range(self.plan.requests):
+            tasks.append(self.loop.create_task(self._client(random.Random(self.rng.random()))))
+            await asyncio.sleep(self.rng.expovariate(1 / self.plan.gap_s))
+        await asyncio.gather(*tasks)
+
+    async def _client(self, rng: random.Random) -> None:
+        chat, stream = rng.random() < 0.4, rng.random() < 0.5
+        prompt: Any = f"{rng.random()} " + "x" * rng.choice((0, 10, 2000))
+        if chat:
+            prompt = [{"role": "user", "content": prompt}]
+        elif not stream and rng.random() < 0.15:
+            prompt = [prompt, prompt + "y"]
+        count, copies = rng.randrange(1, 6), 1 if stream else rng.choice((1, 1, 1, 2))
+        limit = "max_completion_tokens" if chat else "max_tokens"
+        body = {"model": "m", "stream": stream, "messages" if chat else "prompt": prompt, limit: count, "n": copies}
+        app = rng.choice(list(self.apps.values()))
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        call = Call(app, path, json.dumps(body).encode(), [(b"content-type", b"application/json")]).start()
+        patience = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
+        end = self.loop.now + patience
+        while not call.done and self.loop.now < end:
+            try:
+                await asyncio.wait_for(call.more(), end - self.loop.now)
+            except asyncio.TimeoutError:
+                break
+        if not call.done:
+            call.leave()
+            self.said["left"] += 1
+            if patience == BOUND_S:
+                self.problems.append(f"promise 1: no answer within {BOUND_S:g} s")
+            return
+        prompts = prompt if isinstance(prompt, list) and not chat else [prompt]
+        right = ["".join(words(p, count)) for p in prompts for _ in range(copies)]
+        verdict = _of_stream(call, right[0]) if stream and call.status == 200 else _of_whole(call, right)
+        self.said[verdict] += 1
+        if verdict == "wrong":
+            self.problems.append(f"promise 1: {call.status} {call.body[-400:]!r} for {right}")
+
+    # -- what must hold
+
+    async def _watch_mute(self) -> None:
+        """Promise 3, the other half, and promise 2: at every moment."""
+        mute = {p.address for p in self.prefills if p.kind.mute}
+        sound = {e.address: e for e in self.engines if e.kind.sound}
+        while True:
+            for worker in self.workers:
+                proven = [pair for pair in worker.canary.proven() if pair[0] in mute]
+                if proven:
+                    self.problems.append(f"promise 3: {proven[0]} is proven, and nothing moves over it")
+                    return
+                for instance in worker.fleet:
+                    if instance.name in sound and instance.broke:
+                        kind = sound[instance.name].name
+                        self.problems.append(f"promise 2: sound {kind} is blamed: {instance.last_error}")
+                        return
+            await asyncio.sleep(0.25)
+
+    def _ready(self) -> str:
+        good = [p for p in self.prefills if not p.kind.mute]
+        if not good:
+            return ""
+        unready = [worker.canary.last_error for worker in self.workers if not worker.canary.ready()]
+        return unready[0] if unready else ""
+
+    def _nothing_left(self) -> str:
+        for worker in self.workers:
+            front = worker.front
+            held = {
+                "exchanges": len(front.journal.exchanges),
+                "tickets": len(front.journal.tickets),
+                "past": len(front.journal._past),
+                "requests": sum(i.requests for i in worker.fleet),
+                "load": sum(i.load for i in worker.fleet),
+                "trials": sum(i.circuit.state is CircuitState.TRIAL for i in worker.fleet),
+                "heartbeats": len(worker._heart._open),
+                "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
+                "bytes": worker._intake.held,
+            }  # fmt: skip
+            if left := {name: count for name, count in held.items() if count}:
+                return str(left)
+        return ""
+
+    def _check_end(self, standing: set[Any]) -> None:
+        expected = ("probe", "upstream sweep", "canary", "push", "D's", "engine's")
+        left = [t.get_name() for t in asyncio.all_tasks() - standing if not t.get_name().startswith(expected)]
+        if left:
+            raise Violation(f"promise 4: tasks are left: {left[:5]}")
+        finished: Counter[str] = Counter()
+        for decode in self.decodes.values():
+            finished.update(decode.finished)
+        twice = [request for request, count in finished.items() if count > 1]
+        if twice:
+            raise Violation(f"promise 5: {twice[0]} was finished {finished[twice[0]]} times")
+        if self.problems:
+            raise Violation(self.problems[0])
+
+
+def _of_whole(call: Call, right: list[str]) -> str:
+    try:
+        fields = json.loads(call.body)
+    except ValueError:
+        return "wrong"
+    if call.status != 200:
+        return "error" if call.status in HONEST and fields["error"]["message"] else "wrong"
+    if fields.get("kv_transfer_params") is not None:
+        return "wrong"
+    got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]
+    return "right" if got == right and all(c["finish_reason"] == "length" for c in fields["choices"]) else "wrong"
+
+
+def _of_stream(call: Call, right: str) -> str:
+    pieces = [line[6:] for line in call.body.decode().split("\n") if line.startswith("data: ")]
+    got, errors = "", 0
+    if not pieces or pieces[-1] != "[DONE]":
+        return "wrong"
+    try:
+        events = [json.loads(piece) for piece in pieces[:-1]]
+    except ValueError:
+        return "wrong"
+    for piece in events:
+        if errors:
+            return "wrong"
+        if "error" in piece:
+            errors += 1
+            continue
+        (choice,) = piece["choices"]
+        if choice.get("finish_reason") is not None:
+            return "wrong"  # the right streams here have none
+        got += choice["text"] if "text" in choice else choice["delta"]["content"]
+    if errors:
+        return "broken off" if right.startswith(got) else "wrong"
+    return "right" if got == right else "wrong"
+
+
+@dataclass
+class Result:
+    seed: int
+    violation: str = ""
+    said: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    blamed: int = 0
+    seconds: float = 0.0
+
+
+def run_seed(seed: int, requests: int = 150, plan: Plan | None = None) -> Result:
+    """One metaserver from start to silence."""
+    plan = plan or draw(random.Random(f"plan/{seed}"), requests)
+    result = Result(seed)
+    with simulated(seed) as loop:
+        house = House(seed, plan, loop)
+        try:
+            loop.run_until_complete(house.run())
+        except Violation as found:
+            result.violation = str(found)
+        except Deadlock:
+            result.violation = "promise 4: everything waits, and nothing is to happen"
+        result.said, result.seconds = house.said, loop.now
+        result.blamed = sum(i.broke > 0 for worker in house.workers for i in worker.fleet)
+        for engine in house.engines:
+            result.faults.update(engine.counts)
+    return result

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections between the metaserver and the engines as pairs of queues with a delay, and calls into its ASGI entry."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import httptools
+
+from simulation.front.clock import VirtualLoop
+from vllm_ascend_pd.metaserver.service.intake import CONNECTION
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Server(Protocol):
+    """What listens at an address."""
+
+    async def accept(self) -> bool:
+        """False: nobody listens. It may take its time."""
+
+    def connected(self, connection: Connection) -> None: ...
+
+
+class Transport(asyncio.Transport):
+    """One end. What is written arrives at the other end in order, later."""
+
+    def __init__(self, loop: VirtualLoop, delay: Callable[[], float]) -> None:
+        super().__init__()
+        self.loop, self._delay = loop, delay
+        self.protocol: Any = None
+        self.other: Transport | None = None
+        self.closed = self._paused = False
+        self._waiting: list[bytes] = []
+        self._last = 0.0
+
+    def _later(self, act: Callable[..., None], *args: Any) -> None:
+        self._last = max(self._last + 1e-9, self.loop.now + self._delay())  # what is due at one moment has no order
+        self.loop.call_at(self._last, act, *args)
+
+    def write(self, data: Any) -> None:
+        if not self.closed and self.other is not None:
+            self._later(self.other.arrived, bytes(data))
+
+    def arrived(self, data: bytes) -> None:
+        if self._paused:
+            self._waiting.append(data)
+        elif not self.closed:
+            self.protocol.data_received(data)
+
+    def pause_reading(self) -> None:
+        self._paused = True
+
+    def resume_reading(self) -> None:
+        self._paused = False
+        waiting, self._waiting = self._waiting, []
+        for data in waiting:
+            self.arrived(data)
+
+    def close(self) -> None:
+        self._cut(None)
+
+    def abort(self) -> None:
+        self._cut(ConnectionResetError("reset"))
+
+    def _cut(self, problem: Exception | None) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.loop.call_soon(self.protocol.connection_lost, None)
+        if self.other is not None:
+            self._later(self.other.lost, problem)
+
+    def lost(self, problem: Exception | None) -> None:
+        if not self.closed:
+            self.closed = True
+            self.protocol.connection_lost(problem)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+class Network:
+    """Where who listens. A new connection takes a round trip."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_s: float) -> None:
+        self.loop, self._rng, self._slowest = loop, rng, slowest_s
+        self.servers: dict[int, Server] = {}
+        loop.connect = self.connect
+
+    def delay(self) -> float:
+        return self._rng.random() * self._slowest
+
+    async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[Transport, Any]:
+        await asyncio.sleep(self.delay())
+        server = self.servers[port]
+        if not await server.accept():
+            raise ConnectionRefusedError(111, "Connection refused")
+        await asyncio.sleep(self.delay())
+        near, far = Transport(self.loop, self.delay), Transport(self.loop, self.delay)
+        near.other, far.other = far, near
+        near.protocol = protocol = factory()
+        far.protocol = connection = Connection(far)
+        protocol.connection_made(near)
+        server.connected(connection)
+        return near, protocol
+
+
+class Request:
+    """What an engine was asked, and how it answers."""
+
+    def __init__(self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+        self.connection = connection
+        self.method, self.path, self.headers, self.body = method, path, headers, body
+        self.ended = False
+
+    def whole(self, status: int, body: bytes, kind: bytes = b"application/json") -> None:
+        self.connection.write(_head(status, kind, b"content-length: %d" % len(body)) + body)
+        self.ended = True
+
+    def begin(self) -> None:
+        self.connection.write(_head(200, b"text/event-stream", b"transfer-encoding: chunked"))
+
+    def piece(self, data: bytes) -> None:
+        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self) -> None:
+        self.connection.write(b"0\r\n\r\n")
+        self.ended = True
+
+    def tear(self, after: bytes = b"") -> None:
+        """The connection breaks, perhaps in the middle of an answer."""
+        self.connection.write(after)
+        self.connection.transport.abort()
+
+
+def _head(status: int, kind: bytes, length: bytes) -> bytes:
+    return b"HTTP/1.1 %d X\r\ncontent-type: %b\r\n%b\r\n\r\n" % (status, kind, length)
+
+
+class Connection(asyncio.Protocol):
+    """An engine's end of a connection: parses requests, one task for each, which ends when the caller leaves."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.handle: Callable[[Request], Any] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.gone: Callable[[Connection], None] = lambda connection: None
+        self._parser = httptools.HttpRequestParser(self)
+        self._url, self._headers, self._body = b"", {}, b""  # type: bytes, dict[str, str], bytes
+
+    def write(self, data: bytes) -> None:
+        self.transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        if self.task is not None:
+            self.task.cancel()
+        self.gone(self)
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode().lower()] = value.decode("latin-1")
+
+    def on_body(self, piece: bytes) -> None:
+        self._body += piece
+
+    def on_message_complete(self) -> None:
+        request = Request(self, self._parser.get_method().decode(), self._url.decode(), self._headers, self._body)
+        self._url, self._headers, self._body = b"", {}, b""
+        if self.handle is not None:
+            self.task = self.transport.loop.create_task(self.handle(request), name="engine's request")
+
+
+# ---- callers of the metaserver
+
+
+class Call:
+    """A caller's request to the ASGI entry. `leave` closes its connection."""
+
+    def __init__(self, app: Any, path: str, body: bytes, headers: Headers, method: str = "POST") -> None:
+        self._app, self._body = app, body
+        self.scope = {
+            "type": "http", "method": method, "path": path, "headers": headers, "client": ("127.0.0.1", 1),
+            "query_string": b"", "raw_path": path.encode(), "http_version": "1.1", "scheme": "http", "root_path": "",
+            "server": ("127.0.0.1", 1), "extensions": {CONNECTION: self},
+        }  # fmt: skip
+        self.status, self.body, self.done = 0, b"", False
+        self.answer_headers: Headers = []
+        self.heard = asyncio.Event()  # anything new
+        self.left = False
+        self._when_gone: Callable[[], None] | None = None
+        self._sent = False
+        self.task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def calling(self, when_gone: Callable[[], None]) -> Iterator[None]:
+        """As `intake.Protocol` does."""
+        self._when_gone = when_gone
+        if self.left:
+            when_gone()
+        try:
+            yield
+        finally:
+            self._when_gone = None
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self._sent or self.left:
+            if not self.left:
+                await asyncio.sleep(math.inf)
+            return {"type": "http.disconnect"}
+        self._sent = True
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if self.left:
+            return
+        if message["type"] == "http.response.start":
+            self.status, self.answer_headers = message["status"], list(message["headers"])
+        else:
+            self.body += bytes(message.get("body", b""))
+            self.done = not message.get("more_body", False)
+        self.heard.set()
+
+    def start(self) -> Call:
+        self.task = asyncio.get_running_loop().create_task(self._run(), name="caller's request")
+        return self
+
+    async def _run(self) -> None:
+        await self._app(self.scope, self.receive, self.send)
+        if not self.done and not self.left:
+            raise AssertionError(f"{self.scope['path']}: the service returned in the middle of its answer")
+
+    def leave(self) -> None:
+        if not self.left and not self.done:
+            self.left = True
+            if self._when_gone is not None:
+                self._when_gone()
+
+    async def more(self) -> None:
+        """Until there is news."""
+        self.heard.clear()
+        if not self.done:
+            await self.heard.wait()
