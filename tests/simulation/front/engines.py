@@ -67,7 +67,9 @@ class Engine:
 
     faults: tuple[str, ...] = ()
 
-    def __init__(self, name: str, port: int, kind: Kind, rng: random.Random, network: Network, apps: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, port: int, kind: Kind, rng: random.Random, network: Network, apps: dict[str, Any]
+    ) -> None:
         self.name, self.port, self.kind, self.rng, self.network, self.apps = name, port, kind, rng, network, apps
         self.alive = True
         self.lives = 0
@@ -169,6 +171,10 @@ class Prefill(Engine):
         self._decodes = decodes
 
     async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+        if "seed" in body:  # as a sampler died of it
+            self.kill()
+            self.restart()
+            return
         sealed = json.loads(base64.b64decode(body["kv_transfer_params"]["reservation"]))
         decode, transfer = self._decodes[sealed["decode"]], sealed["transfer"]
         pushed = False

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service with one rule taken out at a time. The simulator must find each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.bodies import Use
+from vllm_ascend_pd.metaserver.decisions import Circuit, Proof
+from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, shared
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
+from vllm_ascend_pd.metaserver.service.intake import Body
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`changes`: (where, name, what stands there instead)."""
+
+    name: str
+    changes: tuple[tuple[Any, str, Any], ...]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for where, name, instead in self.changes:
+                stack.enter_context(mock.patch.object(where, name, instead))
+            yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of what should happen."""
+
+
+async def _nothing_awaited(*_: Any, **__: Any) -> None:
+    """The same of a coroutine."""
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+_ASK: Callable[..., Awaitable[None]] = reserve.Reservations._ask
+
+
+async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: Any, prefill: Any) -> None:
+    await _ASK(self, attempt, posted, prefill)
+    life = prefill.life.told[-1].incarnation if prefill.life.told else ""
+    self._front.fleet.prove(Proof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
+
+
+@contextmanager
+def _leg_keeps_its_load(self: fleet.Fleet, instance: Any, cost: float) -> Iterator[fleet.Trial]:
+    trial = fleet.Trial(instance, instance.circuit.sent(0.0))
+    instance.load += cost
+    instance.requests += 1
+    yield trial
+    self.returned(trial)
+    instance.requests -= 1
+    instance.load = instance.load - cost if instance.requests else 0.0
+
+
+def _not_stripped(shared_: Any, answer: Any) -> Any:
+    return answer
+    yield 0
+
+
+def _ticket_kept(self: Journal, attempt: Attempt) -> None:
+    """Never void."""
+
+
+# The first seven are defects that the service once had.
+ALL = {
+    mutation.name: mutation
+    for mutation in (
+        Mutation("P's good answer proves a pair", ((reserve.Reservations, "_ask", _answer_proves),)),
+        Mutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
+        Mutation("one canary at a time, with all patience", ((canary, "_AT_ONCE", 1), (canary, "_PATIENCE_S", 600.0))),
+        Mutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
+        Mutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
+        Mutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),
+        Mutation("clients' overload stops canaries", ((front, "_MOST_CANARIES", 0),)),
+        Mutation(
+            "an answer that its engine ended is passed on",
+            ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
+        ),
+        Mutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
+        Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
+        Mutation("a place is never given back", ((front.Turnstile, "leave", _nothing),)),
+        Mutation("a leg that failed keeps its load", ((fleet.Fleet, "leg", _leg_keeps_its_load),)),
+        Mutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
+        Mutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
+        Mutation("heartbeats never end", ((reserve.Heart, "remove", _nothing),)),
+        Mutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
+        Mutation("a trial never ends", ((Circuit, "returned", _nothing),)),
+        Mutation("a body is never let go", ((Body, "release", _nothing),)),
+    )
+}

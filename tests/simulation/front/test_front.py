@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the metaserver promises holds in simulated houses; and each rule that is taken out is missed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from simulation.front.house import run_seed
+from simulation.front.mutations import ALL, Mutation
+from simulation.front.run import Total, run_seeds
+
+SEEDS = 140  # of 150 requests
+SEARCHED = 60
+# Where each was found last; after a change of the service a search finds another.
+KNOWN = {
+    "P's good answer proves a pair": 1,
+    "D is blamed for P's failure": 3,
+    "what D has is thrown away when P's answer breaks": 3,
+    "D's word is not waited for": 9,
+    "half events go out": 3,
+    "a trial never ends": 9,
+}
+
+
+@pytest.fixture(scope="module")
+def many() -> Total:
+    """Over two cores."""
+    return run_seeds(1000, SEEDS, jobs=2, progress_s=1e9)
+
+
+@pytest.mark.timeout(900)
+def test_no_promise_is_broken(many: Total) -> None:
+    found = many.violations
+    assert not found, f"scripts/simulate.sh --front --seeds 1 --from {found[0].seed}: {found[0].violation}"
+    assert many.requests > 125 * SEEDS
+    assert many.said["right"] > 0.8 * many.requests and set(many.said) == {"right", "left", "broken off", "error"}
+
+
+def test_every_kind_of_fault_happens(many: Total) -> None:
+    wanted = {
+        "silent",
+        "breaks after push",
+        "refuses to push",
+        "half",
+        "hangs",
+        "500",
+        "503",
+        "ends",
+        "empty",
+        "breaks",
+    }
+    wanted |= {"breaks later", "drops", "drops later", "fails after load", "killed"}
+    assert set(many.faults) == wanted and min(many.faults.values()) > 50
+
+
+def test_a_seed_replays() -> None:
+    logging.disable(logging.CRITICAL)
+    one, two = (run_seed(3, 60) for _ in range(2))
+    logging.disable(logging.NOTSET)
+    assert one == two and one.faults
+
+
+@pytest.mark.parametrize("mutation", ALL.values(), ids=lambda mutation: mutation.name)
+def test_a_removed_rule_is_found(mutation: Mutation) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in (KNOWN.get(mutation.name, 0), *range(SEARCHED)):
+            with mutation.applied():
+                found = run_seed(seed).violation
+            if found:
+                assert found.startswith("promise"), found
+                assert not run_seed(seed).violation, "the service itself holds"
+                return
+    finally:
+        logging.disable(logging.NOTSET)
+    pytest.fail(f"{SEARCHED} seeds did not notice: {mutation.name}")
