@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests that can see a change of one line: which reach it is watched once, then only those run, quick ones first.
+
+What takes long to import is imported once, in this process; each run is a fork of it, in which the package is new. A test
+that fails must fail again, alone: what fails now and then has seen nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COPIED = ("vllm_ascend_pd", "tests", "scripts", "csrc", "docs", "examples", "dashboards", "pyproject.toml", "setup.py")
+# What the tests import besides the repository. One that is not installed is not needed.
+HEAVY = (
+    "torch",
+    "hypothesis.stateful",
+    "vllm.v1.request",
+    "vllm.v1.outputs",
+    "vllm.v1.core.sched.output",
+    "vllm.distributed.kv_transfer.kv_connector.factory",
+    "vllm.distributed.kv_transfer.kv_connector.utils",
+)
+STARTS_PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
+QUICK_S = 0.5
+IMPORTED = -1  # reached by importing
+SIMULATOR = "the simulator"
+FIRST_SEED = 1
+
+
+@dataclass(slots=True)
+class Reach:
+    """What one file of tests runs: by test its seconds, and by line of the package the tests that reach it."""
+
+    state: str = ""  # of the sources it was watched with
+    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, list[int]] = field(default_factory=dict)  # by "path:line", in the order of `seconds`; IMPORTED
+    always: bool = False  # it starts processes, whose lines nobody watched, or cannot be watched
+
+    def of(self, path: str, lines: Iterable[int]) -> dict[str, float]:
+        found = {test for line in lines for test in self.lines.get(f"{path}:{line}", ())}
+        if self.always or IMPORTED in found:
+            return self.seconds
+        tests = list(self.seconds.items())
+        return dict(tests[number] for number in found)
+
+
+class Watch:
+    """A plugin of pytest that writes down which test reaches which line of the package."""
+
+    def __init__(self, package: Path) -> None:
+        self._package = package
+        self.reach = Reach()
+        try:
+            self._coverage: Any = importlib.import_module("coverage").Coverage(
+                data_file=None, config_file=False, source=[str(package)], messages=False
+            )
+        except ImportError:  # any test may be the one
+            self._coverage, self.reach.always = None, True
+        else:
+            self._coverage.start()
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in STARTS_PROCESSES:
+            self.reach.always = True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if self._coverage is not None:
+            self._coverage.switch_context(str(len(self.reach.seconds)))
+        began = time.monotonic()
+        self.reach.seconds[item.nodeid] = 0.0
+        try:
+            return (yield)
+        finally:
+            self.reach.seconds[item.nodeid] = time.monotonic() - began
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reach.always |= report.failed  # being watched takes time
+
+    def pytest_sessionfinish(self) -> None:
+        if self._coverage is None:
+            return
+        self._coverage.stop()
+        data = self._coverage.get_data()
+        for name in data.measured_files():
+            path, outside = Path(name).relative_to(self._package.parent), _imported(Path(name))
+            for line, tests in data.contexts_by_lineno(name).items():
+                reached = {IMPORTED} if line in outside else {int(test or IMPORTED) for test in tests}
+                self.reach.lines[f"{path}:{line}"] = sorted(reached)
+
+
+def _imported(path: Path) -> set[int]:
+    """Lines outside of functions: whatever imports the file first runs them for all."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    return set(range(1, len(path.read_text().splitlines()) + 1)) - inside
+
+
+class Chosen:
+    """A plugin of pytest that runs the chosen tests only: quick ones of each file first."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self.failed = ""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        by_file: dict[str, float] = defaultdict(float)
+        for test, took in self._seconds.items():
+            by_file[test.split("::")[0]] += took
+
+        def order(item: pytest.Item) -> tuple[bool, float, str, float]:
+            took, file = self._seconds[item.nodeid], item.nodeid.split("::")[0]
+            return took > QUICK_S, by_file[file], file, took
+
+        items[:] = sorted((item for item in items if item.nodeid in self._seconds), key=order)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid or "a collection"
+
+
+class Field:
+    """A copy of the tree in which one file at a time is another."""
+
+    def __init__(self, source: Path, root: Path, keep: Path, heavy: Sequence[str] = HEAVY) -> None:
+        self.root, self._keep = root, keep
+        self._watched: dict[tuple[str, ...], dict[str, Reach]] = {}
+        for name in COPIED:
+            if (source / name).is_dir():
+                shutil.copytree(source / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif (source / name).exists():
+                shutil.copy(source / name, root / name)
+        _warm(heavy)
+
+    def judge(
+        self,
+        path: str,
+        change: Callable[[str], str],
+        lines: tuple[int, int],
+        patterns: tuple[str, ...],
+        seeds: int,
+        limit_s: float,
+    ) -> str:
+        """Who saw it: a test, the simulator, the clock, or nobody (empty)."""
+        reached: dict[str, float] = {}
+        unknown: dict[str, float] = {}  # tests whose children may reach it
+        for reach in self.watched(patterns).values():
+            (unknown if reach.always else reached).update(reach.of(path, range(lines[0], lines[1] + 1)))
+        file = self.root / path
+        text, deadline = file.read_text(), time.monotonic() + limit_s
+        file.write_text(change(text))
+        for stale in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            stale.unlink()
+        try:
+            if failed := self._seen(reached, deadline):
+                return failed.removeprefix("tests/unit/")
+            if seeds:
+                told = self._forked(lambda: _simulate(seeds), deadline)
+                if told is None or told:
+                    return "the clock" if told is None else told
+            return self._seen(unknown, deadline).removeprefix("tests/unit/")
+        finally:
+            file.write_text(text)
+
+    def watched(self, patterns: tuple[str, ...]) -> dict[str, Reach]:
+        """By file of tests, from the last time if nothing has changed since."""
+        if patterns not in self._watched:
+            paths = {p: None for pattern in patterns for p in sorted((self.root / "tests/unit").glob(pattern + ".py"))}
+            self._watched[patterns] = {path.name: self._watch(path) for path in paths}
+        return self._watched[patterns]
+
+    def _watch(self, path: Path) -> Reach:
+        kits = [p for p in path.parent.glob("*.py") if not p.name.startswith("test_")]
+        sources = [path, *sorted(kits), *sorted((self.root / "vllm_ascend_pd").rglob("*.py"))]
+        state = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
+        book = self._keep / f"{path.stem}.json"
+        if book.exists() and (reach := Reach(**json.loads(book.read_text()))).state == state:
+            return reach
+
+        def run() -> str:
+            watch = Watch(self.root / "vllm_ascend_pd")
+            _pytest(["--timeout=600", str(path)], watch)
+            return json.dumps([watch.reach.seconds, watch.reach.lines, watch.reach.always])
+
+        told = self._forked(run, time.monotonic() + 1800)
+        if told is None:
+            raise TimeoutError(f"{path.name} does not end")
+        reach = Reach(state, *json.loads(told))
+        if not reach.seconds:
+            raise RuntimeError(f"no test of {path.name} runs: {(self.root / 'output').read_text()[-2000:]}")
+        book.write_text(json.dumps({name: getattr(reach, name) for name in Reach.__slots__}))
+        return reach
+
+    def _seen(self, seconds: dict[str, float], deadline: float) -> str:
+        """The first of these tests that fails, and fails again; empty if none does."""
+        left = dict(seconds)
+        while failed := self._failing(left, deadline) if left else "":
+            if failed not in left or self._failing({failed: left[failed]}, deadline):
+                break
+            del left[failed]
+        return failed
+
+    def _failing(self, seconds: dict[str, float], deadline: float) -> str:
+        """The first of these tests that fails; empty if none does."""
+
+        def run() -> str:
+            chosen = Chosen(seconds)
+            code = _pytest(["-x", *sorted({str(self.root / test.split("::")[0]) for test in seconds})], chosen)
+            return chosen.failed or ("" if code in (0, 5) else "the tests")
+
+        told = self._forked(run, deadline)
+        return "the clock" if told is None else told
+
+    def _forked(self, run: Callable[[], str], deadline: float) -> str | None:
+        """What it returns, from a process of its own; None if it does not end in time."""
+        out = self.root / "told"
+        out.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setsid()
+                os.chdir(self.root)
+                with (self.root / "output").open("w") as output:
+                    os.dup2(output.fileno(), 1)
+                    os.dup2(output.fileno(), 2)
+                sys.path[:0] = [str(self.root), str(self.root / "tests")]
+                os.environ["PYTHONPATH"] = f"{self.root}:{self.root / 'tests'}"
+                for name in [
+                    n for n in sys.modules if n.partition(".")[0] in ("vllm_ascend_pd", "scripts", "simulation")
+                ]:
+                    del sys.modules[name]
+                out.write_text(run())
+                code = 0
+            finally:
+                os._exit(code)
+        ended, status = 0, 0
+        try:
+            while not ended and time.monotonic() < deadline:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                time.sleep(0.0 if ended else 0.02)
+        finally:
+            if not ended:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        if not ended:
+            return None
+        return out.read_text() if status == 0 else "the process"
+
+
+def _warm(modules: Sequence[str]) -> None:
+    before = dict(os.environ)  # vLLM changes it
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _pytest(words: list[str], plugin: object) -> int:
+    from hypothesis import Phase, settings
+
+    settings.register_profile("mutants", deadline=None, database=None, phases=[Phase.explicit, Phase.generate])
+    usual = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "--timeout=60", "--hypothesis-profile", "mutants"]
+    return int(pytest.main([*usual, *words], plugins=[plugin]))
+
+
+def _simulate(seeds: int) -> str:
+    simulator: Any = importlib.import_module("simulation.run")
+    return SIMULATOR if simulator.main(["--seeds", str(seeds), "--from", str(FIRST_SEED)]) else ""
