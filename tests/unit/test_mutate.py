@@ -111,9 +111,7 @@ def test_who_sees_a_change_and_who_does_not(tmp_path: Path) -> None:
         timeout=120,
         env={**os.environ, "PYTHONPATH": str(mutate.ROOT)},
     )
-    assert done.stdout.splitlines() == ["test_x.py::test_half", "", "", "test_x.py"], (
-        done.stdout + done.stderr
-    )
+    assert done.stdout.splitlines() == ["test_x.py::test_half", "", "", "test_x.py"], done.stdout + done.stderr
 
 
 def test_every_folder_with_tests_of_its_own_is_there() -> None:
