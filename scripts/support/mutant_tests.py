@@ -49,17 +49,21 @@ SEED_S = 15.0  # that one may take; a fraction of a second is usual
 class Reach:
     """What one file of tests runs: by test its seconds, and by line of the package the tests that reach it."""
 
-    state: str = ""  # of the sources it was watched with
+    state: str = ""  # of the tests
+    sources: dict[str, str] = field(default_factory=dict)  # of the package, as it was watched
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[int]] = field(default_factory=dict)  # by "path:line", in the order of `seconds`; IMPORTED
     always: bool = False  # it starts processes, whose lines nobody watched, or cannot be watched
 
-    def of(self, path: str, lines: Iterable[int]) -> dict[str, float]:
-        found = {test for line in lines for test in self.lines.get(f"{path}:{line}", ())}
-        if self.always or IMPORTED in found:
+    def of(self, path: str, lines: Iterable[int], source: str) -> dict[str, float]:
+        """The tests that reach these lines; of a file that has changed since, those that reach any."""
+        same = self.sources.get(path) == source
+        keys = [f"{path}:{line}" for line in lines] if same else [k for k in self.lines if k.startswith(f"{path}:")]
+        found = {test for key in keys for test in self.lines.get(key, ())}
+        if self.always or (same and IMPORTED in found):
             return self.seconds
         tests = list(self.seconds.items())
-        return dict(tests[number] for number in found)
+        return dict(tests[number] for number in found - {IMPORTED})
 
 
 class Watch:
@@ -183,7 +187,8 @@ class Field:
         reached: dict[str, float] = {}
         unknown: dict[str, float] = {}  # tests whose children may reach it
         for reach in self.watched(patterns).values():
-            (unknown if reach.always else reached).update(reach.of(path, range(lines[0], lines[1] + 1)))
+            found = reach.of(path, range(lines[0], lines[1] + 1), _digest([self.root / path]))
+            (unknown if reach.always else reached).update(found)
         file = self.root / path
         text, deadline = file.read_text(), time.monotonic() + limit_s
         file.write_text(change(text))
@@ -204,7 +209,7 @@ class Field:
         return "the clock" if told is None else told
 
     def watched(self, patterns: tuple[str, ...]) -> dict[str, Reach]:
-        """By file of tests, from the last time if nothing has changed since."""
+        """By file of tests, from the last time if these have not changed since."""
         if patterns not in self._watched:
             paths = {p: None for pattern in patterns for p in sorted((self.root / "tests/unit").glob(pattern + ".py"))}
             self._watched[patterns] = {path.name: self._watch(path) for path in paths}
@@ -212,8 +217,7 @@ class Field:
 
     def _watch(self, path: Path) -> Reach:
         kits = [p for p in path.parent.glob("*.py") if not p.name.startswith("test_")]
-        sources = [path, *sorted(kits), *sorted((self.root / "vllm_ascend_pd").rglob("*.py"))]
-        state = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
+        state = _digest([path, *sorted(kits)])
         book = self._keep / f"{path.stem}.json"
         if book.exists() and (reach := Reach(**json.loads(book.read_text()))).state == state:
             return reach
@@ -226,7 +230,9 @@ class Field:
         told = self._forked(run, time.monotonic() + 1800)
         if told is None:
             raise TimeoutError(f"{path.name} does not end")
-        reach = Reach(state, *json.loads(told))
+        package = sorted((self.root / "vllm_ascend_pd").rglob("*.py"))
+        sources = {str(p.relative_to(self.root)): _digest([p]) for p in package}
+        reach = Reach(state, sources, *json.loads(told))
         if not reach.seconds:
             raise RuntimeError(f"no test of {path.name} runs: {(self.root / 'output').read_text()[-2000:]}")
         book.write_text(json.dumps({name: getattr(reach, name) for name in Reach.__slots__}))
@@ -280,6 +286,10 @@ class Field:
         if not ended:
             return None
         return out.read_text() if status == 0 else "the process"
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def _warm(modules: Sequence[str]) -> None:
