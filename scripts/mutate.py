@@ -1,51 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random changes of the package's own code, one at a time, each against the tests that should see it.
 
-The changes are drawn by seed from the syntax tree: a comparison, a number, a call, two arguments, a condition, a lock. Each is
-made in a copy of the tree, never in place, and the tests of its folder run until one fails; what they let through meets the
-simulator. A change that nothing sees asks for a test, or for a line in `scripts/mutants_equivalent.txt` with the reason why it
-changes nothing. `--only N` makes one of them again and shows it.
+The changes are drawn by seed from the syntax tree, as many from each folder: a comparison, a number, a call, two arguments, a
+condition, a lock. Each is made in a copy of the tree, never in place. Of the tests of its folder those run that reach its lines,
+until one fails; what they let through meets the simulator. A change that nothing sees asks for a test, or for a line in
+`scripts/mutants_equivalent.txt` with the reason why it changes nothing. `--only N` makes one of them again. With `--keep DIR` a
+run that was ended goes on where it was, and one that is finished asks again about what survived only.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import os
+import json
 import random
-import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from pathlib import Path
+
+from scripts.support.mutant_tests import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "scripts" / "mutants_equivalent.txt"
-COPIED = ("vllm_ascend_pd", "tests", "scripts", "csrc", "docs", "examples", "dashboards", "pyproject.toml", "setup.py")
-# By folder of the package: the tests that are its own, quick ones first.
+_BOOKS = ("test_decisions_*", "test_connector", "test_runtime", "test_runtime_*")
+_PUSHES = ("test_writer", "test_batches", *_BOOKS, "test_regroup_*")
+# By folder or file of the package: the tests that are its own.
 TESTS: dict[str, tuple[str, ...]] = {
-    "protocol": ("test_protocol_*", "test_auth", "test_forged_requests", "test_fuzz"),
-    "geometry": ("test_geometry_*", "test_decisions_push"),
-    "regroup": ("test_regroup_staging", "test_ops", "test_ops_*", "test_regroup_*"),
-    "transport": ("test_transport_*", "test_batches", "test_mooncake"),
-    "channel": ("test_channel", "test_channel_*"),
-    "decode": ("test_decisions_*", "test_connector", "test_runtime", "test_runtime_*"),
-    "prefill": (
-        "test_writer",
-        "test_batches",
-        "test_decisions_*",
-        "test_regroup_staging",
-        "test_connector",
-        "test_runtime",
+    "prefill/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
+    "prefill/decisions.py": _PUSHES,
+    "decode/core": (*_BOOKS, "test_trace", "test_metrics"),
+    "decode/decisions.py": _BOOKS,
+    "protocol": (
+        "test_shown",
+        "test_protocol_*",
+        "test_versions",
+        "test_auth",
+        "test_forged_requests",
+        "test_fuzz",
         "test_runtime_*",
-        "test_regroup_catchup",
     ),
+    "geometry": (
+        "test_geometry_*",
+        "test_decisions_push",
+        "test_ops_*",
+        "test_cli_plan",
+        "test_runtime",
+        "test_regroup_staging",
+    ),
+    "regroup": ("test_ops", "test_shown", "test_ops_*", "test_regroup_*"),
+    "transport": ("test_transport_*", "test_batches", "test_mooncake", "test_mooncake_faults", "test_runtime_*"),
+    "channel": ("test_channel", "test_channel_*"),
+    "prefill": _PUSHES,
+    "decode": _BOOKS,
 }
+USUAL = tuple(TESTS)[:8]
 SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill")
 SEEDS = 40  # of the simulator, for what the unit tests let through
 
@@ -83,6 +97,7 @@ class Mutant:
     after: str
     around: str  # the line, or the first of them
     column: int
+    lines: tuple[int, int] = (0, 0)  # the statement's first and last, without what is below it
 
     @property
     def name(self) -> str:
@@ -142,14 +157,31 @@ class _Source:
 def mutants_of(path: str, text: str) -> list[Mutant]:
     """All changes that can be made to a file, in the order of the tree."""
     source, tree = _Source(path, text), ast.parse(text)
+    lines = _lines_of(tree)
     skipped = {id(inner) for node in ast.walk(tree) for inner in ast.walk(node) if _is_no_code(node)}
     return [
-        mutant
+        replace(mutant, lines=lines[id(node)])
         for node in ast.walk(tree)
         if id(node) not in skipped
         for mutant in _changes(source, node)
         if mutant.before != mutant.after
     ]
+
+
+def _lines_of(tree: ast.Module) -> dict[int, tuple[int, int]]:
+    """By node: those of the innermost statement around it."""
+    found: dict[int, tuple[int, int]] = {}
+    for statement in ast.walk(tree):  # inner ones come later
+        if not isinstance(statement, ast.stmt):
+            continue
+        first, last = statement.lineno, statement.end_lineno or statement.lineno
+        body = getattr(statement, "body", None)
+        own = (
+            min([first, *(d.lineno for d in getattr(statement, "decorator_list", ()))]),
+            max(first, body[0].lineno - 1) if body else last,
+        )
+        found |= dict.fromkeys((id(node) for node in ast.walk(statement)), own)
+    return found
 
 
 def _is_no_code(node: ast.AST) -> bool:
@@ -163,9 +195,12 @@ def _is_no_code(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "trace.enabled()")
 
 
-def _parses(text: str) -> bool:
+def _is_another(mutant: Mutant, text: str) -> bool:
+    """Whether it is a program, and more than a record that could be changed now: that nobody does is for the type checker."""
+    if mutant.around[: mutant.column].endswith(("frozen=", "slots=")):
+        return False
     try:
-        ast.parse(text)
+        ast.parse(mutant.applied(text))
     except (SyntaxError, ValueError):
         return False
     return True
@@ -217,118 +252,99 @@ def _of_call(source: _Source, node: ast.Call) -> Iterator[Mutant]:
         yield source.cut(first.lineno, begin, end, after)
 
 
-def drawn(folders: list[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
-    """Each file's share is that of its changes; the same seed draws the same ones from the same code."""
-    every: list[Mutant] = []
-    for folder in folders:
-        for path in sorted((root / "vllm_ascend_pd" / folder).glob("*.py")):
-            every += mutants_of(str(path.relative_to(root)), path.read_text())
-    random.Random(seed).shuffle(every)
-    parsing = (mutant for mutant in every if _parses(mutant.applied((root / mutant.path).read_text())))
-    return list(islice(parsing, count))
+def drawn(folders: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
+    """One of each folder in turn; the same seed draws the same ones from the same code."""
+    turns = [_shuffled(folder, seed, root) for folder in folders]
+    return list(islice((mutant for turn in zip_longest(*turns) for mutant in turn if mutant is not None), count))
+
+
+def _shuffled(folder: str, seed: int, root: Path) -> Iterator[Mutant]:
+    place = root / "vllm_ascend_pd" / folder
+    paths = [place] if place.is_file() else sorted(place.glob("*.py"))
+    every = [mutant for path in paths for mutant in mutants_of(str(path.relative_to(root)), path.read_text())]
+    random.Random(f"{folder} {seed}").shuffle(every)
+    return (mutant for mutant in every if _is_another(mutant, (root / mutant.path).read_text()))
 
 
 def known() -> dict[str, str]:
     """Changes that change nothing, with the reason."""
     lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
-    pairs = [line.split(" # ", 1) for line in lines if line.strip() and not line.startswith("#")]
+    pairs = [line.rsplit(" # ", 1) for line in lines if line.strip() and not line.startswith("#")]
     return {name.strip(): reason for name, reason in pairs}
 
 
-class Field:
-    """A copy of the tree in which one file at a time is another."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        for name in COPIED:
-            source, target = ROOT / name, root / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            elif source.exists():
-                shutil.copy(source, target)
-
-    def judge(self, mutant: Mutant, limit_s: float) -> str:
-        """Who saw it: a test, the simulator, the clock, or nobody (empty)."""
-        file = self.root / mutant.path
-        text = file.read_text()
-        file.write_text(mutant.applied(text))
-        try:
-            return self._seen(mutant.path.split("/")[1], limit_s)
-        finally:
-            file.write_text(text)
-
-    def _seen(self, folder: str, limit_s: float) -> str:
-        tests: dict[str, None] = {}
-        for pattern in TESTS[folder]:
-            tests |= dict.fromkeys(str(p) for p in sorted((self.root / "tests/unit").glob(pattern + ".py")))
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            "--timeout",
-            "60",
-        ]
-        done = self._run([*words, *tests], limit_s)
-        if done is None:
-            return "the clock"
-        if done.returncode:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0].split(" - ")[0].split("/")[-1] if failed else "the tests"
-        if folder not in SIMULATED:
-            return ""
-        done = self._run([sys.executable, "-m", "simulation.run", "--seeds", str(SEEDS), "--from", "1"], limit_s)
-        return "the clock" if done is None else "the simulator" if done.returncode else ""
-
-    def _run(self, words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
-        env = {**os.environ, "PYTHONPATH": f"{self.root}:{self.root / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            return subprocess.run(
-                words, cwd=self.root, env=env, timeout=limit_s, capture_output=True, text=True, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return None
+def own_tests(mutant: Mutant) -> tuple[str, ...]:
+    path = mutant.path.removeprefix("vllm_ascend_pd/")
+    return TESTS[path] if path in TESTS else TESTS[path.rpartition("/")[0]]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mutate.sh", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--mutants", type=int, default=20, help="how many changes are drawn (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (%(default)s)")
-    parser.add_argument("--folder", action="append", choices=sorted(TESTS), help="of the package; none: all of them")
+    parser.add_argument(
+        "--folder", action="append", choices=sorted(TESTS), help=f"of the package; none: {', '.join(USUAL)}"
+    )
     parser.add_argument("--only", type=int, help="the change of this number alone")
+    parser.add_argument("--keep", type=Path, help="a directory for what was found, to go on from")
     parser.add_argument(
         "--limit", type=float, default=600.0, help="seconds for one change's tests; then it counts as seen"
     )
+    parser.add_argument("--quick", action="store_true", help="leave out tests that start processes; ask again without")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
     args = parser.parse_args(argv)
-    mutants = list(enumerate(drawn(args.folder or sorted(TESTS), args.mutants, args.seed)))
+    mutants = list(enumerate(drawn(args.folder or USUAL, args.mutants, args.seed)))
     chosen = [pair for pair in mutants if args.only in (None, pair[0])]
     if args.list:
         for number, mutant in chosen:
             print(f"{number:4} {mutant.path}:{mutant.line}  {_flat(mutant.before)}  →  {_flat(mutant.after)}")
         return 0
-    reasons, counts, survivors = known(), Counter[str](), []
+    counts = Counter[str]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs ends with it
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        field = Field(Path(directory))
-        for number, mutant in chosen:
-            began = time.monotonic()
-            seen = f"equivalent: {reasons[mutant.name]}" if mutant.name in reasons else field.judge(mutant, args.limit)
-            kind = "equivalent" if mutant.name in reasons else "seen" if seen else "SURVIVED"
+        for number, kind, line in _judged(chosen, Path(directory), args):
             counts[kind] += 1
-            survivors += [] if seen else [mutant]
-            change = f"{_flat(mutant.before)}  →  {_flat(mutant.after)}"
-            print(
-                f"{number:4} {kind:10} {mutant.path}:{mutant.line}  {change}  [{seen}, {time.monotonic() - began:.0f} s]",
-                flush=True,
-            )
+            print(f"{number:4} {kind:10} {line}", flush=True)
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     print(f"{len(chosen)} changes, seed {args.seed}: {told}")
-    return 1 if survivors else 0
+    return 1 if counts["SURVIVED"] else 0
+
+
+def _judged(
+    chosen: list[tuple[int, Mutant]], directory: Path, args: argparse.Namespace
+) -> Iterator[tuple[int, str, str]]:
+    keep: Path = args.keep or directory
+    keep.mkdir(parents=True, exist_ok=True)
+    reasons, book = known(), keep / "seen.json"
+    earlier: dict[str, str] = json.loads(book.read_text()) if book.exists() else {}
+    field: Field | None = None
+    for number, mutant in chosen:
+        began, key = time.monotonic(), f"{mutant.line} {mutant.name}"
+        if mutant.name in reasons:
+            kind, seen = "equivalent", reasons[mutant.name]
+        elif key in earlier:
+            kind, seen = "seen", earlier[key]
+        else:
+            field = field or Field(ROOT, directory / "tree", keep)
+            seen = field.judge(
+                mutant.path,
+                mutant.applied,
+                mutant.lines,
+                own_tests(mutant),
+                _simulated(mutant),
+                args.limit,
+                args.quick,
+            )
+            kind = "seen" if seen else "SURVIVED"
+            if seen:
+                earlier[key] = seen
+                book.write_text(json.dumps(earlier, indent=1))
+        change = f"{_flat(mutant.before)}  →  {_flat(mutant.after)}"
+        yield number, kind, f"{mutant.path}:{mutant.line}  {change}  [{seen}, {time.monotonic() - began:.0f} s]"
+
+
+def _simulated(mutant: Mutant) -> int:
+    return SEEDS if mutant.path.split("/")[1] in SIMULATED else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from simulation.world import Process
 from vllm_ascend_pd.metaserver.decisions import (
-    NOT_EXECUTED,
     Backoff,
     Candidate,
     Circuit,
@@ -211,7 +210,7 @@ class Broker:
         world, transfer = self.cluster.world, call.reservation.transfer
         call.bad.add(str(engine.index))
         delay = self.retry.again(failure, call.tried, False, self.budget, world.rng.random())
-        if failure in NOT_EXECUTED and delay is not None:
+        if delay is not None:
             world.after(delay, self._dispatch, transfer)
         else:
             self._outcome(transfer, "no prefill")

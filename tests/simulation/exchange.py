@@ -21,7 +21,7 @@ from simulation.memory import Memory
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
-from vllm_ascend_pd.regroup.exchange import TAGS, Outcome
+from vllm_ascend_pd.regroup.exchange import Outcome, strangers, tag_after
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
 STAGING = 1 << 40  # where staging slots lie: far from every cache
@@ -67,7 +67,7 @@ class SlotMoves:
 
     def strangers(self, slot: StagingSlot, number: int) -> list[int]:
         found = self.tags.get(slot.number, {})
-        return [source for source in self.sources if found.get(source) != number]
+        return strangers({source: found.get(source, 0) for source in self.sources}, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Stream:
 
     def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
         """Enqueue only."""
-        number = self.collectives % (TAGS - 1) + 1
+        number = tag_after(self.collectives)
         self.collectives += tables.plan.exchanges
         failed = self.fails()
         after = self._after or Event(reached=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill.core import pushes as core
 from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.sums import Summer
-from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -259,7 +260,7 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
             p.finish(each)
         p.released_blocks_of(request, other, later)
         (worker,) = p.workers.values()
-        assert (worker.stats() or {})["levels"]["writers_dead"]
+        assert list((worker.stats() or {})["levels"]["writers_dead"].values()) == [1]
         with pytest.raises(PdError, match="PD-XFER-007"):
             worker._runtime.check()
 
@@ -414,6 +415,59 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
         d.step()
         p.prefill(later)
         assert d.received(later)[0].ok, "the loop goes on"
+
+
+@pytest.mark.parametrize("at", ["cancel", "settle"])
+def test_a_word_of_the_scheduler_that_goes_wrong_on_decode_gives_up_its_transfer(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = DecodeSite(TUPLES, 1)
+    with sites(d):
+        request, broken, function = d.reserve("r", 30), [RuntimeError("the device is gone")], getattr(Receiver, at)
+        d.step()
+
+        def once(*args: Any) -> Any:
+            if broken:
+                raise broken.pop()
+            return function(*args)
+
+        monkeypatch.setattr(Receiver, at, once)
+        if at == "cancel":
+            d.book.request_finished(request.name)
+        else:
+            d.book.prefilled(request.reservation.transfer)
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail
+
+
+def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_reported_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
+    runtime, over = d.workers[0]._runtime, Receiver.over
+    assert runtime is not None
+    with traced() as events, sites(p, d):
+        bad, good = d.reserve("bad", 30), d.reserve("good", 9)
+        d.step()
+        for each in (bad, good):
+            p.prefill(each)
+        assert all(report.ok for report in d.received(bad, good))
+
+        def breaking(receiver: Receiver, now: float, transfer: TransferId) -> Any:
+            if transfer == bad.reservation.transfer:
+                raise RuntimeError("the device is gone")
+            return over(receiver, now, transfer)
+
+        monkeypatch.setattr(Receiver, "over", breaking)
+        d.step()
+        until(lambda: not runtime.core.binds, "the end of both")
+        later = d.reserve("later", 9)
+        d.step()
+        p.prefill(later)
+        assert d.received(later)[0].ok, "the loop goes on"
+        ends = Counter(facts["transfer"] for stage, facts in events if stage == "closed")
+        one = ends[str(later.reservation.transfer)]
+        assert ends == {str(each.reservation.transfer): one for each in (bad, good, later)}, "nothing ended twice"
 
 
 def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> None:

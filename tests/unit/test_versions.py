@@ -131,6 +131,15 @@ def test_what_a_reservation_needs_is_refused_by_its_name() -> None:
     assert Release(features=("sections",)).refusal(PROTOCOL_VERSION, ("sections",)) is None
 
 
+def test_what_a_reservation_needs_is_bounded() -> None:
+    def sealed(words: int) -> bytes:
+        return seal(msgspec.structs.replace(RESERVATION, needs=tuple(f"n{n}" for n in range(words))), None)
+
+    assert admitted(unseal(sealed(64), None)).startswith("PD-CTRL-004")
+    with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
+        unseal(sealed(65), None)
+
+
 def grown(plain: Any) -> Any:
     """The same of a later release: a field more in each map, an element more in each array of fixed length."""
     return {**{key: grown(value) for key, value in plain.items()}, "later": [1]} if isinstance(plain, dict) else plain

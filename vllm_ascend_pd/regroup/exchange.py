@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +42,16 @@ def tags_of(ranks: int) -> int:
     return ranks * TAG_BYTES
 
 
+def tag_after(collectives: int) -> int:
+    """The tag of what is exchanged next, after so many collectives."""
+    return collectives % (TAGS - 1) + 1
+
+
+def strangers(tags: Mapping[int, int], number: int) -> list[int]:
+    """The sources whose tag is not of the exchange with that number."""
+    return [source for source, tag in tags.items() if tag != number]
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRows:
     """What fills one slot. The tags of `sources` end up at `tags`, behind the slot's bytes."""
@@ -57,7 +67,7 @@ class SlotRows:
             return []
         tags = slot.memory[self.tags : self.tags + tags_of(len(self.sources))].cpu().view(torch.int64)
         found = tags.view(len(self.sources), -1)[:, 0].tolist()
-        return [source for source, tag in zip(self.sources, found, strict=True) if tag != number]
+        return strangers(dict(zip(self.sources, found, strict=True)), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +144,7 @@ class Exchange:
         An error in this rank's own part is returned after the collective; an error of the collective is raised.
         """
         error: Exception | None = None
-        number = self.collectives % (TAGS - 1) + 1
+        number = tag_after(self.collectives)
         caches = self._caches[layer]
         try:
             self._gather(rows, caches, number)
