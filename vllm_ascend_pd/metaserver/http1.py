@@ -186,7 +186,7 @@ class _Connection(asyncio.Protocol):
         self._bodiless, self._heard, self._until_close, self._unread = bodiless, False, False, 0
         self._due, self._hurried = self.loop.time() + timeout_s, math.inf
         self._head = self.loop.create_future()
-        self._pool.busy.add(self)
+        self._pool.busy[self] = None
         self._unsent.extend(data)
         self._send_on()
         return self._head
@@ -223,7 +223,7 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        self._pool.busy.discard(self)
+        self._pool.busy.pop(self, None)
         self._unsent.clear()
         if self._transport is not None:
             self._transport.abort()
@@ -339,7 +339,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self.idle: list[_Connection] = []
-        self.busy: set[_Connection] = set()
+        self.busy: dict[_Connection, None] = {}  # in the order in which they were asked
 
     def take(self, now: float) -> _Connection | None:
         """The one used last: it is the least likely to be closing."""
@@ -351,12 +351,12 @@ class _Pool:
         return None
 
     def keep(self, connection: _Connection) -> None:
-        self.busy.discard(connection)
+        self.busy.pop(connection, None)
         connection.idle_since = connection.loop.time()
         self.idle.append(connection)
 
     def forget(self, connection: _Connection) -> None:
-        self.busy.discard(connection)
+        self.busy.pop(connection, None)
         if connection in self.idle:
             self.idle.remove(connection)
 

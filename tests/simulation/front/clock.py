@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         done = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - whatever it is, who awaits gets it
             done.set_exception(problem)
         return done
 

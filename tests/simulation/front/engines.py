@@ -73,8 +73,8 @@ class Engine:
         self.name, self.port, self.kind, self.rng, self.network, self.apps = name, port, kind, rng, network, apps
         self.alive = True
         self.lives = 0
-        self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.connections: dict[Connection, None] = {}  # in order: a seed replays
+        self.tasks: dict[asyncio.Task[Any], None] = {}
         self.counts: dict[str, int] = {}
         network.servers[port] = self
 
@@ -101,8 +101,9 @@ class Engine:
         if not self.alive:
             connection.transport.abort()
             return
-        connection.handle, connection.gone = self.handle, self.connections.discard
-        self.connections.add(connection)
+        connection.handle = self.handle
+        connection.gone = lambda gone: self.connections.pop(gone, None)
+        self.connections[connection] = None
 
     def kill(self) -> None:
         self.alive = False
@@ -120,8 +121,8 @@ class Engine:
 
     def own(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(done, None))
 
     # -- requests
 

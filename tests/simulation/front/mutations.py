@@ -12,7 +12,7 @@ from unittest import mock
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.bodies import Use
 from vllm_ascend_pd.metaserver.decisions import Circuit, Proof
-from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, shared
+from vllm_ascend_pd.metaserver.service import fleet, front, relay, reserve, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.intake import Body
 
@@ -73,13 +73,12 @@ def _ticket_kept(self: Journal, attempt: Attempt) -> None:
     """Never void."""
 
 
-# The first seven are defects that the service once had.
+# The first six are defects that the service once had.
 ALL = {
     mutation.name: mutation
     for mutation in (
         Mutation("P's good answer proves a pair", ((reserve.Reservations, "_ask", _answer_proves),)),
         Mutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
-        Mutation("one canary at a time, with all patience", ((canary, "_AT_ONCE", 1), (canary, "_PATIENCE_S", 600.0))),
         Mutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
         Mutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
         Mutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),

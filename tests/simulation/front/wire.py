@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self.handle: Callable[[Request], Any] | None = None
         self.task: asyncio.Task[None] | None = None
-        self.gone: Callable[[Connection], None] = lambda connection: None
+        self.gone: Callable[[Connection], object] = lambda connection: None
         self._parser = httptools.HttpRequestParser(self)
         self._url, self._headers, self._body = b"", {}, b""  # type: bytes, dict[str, str], bytes
 

@@ -99,6 +99,15 @@ async def _nobody(message: MutableMapping[str, Any]) -> None:
     """Nobody is there to be answered any more."""
 
 
+def _now() -> float:
+    """Looked up when it is called: a simulation has another clock."""
+    return time.monotonic()
+
+
+def _wall() -> float:
+    return time.time()
+
+
 @dataclass(slots=True, eq=False)
 class Exchange:
     """A client's request under way."""
@@ -108,8 +117,8 @@ class Exchange:
     request_id: str
     interrupt: Interrupt
     send: Send
-    started: float = field(default_factory=lambda: time.monotonic())
-    started_wall: float = field(default_factory=lambda: time.time())
+    started: float = field(default_factory=_now)
+    started_wall: float = field(default_factory=_wall)
     number: int = 0  # of the attempt
     tried: set[str] = field(default_factory=set)  # D's that failed it
     bad_prefills: set[str] = field(default_factory=set)
@@ -179,7 +188,7 @@ class Attempt:
     blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: once
     failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
     trials: dict[str, Trial] = field(default_factory=dict)  # by transfer, of P's: D's report ends them
-    began: float = field(default_factory=lambda: time.monotonic())
+    began: float = field(default_factory=_now)
     restart: bool = True  # whether another attempt may follow
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
     watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
