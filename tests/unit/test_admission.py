@@ -157,10 +157,10 @@ def test_sizes_of_the_predecessor_must_be_true_of_this_engine(role: str, side: s
 # -- data parallelism
 
 
-def as_rank(config: Any, rank: int, *, dense: bool) -> Any:
+def as_rank(config: Any, rank: int, *, dense: bool, suffix: int | None = None) -> Any:
     """As vLLM's engine core makes it for one of its data-parallel ranks."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
-    transfer.engine_id = f"{transfer.engine_id}_dp{rank}"
+    transfer.engine_id = f"{transfer.engine_id}_dp{rank if suffix is None else suffix}"
     parallel.data_parallel_index = rank
     if dense:
         parallel.reconfigure_for_independent_dp_rank()
@@ -177,6 +177,12 @@ def test_each_rank_has_ports_and_a_name_of_its_own(rank: int, dense: bool) -> No
     engine = Engine.of(as_rank(config, rank, dense=dense))
     assert [engine.port_of(worker) for worker in (0, 1)] == [7000 + 2 * rank, 7001 + 2 * rank]
     assert dp_rank_of(engine.incarnation) == ("" if rank == 0 else str(rank))
+
+
+def test_a_dense_rank_of_a_second_host_starts() -> None:
+    """vLLM 0.23 puts the rank's number on its host into engine_id, later releases its number among all."""
+    config = vllm_config("kv_consumer", {"decode": {"dp_size": 4}}, data_parallel_size=4)
+    Engine.of(as_rank(config, 2, dense=True, suffix=0))
 
 
 def test_a_rank_whose_port_would_be_none_is_refused() -> None:
