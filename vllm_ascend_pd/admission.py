@@ -51,6 +51,9 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if getattr(parallel, "use_ubatching", False):
         # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
         yield _refused("Micro-batching (DBO)", "Start without --enable-dbo.")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        # It takes the cache's memory away, into which or from which others write, and asks no connector.
+        yield _refused("Sleep mode", "Start without --enable-sleep-mode.")
     if config.speculative_config is not None:
         yield _refused("A draft model (speculative decoding)", "Start without it.")
     dtype = str(config.cache_config.cache_dtype)

@@ -88,6 +88,13 @@ def test_full_graphs_are_decodes_alone(mode: str) -> None:
             Engine.of(config)
 
 
+def sleeping(role: str) -> Any:
+    """vLLM refuses it on a CPU by itself, so it is set on a finished configuration."""
+    config = vllm_config(role)
+    config.model_config.enable_sleep_mode = True
+    return config
+
+
 def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
     """vLLM refuses some combinations on CPU by itself: the field is set on a finished configuration."""
 
@@ -113,6 +120,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ),
     ("quantised KV cache (fp8)", lambda role: vllm_config(role, kv_cache_dtype="fp8")),
     ("Micro-batching", with_parallel("enable_dbo", True)),
+    ("Sleep mode", sleeping),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
 ]
 
