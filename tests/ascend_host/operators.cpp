@@ -181,6 +181,14 @@ bool ends_in_cache(std::string_view name) {
   return name.size() >= kEnd.size() && name.substr(name.size() - kEnd.size()) == kEnd;
 }
 
+bool multiplies(const std::string& name) {
+  for (const char* product :
+       {"aten::matmul", "aten::linear", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}) {
+    if (name == product) return true;
+  }
+  return false;
+}
+
 std::string title(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
@@ -200,7 +208,11 @@ class Call {
     }
     for (size_t i = 0; i < given_.size(); ++i) (*stack_)[first_ + i] = for_host(i);
     hosts_.assign(stack_->begin() + first_, stack_->end());
-    op_.callBoxed(stack_);
+    if (multiplies(op_.operator_name().name)) {
+      call_wide();
+    } else {
+      op_.callBoxed(stack_);
+    }
     if (!device_) return;
     const size_t results = stack_->size() - schema_.returns().size();
     for (size_t i = 0; i < schema_.returns().size(); ++i)
@@ -210,6 +222,28 @@ class Call {
   }
 
  private:
+  // In double precision, rounded once: so a row's product does not hang on how many rows are multiplied with it, and an
+  // answer does not on what else is in the batch.
+  void call_wide() {
+    const auto arguments = schema_.arguments().size();
+    std::optional<at::ScalarType> narrow;
+    for (size_t i = 0; i < arguments; ++i) {
+      IValue& value = (*stack_)[first_ + i];
+      if (!value.isTensor() || !at::isFloatingType(value.toTensor().scalar_type())) continue;
+      if (!is_written(schema_.arguments()[i])) narrow = value.toTensor().scalar_type();
+      value = value.toTensor().to(at::kDouble);
+    }
+    op_.callBoxed(stack_);
+    for (size_t i = 0; i < arguments; ++i) {
+      if (!hosts_[i].isTensor() || !is_written(schema_.arguments()[i])) continue;
+      const Tensor out = hosts_[i].toTensor(), wide = (*stack_)[stack_->size() - 1].toTensor();
+      if (out.sizes() != wide.sizes()) out.resize_(wide.sizes());
+      out.copy_(wide);
+    }
+    IValue& result = (*stack_)[stack_->size() - 1];
+    if (narrow) result = result.toTensor().to(*narrow);
+  }
+
   void look_for_device(const IValue& value) {
     if (device_) return;
     if (value.isTensor()) {
