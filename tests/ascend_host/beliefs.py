@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
 from vllm.v1 import kv_cache_interface as vllm_specs
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.engine.core import EngineCoreProc
@@ -238,6 +239,7 @@ def preemptions_are_told_before_blocks_are_overwritten() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    load_general_plugins()
     for name in sys.argv[1:] or ASKED:
         try:
             ASKED[name]()
