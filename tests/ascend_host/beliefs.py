@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins
 from vllm.v1 import kv_cache_interface as vllm_specs
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCoreProc
 from vllm_ascend.core import kv_cache_interface as ascend_specs
 from vllm_ascend.distributed.kv_transfer import register_connector as register_theirs
@@ -99,7 +100,14 @@ def an_engine_id_ends_in_no_rank_but_vllms() -> None:
         assert not re.search(r"_dp\d+$", given), given
         config.__post_init__()
         assert config.kv_transfer_config.engine_id == given, config.kv_transfer_config.engine_id
-    source = inspect.getsource(EngineCoreProc.run_engine_core)
+    # vllm-ascend puts its own run_engine_core in front, which goes on to vLLM's unless it balances, and it balances no P or D.
+    source = inspect.getsource(engine_core)
+    try:
+        vllm_config("kv_consumer", additional_config={"enable_balance_scheduling": True})
+    except ValueError as error:
+        assert "not supported in" in str(error), error
+    else:
+        raise AssertionError("a D may balance")
     assert "_dp{local_dp_rank}" in source and "data_parallel_index = dp_rank" in source
 
 
