@@ -42,7 +42,7 @@ def engines(request: pytest.FixtureRequest) -> Engines:
 @pytest.fixture(scope="module")
 def pair(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Iterator[Pair]:
     """All blocks of both are free when its cells are over."""
-    with Cluster(fresh_directory("ascend_host"), progress=told, port_base=25000) as cluster:
+    with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
         pair = engines.start(build, cluster)
         yield pair
         every = (pair.prefill, *pair.decode)

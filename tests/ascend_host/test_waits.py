@@ -25,7 +25,7 @@ OWN_KERNELS = {**REGROUPED, "regroup_kernels": "own"}
 LATE, DELAYED = 200_000, 20_000
 # D's next prompt gets the last block of the one before. Into that the step writes that was begun before D had read its stop token,
 # and a step's writes land some seconds late.
-REUSED, LATE_D = few_blocks(LENGTH // BLOCK + 3), 3_000_000
+REUSED, LATE_D = (*few_blocks(LENGTH // BLOCK + 3), "--max-model-len", str(4 * BLOCK)), 3_000_000
 EQUAL = 1e-4  # between two logarithms of a chance
 
 WITHOUT = {
@@ -42,7 +42,7 @@ WITH = {
 
 @pytest.fixture
 def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
-    with Cluster(fresh_directory("ascend_host"), progress=told, port_base=25000) as cluster:
+    with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
         yield cluster
     assert not cluster.leaks, cluster.leaks
 
