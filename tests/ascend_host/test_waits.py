@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_sets import BLOCK, Engines, Side, few_blocks
 from host_build import HostBuild
-from pairs import fresh_prompt
+from pairs import Pair, fresh_prompt
 
 from scripts.support.checks import fresh_salt
 from scripts.support.client import RequestFailed, body_of, post
@@ -26,6 +26,7 @@ LATE, DELAYED = 200_000, 20_000
 # D's next prompt gets the last block of the one before. Into that the step writes that was begun before D had read its stop token,
 # and a step's writes land some seconds late.
 REUSED, LATE_D = (*few_blocks(LENGTH // BLOCK + 3), "--max-model-len", str(4 * BLOCK)), 3_000_000
+OF_BYTES = ("PD-WIRE-004", "did not give their part")  # a checksum, a tag of an exchange
 EQUAL = 1e-4  # between two logarithms of a chance
 
 WITHOUT = {
@@ -53,6 +54,11 @@ def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[floa
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
+def checked_bytes(pair: Pair) -> list[str]:
+    """What the engines' logs say of bytes that did not pass their checks."""
+    return [line for line in pair.failed_transfers() if any(code in line for code in OF_BYTES)]
+
+
 def wrong(engines: Engines, build: HostBuild, cluster: Cluster) -> list[str]:
     """What was not as it should be, of three prompts one after the other. Each ends at its second token, which nobody knows before."""
     pair = engines.start(build, cluster)
@@ -63,13 +69,15 @@ def wrong(engines: Engines, build: HostBuild, cluster: Cluster) -> list[str]:
         try:
             got, sure = said(pair.front.url, prompt, stop_token_ids=[tokens[1]])
         except RequestFailed as failed:
-            found.append(str(failed))
+            if not (told := checked_bytes(pair)):
+                raise  # something else went wrong, which shows nothing
+            found.append(f"{failed}; {told}")
             continue
         if got != tokens[: len(got)]:
             found.append(f"expected {tokens}, got {got}")
         elif any(abs(a - b) > EQUAL for a, b in zip(chances, sure, strict=False)):
             found.append(f"expected {chances}, got {sure}")
-    return found + pair.failed_transfers()
+    return found + checked_bytes(pair)
 
 
 @pytest.mark.parametrize("name", WITHOUT)
