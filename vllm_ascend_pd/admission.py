@@ -7,6 +7,7 @@ What is not proven stops the start with a code and a sentence: wrong KV that loo
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,9 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if getattr(parallel, "use_ubatching", False):
         # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
         yield _refused("Micro-batching (DBO)", "Start without --enable-dbo.")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        # It takes the cache's memory away, into which or from which others write, and asks no connector.
+        yield _refused("Sleep mode", "Start without --enable-sleep-mode.")
     if config.speculative_config is not None:
         yield _refused("A draft model (speculative decoding)", "Start without it.")
     dtype = str(config.cache_config.cache_dtype)
@@ -118,8 +122,9 @@ def _refused(feature: str, remedy: str) -> ConfigError:
 def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
     # The predecessor's configurations name both engines' sizes; ours must at least be true.
     own = {"tp_size": parallel.tensor_parallel_size}
-    if not str(engine_id).endswith(f"_dp{dp_rank(parallel)}") or parallel.data_parallel_size > 1:
-        own["dp_size"] = parallel.data_parallel_size  # a dense model's rank knows that it is one, and not of how many
+    # A dense model's rank knows that it is one (which one of its host, in vLLM 0.23), and not of how many.
+    if not re.search(r"_dp\d+$", str(engine_id)) or parallel.data_parallel_size > 1:
+        own["dp_size"] = parallel.data_parallel_size
     for name, configured in push.sizes.get(side, {}).items():
         if name in own and configured != own[name]:
             yield ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])

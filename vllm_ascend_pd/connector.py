@@ -43,8 +43,6 @@ class Handshake(KVConnectorHandshakeMetadata):
 class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
-    supports_sleep_mode = False
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         engine = Engine.of(vllm_config)

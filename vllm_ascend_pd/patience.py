@@ -37,6 +37,7 @@ class Patience:
         self._pending = pending
         self._news = threading.Event()
         self._queue: queue.Queue[Any] | None = None
+        self._unread = 0  # steps that must follow at once, until what the workers told after the news has been read
 
     def news(self) -> None:
         self._news.set()
@@ -45,14 +46,20 @@ class Patience:
             with waiting.not_empty:
                 waiting.not_empty.notify_all()
 
-    def nap(self, inbox: queue.Queue[Any], waiting_requests: int) -> None:
-        """Sleep until there is news or input, if remote loads are all that the engine waits for."""
+    def nap(self, inbox: queue.Queue[Any], waiting_requests: int, in_flight: int = 0) -> None:
+        """Sleep until there is news or input, if remote loads are all that the engine waits for. With batches in flight (empty
+        ones) the next step brings an answer from before the news: as many steps more bring the one that tells it."""
         if waiting_requests > self._pending():
+            return
+        if self._unread > 0:
+            self._unread -= 1
             return
         self._queue = inbox
         with inbox.not_empty:
             if not self._news.is_set() and not inbox.queue:
                 inbox.not_empty.wait(NAP_S)
+        if self._news.is_set():
+            self._unread = in_flight
         self._news.clear()
 
 
@@ -71,13 +78,15 @@ def install_nap() -> bool:
     @functools.wraps(original)
     def step_then_nap(self: Any) -> bool:
         executed = original(self)
-        if not executed and not self.batch_queue:
+        # With asynchronous scheduling, or a pipeline, a step leaves a batch in flight: here one without tokens.
+        in_flight = self.batch_queue or ()
+        if not executed and not any(output.total_num_scheduled_tokens for _, output, *_ in in_flight):
             connector = self.scheduler.get_kv_connector()
             patience = getattr(connector, "patience", None)
             if isinstance(patience, Patience) and self.scheduler.has_requests():
                 running, waiting = self.scheduler.get_request_counts()
                 if not running:
-                    patience.nap(self.input_queue, waiting)
+                    patience.nap(self.input_queue, waiting, len(in_flight))
         return bool(executed)
 
     EngineCoreProc._process_engine_step = step_then_nap

@@ -5,9 +5,9 @@
 // for the current stream, shows the operator the same bytes as CPU tensors, and gives new results memory of the device.
 // What torch does not know (npu::, atb::) finds its meaning in reference.py. An operator without one stops the process.
 //
-// With STAND_IN_LATE_US the paged cache is late: the stream that writes it has a copy of its own, which its operators
-// see, and the cache itself follows in the stream's tail. So who reads the cache without waiting for the stream finds
-// old bytes.
+// With STAND_IN_LATE_US the paged cache is late: what the stream that writes it has written is there for its own
+// operators, and lands in the cache itself in the stream's tail. So who reads the cache without waiting for the stream
+// finds old bytes, and who writes into it finds his bytes overwritten.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -44,50 +45,69 @@ stand_in::Stream& current_stream(c10::DeviceIndex device) {
 
 class LateCache {
  public:
-  LateCache(c10::Storage storage, stand_in::Stream* stream) : stream(stream), storage_(std::move(storage)) {
-    const char* bytes = truth();
-    seen_.assign(bytes, bytes + storage_.nbytes());
-    submitted_ = seen_;
-  }
+  LateCache(c10::Storage storage, stand_in::Stream* stream) : stream(stream), storage_(std::move(storage)) {}
 
   stand_in::Stream* const stream;
-  char* seen() { return seen_.data(); }
+
+  // As the stream's operators see it: the memory, in which others write too (a prefill engine), and over it what of the
+  // stream has not landed. For one operator at a time.
+  char* seen() {
+    const std::lock_guard<std::mutex> hold(lock_);
+    const char* bytes = truth();
+    seen_.assign(bytes, bytes + storage_.nbytes());
+    for (const auto& changes : tail_) put(*changes, seen_.data());
+    before_ = seen_;
+    return seen_.data();
+  }
 
   // What an operator has changed goes into the stream's tail.
   void follow() {
-    struct Change {
-      size_t offset;
-      std::vector<char> bytes;
-    };
     constexpr size_t kStep = 4096;
-    auto changes = std::make_shared<std::vector<Change>>();
+    auto changes = std::make_shared<Changes>();
     for (size_t at = 0; at < seen_.size(); at += kStep) {
       const size_t length = std::min(kStep, seen_.size() - at);
-      if (std::memcmp(&seen_[at], &submitted_[at], length) == 0) continue;
+      if (std::memcmp(&seen_[at], &before_[at], length) == 0) continue;
       // Only what differs: beside it another engine may be writing blocks of its own.
       for (size_t i = at; i < at + length;) {
-        if (seen_[i] == submitted_[i]) {
+        if (seen_[i] == before_[i]) {
           ++i;
           continue;
         }
         size_t end = i;
-        while (end < at + length && seen_[end] != submitted_[end]) ++end;
+        while (end < at + length && seen_[end] != before_[end]) ++end;
         changes->push_back({i, {&seen_[i], &seen_[i] + (end - i)}});
         i = end;
       }
-      std::memcpy(&submitted_[at], &seen_[at], length);
     }
     if (changes->empty()) return;
-    stream->submit_late([changes, storage = storage_, to = truth()] {
-      for (const Change& change : *changes) std::memcpy(to + change.offset, change.bytes.data(), change.bytes.size());
+    {
+      const std::lock_guard<std::mutex> hold(lock_);
+      tail_.push_back(changes);
+    }
+    stream->submit_late([this, storage = storage_] {
+      const std::lock_guard<std::mutex> hold(lock_);
+      put(*tail_.front(), truth());
+      tail_.pop_front();
     });
   }
 
  private:
+  struct Change {
+    size_t offset;
+    std::vector<char> bytes;
+  };
+  using Changes = std::vector<Change>;
+
+  static void put(const Changes& changes, char* to) {
+    for (const Change& change : changes) std::memcpy(to + change.offset, change.bytes.data(), change.bytes.size());
+  }
+
   char* truth() const { return static_cast<char*>(storage_.mutable_data()); }
 
   c10::Storage storage_;
-  std::vector<char> seen_, submitted_;  // by the stream's operators; what of it is in the tail
+  std::mutex lock_;                            // of what has not landed, and of its landing
+  std::deque<std::shared_ptr<Changes>> tail_;  // by operator, in their order
+  std::vector<char> seen_, before_;            // of the operator that runs: with its writes, and without
 };
 
 class LateCaches {
@@ -161,6 +181,14 @@ bool ends_in_cache(std::string_view name) {
   return name.size() >= kEnd.size() && name.substr(name.size() - kEnd.size()) == kEnd;
 }
 
+bool multiplies(const std::string& name) {
+  for (const char* product :
+       {"aten::matmul", "aten::linear", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}) {
+    if (name == product) return true;
+  }
+  return false;
+}
+
 std::string title(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
@@ -180,7 +208,11 @@ class Call {
     }
     for (size_t i = 0; i < given_.size(); ++i) (*stack_)[first_ + i] = for_host(i);
     hosts_.assign(stack_->begin() + first_, stack_->end());
-    op_.callBoxed(stack_);
+    if (multiplies(op_.operator_name().name)) {
+      call_wide();
+    } else {
+      op_.callBoxed(stack_);
+    }
     if (!device_) return;
     const size_t results = stack_->size() - schema_.returns().size();
     for (size_t i = 0; i < schema_.returns().size(); ++i)
@@ -190,6 +222,28 @@ class Call {
   }
 
  private:
+  // In double precision, rounded once: so a row's product does not hang on how many rows are multiplied with it, and an
+  // answer does not on what else is in the batch.
+  void call_wide() {
+    const auto arguments = schema_.arguments().size();
+    std::optional<at::ScalarType> narrow;
+    for (size_t i = 0; i < arguments; ++i) {
+      IValue& value = (*stack_)[first_ + i];
+      if (!value.isTensor() || !at::isFloatingType(value.toTensor().scalar_type())) continue;
+      if (!is_written(schema_.arguments()[i])) narrow = value.toTensor().scalar_type();
+      value = value.toTensor().to(at::kDouble);
+    }
+    op_.callBoxed(stack_);
+    for (size_t i = 0; i < arguments; ++i) {
+      if (!hosts_[i].isTensor() || !is_written(schema_.arguments()[i])) continue;
+      const Tensor out = hosts_[i].toTensor(), wide = (*stack_)[stack_->size() - 1].toTensor();
+      if (out.sizes() != wide.sizes()) out.resize_(wide.sizes());
+      out.copy_(wide);
+    }
+    IValue& result = (*stack_)[stack_->size() - 1];
+    if (narrow) result = result.toTensor().to(*narrow);
+  }
+
   void look_for_device(const IValue& value) {
     if (device_) return;
     if (value.isTensor()) {

@@ -12,7 +12,7 @@ import pytest
 from host_build import INTERPRETER, HostBuild
 
 from scripts.support import on_cpu
-from scripts.support.models import ensure
+from scripts.support.models import RECIPES, ensure
 from scripts.support.spec import child_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -89,6 +89,33 @@ def test_who_reads_a_late_cache_without_waiting_finds_old_bytes(build: HostBuild
 def test_collectives_between_two_processes(build: HostBuild) -> None:
     delays = {"STAND_IN_DELAY_US": "500"}
     assert said(run(build, str(HERE / "collectives.py"), **delays)) == "as worked out by hand"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("name", "dtype", "shapes", "written"),
+    [
+        # K and V are tensors of their own, token before head; MLA's are the latent and the rotary part.
+        ("gqa", "float32", [[128, 4, 32], [128, 4, 32]], False),
+        ("mla", "bfloat16", [[128, 1, 512], [128, 1, 64]], True),
+    ],
+)
+def test_how_the_model_runner_calls_a_connector(
+    build: HostBuild, name: str, dtype: str, shapes: list[list[int]], written: bool
+) -> None:
+    """Caches as registered, and each layer's hooks: on_kv_cache_written, which has the layer's name only with MLA, then
+    save_kv_layer with the registered tensors."""
+    program, model = str(HERE / "hooks.py"), str(ensure(name))
+    told = json.loads(said(run(build, program, model, dtype, VLLM_HOST_IP="127.0.0.1")))
+    layers = list(told["caches"])
+    assert len(layers) == RECIPES[name].layers
+    for parts in told["caches"].values():
+        assert [part["shape"][1:] for part in parts] == shapes
+        assert all(part["contiguous"] and part["format"] in (0, 2, 30) and part["device"] == 0 for part in parts)
+    step = [call for layer in layers for call in (["written", layer if written else ""], ["saved", layer])]
+    steps = 4  # of 600 tokens in chunks of 512, and of two tokens more
+    assert [call for call in told["calls"] if call[0] != "over"] == step * steps
+    assert told["calls"].count(["over", ""]) >= steps
 
 
 @pytest.mark.engines

@@ -1,127 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of this package under vllm-ascend itself, on a CANN in host memory: tokens equal to one engine's, every byte
-checked by `verify: full`.
+"""Cells: tokens equal to one engine's of vllm-ascend, every byte checked by `verify: full`. Those of one set share its engines.
 
-vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified; `csrc/npu` is built against that torch_npu, its
-kernels run on the emulated cores. Where P's caches are late, they get what an operator writes only after a time, so that
-who reads them without waiting for the event pushes old bytes. docs/building.md says how to make the environment.
+Every commit runs the first four sets; all of them run where all tests are asked for.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from host_build import INTERPRETER, HostBuild
-from pairs import Pair, fresh_prompt
+from engine_sets import BLOCK, CHUNK, Engines, Side, few_blocks
+from host_build import HostBuild
+from pairs import Pair, counter, fresh_prompt, reference_answers
 
-from scripts.support.cluster import STRICT, Cluster, fresh_directory
-from scripts.support.compare import Tally, TokensDiffer
-from scripts.support.models import RECIPES, ensure
-from scripts.support.spec import EngineSpec
+from scripts.support.checks import fresh_salt
+from scripts.support.client import RequestFailed, body_of, gather, post
+from scripts.support.cluster import Cluster, fresh_directory
+from scripts.support.models import RECIPES
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
-CHUNK = 512
-LENGTHS = (1, 20, 127, 128, 129, 513, 700, 1025, 1500)  # a block has 128 tokens
+TOKENS = 12
 MANY = 12
-
-# With MLA the prompt's last token is a decode on D and a part of the prefill on P, two operators that round differently:
-# in bfloat16 two neighbouring logits may change places. Where P's last chunk is that one token, both decode it.
-STEP = 2.0**-6  # between neighbouring bfloat16 of the size of the best logits
-
-
-@dataclass(frozen=True)
-class Cell:
-    model: str
-    p_tp: int = 1
-    d_tp: int = 1
-    dtype: str = "float32"
-    keys: dict[str, str] = field(default_factory=dict)  # more of kv_connector_extra_config, on P
-    late_us: int = 0  # how late, at most, P's cache gets what an operator wrote into it
-    flags: tuple[str, ...] = ()  # of both engines
-    forgets: str = ""  # a wait for an event that P leaves out: plugin/ascend_host/faults.py
-
-    def __str__(self) -> str:
-        words = [self.model, f"{self.p_tp}to{self.d_tp}", *self.keys.values(), *(f.strip("-") for f in self.flags)]
-        return "-".join([*words, *["late"] * bool(self.late_us), *[f"without {self.forgets}"] * bool(self.forgets)])
-
-    def tally(self) -> Tally:
-        return Tally() if self.dtype == "float32" else Tally(tie=6 * STEP, excused_per=4)
-
-    def pair(self, build: HostBuild, cluster: Cluster) -> Pair:
-        port = cluster.port()
-        wire: dict[str, Any] = {"mooncake_protocol": "tcp", "verify": "off" if self.forgets else "full"}
-        p, d = cluster.start(
-            self._engine(build, "p", "kv_producer", self.p_tp, cluster.push_config(**wire, **self.keys)),
-            self._engine(build, "d", "kv_consumer", self.d_tp, cluster.push_config(f"http://127.0.0.1:{port}", **wire)),
-        )
-        return Pair(cluster, cluster.metaserver([p], [d], port, STRICT), p, (d,), self.tally())
-
-    def _engine(self, build: HostBuild, name: str, role: str, tp: int, extra: dict[str, Any]) -> EngineSpec:
-        environment = {**build.variables(), "MC_FORCE_TCP": "1"}
-        if name == "p":
-            environment |= {"STAND_IN_LATE_US": str(self.late_us), "ASCEND_HOST_FORGETS": self.forgets}
-        return EngineSpec(
-            f"{self}-{name}".replace(" ", "-"),
-            ensure(self.model),
-            role=role,
-            tp=tp,
-            chunk=CHUNK,
-            policy="fail",
-            extra=extra,
-            python=str(INTERPRETER),
-            npu=True,
-            plugins=build.plugins,
-            arguments=("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(64 << 20), *self.flags),
-            environment=environment,
-        )
-
-
 REGROUPED = {"regroup": "always"}
-CELLS = [
-    Cell("gqa", late_us=3000),
-    Cell("mla", dtype="bfloat16", late_us=3000),
-    Cell("gqa", p_tp=2, keys=REGROUPED, late_us=3000),
-    Cell("gqa", p_tp=2, keys=REGROUPED | {"regroup_kernels": "own"}),
-    Cell("mqa"),
-    Cell("moe", p_tp=2, flags=("--enable-expert-parallel",)),
-]
-FAULTS = [
-    Cell("gqa", late_us=200_000, forgets="done"),
-    Cell("gqa", p_tp=2, keys=REGROUPED, late_us=200_000, forgets="hold"),
-]
+OWN_KERNELS = {**REGROUPED, "regroup_kernels": "own"}
+EXPERTS = ("--enable-expert-parallel",)
+ONE_AT_A_TIME = ("--no-async-scheduling",)
+RECOMPUTES = ("--additional-config", '{"recompute_scheduler_enable": true}')
+FEW = few_blocks(16)  # two requests' room and a half
+LATE = 3000
 
 
-@pytest.fixture
-def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
-    with Cluster(fresh_directory("ascend_host"), progress=told, port_base=25000) as cluster:
-        yield cluster
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest) -> Engines:
+    chosen: Engines = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Iterator[Pair]:
+    """All blocks of both are free when its cells are over."""
+    with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
+        pair = engines.start(build, cluster)
+        yield pair
+        every = (pair.prefill, *pair.decode)
+        assert pair.free_counts() == {engine.name: engine.blocks() for engine in every}
+        told(f"{engines}: {pair.tally.summary()}; all blocks free")
     assert not cluster.leaks, cluster.leaks
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_tokens_are_one_engines(cell: Cell, build: HostBuild, cluster: Cluster, told: Callable[[str], None]) -> None:
-    pair, vocab = cell.pair(build, cluster), RECIPES[cell.model].vocab
-    tally, exact = pair.tally, Tally()
-    for length in LENGTHS:
-        pair.tally = exact if length % CHUNK == 1 else tally
-        pair.check([fresh_prompt(length, vocab)], name=str(cell))
-    pair.tally = tally
-    pair.check([fresh_prompt(30 + 80 * i, vocab) for i in range(MANY)], name=f"{cell}, {MANY} at once")
-    engines = (pair.prefill, *pair.decode)
-    assert pair.free_counts() == {engine.name: engine.blocks() for engine in engines}
-    told(f"{cell}: {exact.summary()}; {tally.summary()}; all blocks free")
+# ---- cells
 
 
-@pytest.mark.parametrize("cell", FAULTS, ids=str)
-def test_a_wait_that_is_forgotten_is_seen(cell: Cell, build: HostBuild, cluster: Cluster) -> None:
-    pair = cell.pair(build, cluster)
-    with pytest.raises(TokensDiffer):
-        pair.check([fresh_prompt(700, RECIPES[cell.model].vocab)], name=str(cell))
+def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
+    """D computes a prompt's last token as a decode, P as a part of its prefill. Where these are two ways the reference's prompt is
+    one token shorter, and that token the first that it decodes itself."""
+    vocab = RECIPES[engines.model].vocab
+    if engines.one_way:
+        pair.check([fresh_prompt(length, vocab) for length in lengths], TOKENS, str(engines))
+        return
+    starts = [fresh_prompt(length - 1, vocab) for length in lengths]
+    answers = reference_answers(pair.prefill, starts, TOKENS + 1)
+    prompts = [[*start, answer.tokens[0]] for start, answer in zip(starts, answers, strict=True)]
+    for answer in answers:
+        answer.tokens = answer.tokens[1:]
+    pair.check(prompts, TOKENS, str(engines), expected=answers)
+
+
+def edges(engines: Engines, pair: Pair) -> None:
+    for length in (2, 20, BLOCK - 1, BLOCK, BLOCK + 1):
+        check(engines, pair, [length])
+
+
+def one_token(engines: Engines, pair: Pair) -> None:
+    pair.check([fresh_prompt(1, RECIPES[engines.model].vocab)], TOKENS)
+
+
+def chunks(engines: Engines, pair: Pair) -> None:
+    for length in (CHUNK + 1, 700, 2 * CHUNK + 1, 1500):
+        check(engines, pair, [length])
+
+
+def many(engines: Engines, pair: Pair) -> None:
+    """Where a prefill puts parts together that it has rounded one by one (MLA), prompts have to be cut alike: all fit into one step."""
+    first, more = (30, 80) if engines.one_way else (5, 6)
+    lengths = [first + more * i for i in range(MANY)]
+    assert engines.one_way or sum(lengths) < CHUNK
+    check(engines, pair, lengths)
+
+
+def prefixes(engines: Engines, pair: Pair) -> None:
+    pair.check_prefix_on_decode(BLOCK)
+    pair.check_prefix_on_prefill(BLOCK)
+
+
+def preempted(engines: Engines, pair: Pair) -> None:
+    """More answers than D has blocks for. P has enough: vllm-ascend takes no blocks back on a P."""
+    (d,) = pair.decode
+    prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
+    expected = reference_answers(pair.prefill, prompts, 2 * BLOCK)
+    before = counter(d, "vllm:num_preemptions_total")
+    answers = gather(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
+    for p, want, got in zip(prompts, expected, answers, strict=True):
+        salt = {"cache_salt": fresh_salt("gap")}
+        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens, pair.prefill.url, salt)
+    assert counter(d, "vllm:num_preemptions_total") > before, "D took no block back: the test shows nothing"
+    assert not pair.failed_transfers()
+
+
+def dropped(engines: Engines, pair: Pair) -> None:
+    """vllm-ascend's recompute scheduler ends a request for which it finds no block, as if it were complete. Behind our metaserver
+    each whole answer has all of its tokens; a request that was dropped too often is told so."""
+    (d,) = pair.decode
+    prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
+    expected = reference_answers(pair.prefill, prompts, 2 * BLOCK)
+
+    def ask(prompt: list[int]) -> list[int] | RequestFailed:
+        try:
+            tokens: list[int] = post(pair.front.url, body_of(prompt, 2 * BLOCK))["choices"][0]["token_ids"]
+        except RequestFailed as failed:
+            return failed
+        return tokens
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(ask, prompts))
+    whole = 0
+    for p, want, got in zip(prompts, expected, answers, strict=True):
+        if isinstance(got, RequestFailed):
+            assert "PD-META-022" in got.text, got
+            continue
+        salt = {"cache_salt": fresh_salt("gap")}
+        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got, pair.prefill.url, salt)
+        whole += 1
+    drops = set(re.findall(r"Recompute triggered for request (\w+-\w+)-", d.log.read_text(errors="replace")))
+    assert len(drops) > len(prompts) - whole, "nobody was dropped and answered after all: the test shows nothing"
+
+
+# ---- sets
+
+ALL = (one_token, edges, chunks, many, prefixes)
+FEWER = (edges, chunks, many)
+EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
+    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, preempted)),
+    (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), ALL),
+    (Engines("gqa 1to2", d=Side(2)), FEWER),
+    (Engines("mla 1to1", "mla", p=Side(late_us=LATE), dtype="bfloat16"), FEWER),
+]
+MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
+    (Engines("moe 2to1 experts apart", "moe", p=Side(2), flags=EXPERTS), FEWER),
+    (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS)), FEWER),
+    (Engines("mqa 1to1", "mqa"), FEWER),
+    (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
+    (Engines("gqa 2to2", p=Side(2), d=Side(2)), FEWER),
+    (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
+    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped)),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" not in metafunc.fixturenames:
+        return
+    rows = [
+        pytest.param(engines, cell, id=f"{engines}: {cell.__name__}", marks=[pytest.mark.slow] if slow else [])
+        for slow, sets in ((False, EVERY_COMMIT), (True, MORE))
+        for engines, cells in sets
+        for cell in cells
+    ]
+    metafunc.parametrize(("engines", "cell"), rows, indirect=["engines"], scope="module")
+
+
+def test_tokens_are_one_engines(engines: Engines, pair: Pair, cell: Callable[[Engines, Pair], None]) -> None:
+    cell(engines, pair)

@@ -19,7 +19,7 @@ from scripts.support.checks import (
     settled_free_blocks,
     wait_for_free_blocks,
 )
-from scripts.support.client import Answer, body_of, gather
+from scripts.support.client import Answer, body_of, complete, gather
 from scripts.support.cluster import Cluster, Metaserver
 from scripts.support.compare import Tally
 from scripts.support.engine import Served
@@ -51,10 +51,17 @@ class Pair:
     decode: tuple[Served, ...]
     tally: Tally
 
-    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, name: str = "") -> list[Answer]:
-        """All prompts at once through the metaserver; every answer must be the single engine's. Each prompt that
-        crosses must have been loaded from P: a D that computes by itself proves nothing."""
-        expected = reference_answers(self.prefill, prompts, max_tokens)
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 12,
+        name: str = "",
+        expected: Sequence[Answer] | None = None,
+    ) -> list[Answer]:
+        """All prompts at once through the metaserver; every answer must be the single engine's (or what is `expected`). Each prompt
+        that crosses must have been loaded from P: a D that computes by itself proves nothing."""
+        if expected is None:
+            expected = reference_answers(self.prefill, prompts, max_tokens)
         before, failed = self.loaded_tokens(), self.failed_transfers()
         answers = gather(self.front.url, [body_of(p, max_tokens) for p in prompts])
         loaded = self.loaded_tokens() - before
@@ -71,6 +78,31 @@ class Pair:
         expected = reference_answers(self.prefill, prompts, len(answers[0].tokens))
         for p, want, got in zip(prompts, expected, answers, strict=True):
             self.tally.check(name, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": fresh_salt("gap")})
+
+    def check_prefix_on_decode(self, block: int) -> None:
+        """D asks only for what it has not: of full blocks that are there nothing."""
+        head = fresh_prompt(5 * block)
+        first = [*head, *fresh_prompt(block + 8)]
+        self.check([first], name="cold")
+        cases = (
+            ([*head, *fresh_prompt(3 * block + 5)], 3 * block + 5),  # part of it is there
+            (first, 8),  # all full blocks are there
+            (head, block),  # a prompt of whole blocks: D computes in the last one itself, so it wants it again
+        )
+        for tokens, wanted in cases:
+            before = self.loaded_tokens()
+            answer = complete(self.front.url, body_of(tokens, 12))
+            loaded = self.loaded_tokens() - before
+            assert loaded == wanted, f"D loaded {loaded} of {len(tokens)} tokens, {wanted} were wanted"
+            self.compare([tokens], [answer], f"with {len(tokens) - wanted} tokens on D")
+
+    def check_prefix_on_prefill(self, block: int) -> None:
+        """P pushes the prefix that it did not compute for this request, too."""
+        head = fresh_prompt(6 * block)
+        complete(self.prefill.url, body_of([*head, 9], 1))  # P alone: D has never seen it
+        before = counter(self.prefill, "vllm:prefix_cache_hits_total")
+        self.check([[*head, *fresh_prompt(50)]], name="prefix on P")
+        assert counter(self.prefill, "vllm:prefix_cache_hits_total") - before >= len(head)
 
     def loaded_tokens(self) -> int:
         """Tokens that the D engines took from P so far, by vLLM's own counter."""

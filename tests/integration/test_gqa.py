@@ -181,28 +181,10 @@ class TestFromTp1:
             one[1].check([fresh_prompt(length)], name="1→2")
 
     def test_decode_skips_the_prefix_that_it_has(self, one: tuple[Pair, Pair, Pair]) -> None:
-        pair = one[0]
-        head = fresh_prompt(5 * BLOCK)
-        first = [*head, *fresh_prompt(40)]
-        pair.check([first], name="cold")
-        cases = (
-            ([*head, *fresh_prompt(3 * BLOCK + 5)], 3 * BLOCK + 5),  # part of it is there
-            (first, 40 - BLOCK),  # all full blocks are there
-            (head, BLOCK),  # a prompt of whole blocks: D computes in the last one itself, so it wants it again
-        )
-        for tokens, wanted in cases:
-            before = pair.loaded_tokens()
-            answer = complete(pair.front.url, body_of(tokens, 12))
-            assert pair.loaded_tokens() - before == wanted
-            pair.compare([tokens], [answer], f"with {len(tokens) - wanted} tokens on D")
+        one[0].check_prefix_on_decode(BLOCK)
 
     def test_prefill_pushes_the_prefix_that_it_did_not_compute(self, one: tuple[Pair, Pair, Pair]) -> None:
-        pair = one[0]
-        head = fresh_prompt(6 * BLOCK)
-        complete(pair.prefill.url, body_of([*head, 9], 1))  # P alone: D has never seen it
-        before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
-        pair.check([[*head, *fresh_prompt(50)]], name="prefix on P")
-        assert counter(pair.prefill, "vllm:prefix_cache_hits_total") - before >= len(head)
+        one[0].check_prefix_on_prefill(BLOCK)
 
     def test_32_requests_at_once_to_two_decode_engines_of_different_tp(self, one: tuple[Pair, Pair, Pair]) -> None:
         both = one[2]

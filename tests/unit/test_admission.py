@@ -88,6 +88,13 @@ def test_full_graphs_are_decodes_alone(mode: str) -> None:
             Engine.of(config)
 
 
+def sleeping(role: str) -> Any:
+    """vLLM refuses it on a CPU by itself, so it is set on a finished configuration."""
+    config = vllm_config(role)
+    config.model_config.enable_sleep_mode = True
+    return config
+
+
 def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
     """vLLM refuses some combinations on CPU by itself: the field is set on a finished configuration."""
 
@@ -113,6 +120,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ),
     ("quantised KV cache (fp8)", lambda role: vllm_config(role, kv_cache_dtype="fp8")),
     ("Micro-batching", with_parallel("enable_dbo", True)),
+    ("Sleep mode", sleeping),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
 ]
 
@@ -157,10 +165,10 @@ def test_sizes_of_the_predecessor_must_be_true_of_this_engine(role: str, side: s
 # -- data parallelism
 
 
-def as_rank(config: Any, rank: int, *, dense: bool) -> Any:
+def as_rank(config: Any, rank: int, *, dense: bool, suffix: int | None = None) -> Any:
     """As vLLM's engine core makes it for one of its data-parallel ranks."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
-    transfer.engine_id = f"{transfer.engine_id}_dp{rank}"
+    transfer.engine_id = f"{transfer.engine_id}_dp{rank if suffix is None else suffix}"
     parallel.data_parallel_index = rank
     if dense:
         parallel.reconfigure_for_independent_dp_rank()
@@ -177,6 +185,12 @@ def test_each_rank_has_ports_and_a_name_of_its_own(rank: int, dense: bool) -> No
     engine = Engine.of(as_rank(config, rank, dense=dense))
     assert [engine.port_of(worker) for worker in (0, 1)] == [7000 + 2 * rank, 7001 + 2 * rank]
     assert dp_rank_of(engine.incarnation) == ("" if rank == 0 else str(rank))
+
+
+def test_a_dense_rank_of_a_second_host_starts() -> None:
+    """vLLM 0.23 puts the rank's number on its host into engine_id, later releases its number among all."""
+    config = vllm_config("kv_consumer", {"decode": {"dp_size": 4}}, data_parallel_size=4)
+    Engine.of(as_rank(config, 2, dense=True, suffix=0))
 
 
 def test_a_rank_whose_port_would_be_none_is_refused() -> None:

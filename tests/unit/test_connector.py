@@ -55,7 +55,6 @@ from vllm_ascend_pd.connector import AscendPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is False
 assert supports_hma(AscendPushConnector)
-assert AscendPushConnector.supports_sleep_mode is False
 for name in ("vllm_ascend_pd.transport.wire", "vllm_ascend_pd.device.npu", "vllm_ascend_pd.metaserver.service.app"):
     assert name not in sys.modules, name
 print("imported")

@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -385,6 +386,21 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
         scheduler.ended([LoadEnd("r", "PD-XFER-002", PUSH)])
         assert scheduler.received("r")
         assert not scheduler._asked and not server.reports
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
+    """Its recompute scheduler does not say that such a request is finished."""
+    server = Metaserver()
+    scheduler, asked, _ = loading(server)
+    try:
+        assert scheduler.received("r") and scheduler.wanted(asked, 4) == 0
+        scheduler.metadata(SimpleNamespace(recomputed_reqs=None))
+        assert scheduler._asked
+        scheduler.metadata(SimpleNamespace(recomputed_reqs=[SimpleNamespace(request_id="r")]))
+        assert not scheduler._asked and scheduler.wanted(asked, 4) == 6, "the book has forgotten it, too"
     finally:
         scheduler.close()
         server.served.stop()

@@ -8,6 +8,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +83,19 @@ def test_there_is_no_nap_while_a_request_could_be_scheduled() -> None:
     assert ends(napping(polite, inbox, waiting=2))
 
 
+def test_after_news_the_answers_in_flight_are_read_without_a_nap() -> None:
+    """A step that was given to the workers before the news does not tell of it."""
+    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    polite.news()
+    polite.nap(inbox, 1, in_flight=2)
+    for _ in range(2):
+        polite.nap(inbox, 1, in_flight=2)
+    thread = napping(polite, inbox)
+    assert asleep(thread), "what the news was about has been read"
+    polite.news()
+    assert ends(thread)
+
+
 def test_a_nap_has_an_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "NAP_S", 0.05)
     assert ends(napping(Patience(lambda: 1), queue.Queue[Any]()))
@@ -119,6 +134,11 @@ class Core(EngineCoreProc):
         self.input_queue: Any = queue.Queue()
 
 
+def batch(tokens: int) -> Any:
+    """What vLLM keeps of a step whose answer it has not read."""
+    return Future[Any](), SimpleNamespace(total_num_scheduled_tokens=tokens), Future[Any]()
+
+
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Core], threading.Thread]:
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", lambda self: self.executed)
@@ -132,11 +152,12 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Core], threading.Thread]:
     return run
 
 
+@pytest.mark.parametrize("in_flight", [None, [], [batch(0)]], ids=["one step at a time", "none", "an empty one"])
 def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
-    step: Callable[[Core], threading.Thread],
+    in_flight: Any, step: Callable[[Core], threading.Thread]
 ) -> None:
     polite = Patience(lambda: 2)
-    core = Core(Scheduler(Connector(polite), (0, 2)))
+    core = Core(Scheduler(Connector(polite), (0, 2)), batch_queue=in_flight)
     thread = step(core)
     assert asleep(thread)
     core.input_queue.put("request")
@@ -146,7 +167,10 @@ def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
 
 BUSY: list[tuple[str, Callable[[Patience], Core]]] = [
     ("tokens were computed", lambda polite: Core(Scheduler(Connector(polite), (0, 1)), executed=True)),
-    ("a batch is in flight", lambda polite: Core(Scheduler(Connector(polite), (0, 1)), batch_queue=["batch"])),
+    (
+        "a batch is in flight",
+        lambda polite: Core(Scheduler(Connector(polite), (0, 1)), batch_queue=[batch(0), batch(3)]),
+    ),
     ("requests run", lambda polite: Core(Scheduler(Connector(polite), (1, 1)))),
     ("a request waits for blocks", lambda polite: Core(Scheduler(Connector(polite), (0, 2)))),
     ("nothing is there to do", lambda polite: Core(Scheduler(Connector(polite), (0, 0), requests=False))),

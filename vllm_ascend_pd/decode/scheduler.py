@@ -145,6 +145,9 @@ class DecodeScheduler(SchedulerRole):
         online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
 
     def metadata(self, output: Any) -> StepMetadata:
+        # vllm-ascend's recompute scheduler ends requests that find no block in a step, and tells it nowhere else.
+        for dropped in getattr(output, "recomputed_reqs", None) or ():
+            self.finished(dropped.request_id)
         return StepMetadata(decode=self.build_step())
 
     def build_step(self) -> DecodeStep:

@@ -59,7 +59,8 @@ def take_over() -> None:
 
 
 def in_vllm() -> None:
-    from ascend_host import faults, kernels
+    from ascend_host import faults, kernels, wire
 
     kernels.replace()
+    wire.install()
     faults.plant(os.environ.get("ASCEND_HOST_FORGETS", ""))

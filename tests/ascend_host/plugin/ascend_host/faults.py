@@ -1,21 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits for events that the package leaves out on order, so that a test can show that they are needed.
 
-done    what the host asks an event before it pushes a layer, or lets P write into D's blocks
-hold    what makes the side stream of an exchange wait for the model's stream
+computed    P, direct: what the writer asks a layer's event before it writes
+hold        P, exchange: what makes its side stream wait for the model's
+staged      P, exchange: what the writer asks the event behind it before it writes
+gate        D: what it asks the event of a step before it lets P write into that step's blocks
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+class _Past:
+    """An event that is never waited for."""
+
+    def done(self) -> bool:
+        return True
 
 
 def plant(forgotten: str) -> None:
     if not forgotten:
         return
+    {"computed": _computed, "hold": _hold, "staged": _staged, "gate": _gate}[forgotten]()
+
+
+def _computed() -> None:
+    from vllm_ascend_pd.prefill.writer import Computed
+
+    _forget_of(Computed)
+
+
+def _staged() -> None:
+    from vllm_ascend_pd.prefill.core.exchanges import Staged
+
+    _forget_of(Staged)
+
+
+def _forget_of(kind: type) -> None:
+    from vllm_ascend_pd.prefill.writer import Writer
+
+    put = Writer.put
+
+    def forgetful(self: Writer, item: Any) -> None:
+        put(self, dataclasses.replace(item, event=_Past()) if isinstance(item, kind) else item)
+
+    Writer.put = forgetful  # type: ignore[method-assign]
+
+
+def _hold() -> None:
     from vllm_ascend_pd.device.npu import _StreamEvent
 
-    if forgotten == "done":
-        _StreamEvent.done = lambda self: True  # type: ignore[method-assign]
-    elif forgotten == "hold":
-        _StreamEvent.hold = lambda self, stream: None  # type: ignore[method-assign]
-    else:
-        raise ValueError(f"ASCEND_HOST_FORGETS={forgotten}: done or hold is wanted")
+    _StreamEvent.hold = lambda self, stream: None  # type: ignore[method-assign]
+
+
+def _gate() -> None:
+    from vllm_ascend_pd.decode.core.loads import Loads
+
+    step = Loads.step
+
+    def forgetful(self: Loads, now: float, order: Any, gate: Any) -> None:
+        step(self, now, order, _Past() if gate is not None else None)
+
+    Loads.step = forgetful  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_host.reference import of, refuse
+from ascend_host.reference import of, product, refuse
 
 SCHEMAS = {
     "_C_ascend::moe_gating_top_k": "(Tensor x, int k, int k_group, int group_count, int group_select_mode, int renorm, "
@@ -107,7 +107,7 @@ def grouped_matmul(
     out = torch.zeros(x[0].shape[0], weight[0].shape[2], dtype=x[0].dtype)
     done = 0
     for group, count in enumerate(group_list.tolist()):
-        out[done : done + count] = x[0][done : done + count] @ weight[0][group]
+        out[done : done + count] = product(x[0][done : done + count], weight[0][group])
         done += count
     return [out]
 

@@ -96,8 +96,13 @@ def transpose_batchmatmul(
     refuse("npu_transpose_batchmatmul", bias=bias, scale=scale, batch_split_factor=_unless(batch_split_factor, 1))
     left = x.permute(*perm_x1) if perm_x1 else x
     right = weight.permute(*perm_x2) if perm_x2 else weight
-    y = torch.bmm(left, right)
+    y = product(left, right)
     return (y.permute(*perm_y) if perm_y else y).contiguous()
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Rounded once, so that a row's product does not hang on how many rows there are."""
+    return (left.double() @ right.double()).to(left.dtype)
 
 
 def _unless(value: Any, usual: Any) -> Any:
@@ -108,7 +113,7 @@ def _unless(value: Any, usual: Any) -> Any:
 @of("atb::_npu_matmul_add_fp32")
 def matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803
     """C += xᵀ · weight, added up in float32."""
-    C.add_(x.float().t() @ weight.float())
+    C.add_(product(x.float().t(), weight.float()))
 
 
 @of("npu::npu_format_cast", "npu::_npu_format_cast")
@@ -290,13 +295,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor
     A query that sees no key has the result 0, and weighs nothing where results are put together.
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.float().repeat_interleave(groups, 1) for x in (key, value))
-    scores = torch.einsum("qhc,khc->hqk", query.float(), key) * scale
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    scores = torch.einsum("qhc,khc->hqk", query.double(), key) * scale
     scores = scores.masked_fill(~seen, -math.inf)
     sums = scores.logsumexp(-1, keepdim=True)
     weights = torch.exp(scores - sums).nan_to_num(0.0)
     result = torch.einsum("hqk,khc->qhc", weights, value)
-    return result.to(query.dtype), sums.transpose(0, 1)
+    return result.to(query.dtype), sums.transpose(0, 1).float()
 
 
 def _paged(cache: Tensor, table: Tensor, count: int, heads: int) -> Tensor:

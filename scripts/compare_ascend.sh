@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# This package's connector beside vllm-ascend's own two, under vllm-ascend itself on a CANN in host memory.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/setup.sh
+. scripts/setup.sh
+
+help() {
+  cat <<'TEXT'
+Starts three pairs one after the other, each behind the router that belongs to it: AscendPushConnector, MooncakeLayerwiseConnector and
+MooncakeConnectorV1. Of each: right and wrong answers, time to the first token, what a client gets when P, then D is killed in a
+request, and whether the other engine's blocks are free again. Prints one table.
+
+usage: scripts/compare_ascend.sh [--only NAME,…] [--rounds N]
+
+Makes .venv-ascend-host if it is missing (docs/building.md). 10 to 25 minutes on two cores; the times to the first token are those of an
+engine on two cores of a CPU, and say nothing about NPUs.
+TEXT
+}
+
+for word in "$@"; do
+  case $word in
+    -h | --help)
+      help
+      exit 0
+      ;;
+  esac
+done
+pd_setup test
+tests/ascend_host/environment.sh >/dev/null
+exec "$PD_PYTHON" -m scripts.compare_ascend "$@"

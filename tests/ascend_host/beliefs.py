@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package's code believes about vllm-ascend and the vLLM that it is for: each function asks one thing of them.
+
+python tests/ascend_host/beliefs.py [NAME…]         as a process of .venv-ascend-host; one JSON line for each: name, what is wrong
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
+from vllm.v1 import kv_cache_interface as vllm_specs
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.engine import core as engine_core
+from vllm.v1.engine.core import EngineCoreProc
+from vllm_ascend.core import kv_cache_interface as ascend_specs
+from vllm_ascend.distributed.kv_transfer import register_connector as register_theirs
+from vllm_ascend.worker.worker import NPUWorker
+from vllm_configs import vllm_config
+
+from vllm_ascend_pd import admission, compat, patience, plugin
+from vllm_ascend_pd.engine import Engine
+from vllm_ascend_pd.errors import ConfigError
+
+BOTH = ("kv_producer", "kv_consumer")
+ASKED: dict[str, Callable[[], None]] = {}
+
+
+def asked(function: Callable[[], None]) -> Callable[[], None]:
+    ASKED[function.__name__] = function
+    return function
+
+
+def refused(config: Any) -> str:
+    try:
+        Engine.of(config)
+    except ConfigError as error:
+        return error.sentence
+    return ""
+
+
+# ---- start: plug-ins, names, configuration
+
+
+@asked
+def the_connector_is_found_whoever_registers_first() -> None:
+    """vllm-ascend and this package register by plug-ins of one group, whose order nobody promises."""
+    registry = KVConnectorFactory._registry
+    for order in ((plugin.register, register_theirs), (register_theirs, plugin.register)):
+        registry.clear()
+        for register in order:
+            register()
+        ours, theirs = registry[plugin.CONNECTOR](), registry["MooncakeLayerwiseConnector"]()
+        assert ours.__module__ == "vllm_ascend_pd.connector", ours
+        assert theirs.__module__.startswith("vllm_ascend."), theirs
+
+
+@asked
+def a_list_of_plugins_has_to_name_ours() -> None:
+    """VLLM_PLUGINS names what is loaded, of all groups: vllm-ascend's platform, its plug-ins, and ours."""
+    program = (
+        "from vllm.plugins import load_general_plugins as load; load();"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as f;"
+        "print('AscendPushConnector' in f._registry)"
+    )
+    ours = "ascend_pd"
+    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    assert ours in names and "ascend_kv_connector" in names, names
+    for chosen, found in ((None, "True"), ("ascend,ascend_kv_connector", "False"), (f"ascend,{ours}", "True")):
+        environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+        environment |= {} if chosen is None else {"VLLM_PLUGINS": chosen}
+        command = [sys.executable, "-W", "ignore", "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        assert done.stdout.split()[-1] == found, (chosen, done.stdout)
+
+
+@asked
+def an_engine_id_ends_in_no_rank_but_vllms() -> None:
+    """vllm-ascend makes each engine_id unique, once; vLLM 0.23 appends `_dp` and the rank's number on its host."""
+    for role in BOTH:
+        config = vllm_config(role)
+        given = config.kv_transfer_config.engine_id
+        assert re.search(r"-[0-9a-f]{32}$", given), given
+        assert not re.search(r"_dp\d+$", given), given
+        config.__post_init__()
+        assert config.kv_transfer_config.engine_id == given, config.kv_transfer_config.engine_id
+    # vllm-ascend puts its own run_engine_core in front, which goes on to vLLM's unless it balances, and it balances no P or D.
+    source = inspect.getsource(engine_core)
+    try:
+        vllm_config("kv_consumer", additional_config={"enable_balance_scheduling": True})
+    except ValueError as error:
+        assert "not supported in" in str(error), error
+    else:
+        raise AssertionError("a D may balance")
+    assert "_dp{local_dp_rank}" in source and "data_parallel_index = dp_rank" in source
+
+
+@asked
+def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
+    """An engine's own sizes must be true. The other side's may be anything for us; vllm-ascend wants P's TP to be a multiple of D's,
+    takes 1 for a side without an entry, and asks each entry for its `tp_size`, whichever connector there is (not with MLA)."""
+
+    def taken(role: str, prefill: dict[str, int] | None, decode: dict[str, int] | None) -> str:
+        sides = {"prefill": prefill, "decode": decode}
+        extra = {side: sizes for side, sizes in sides.items() if sizes is not None}
+        try:
+            return refused(vllm_config(role, extra))
+        except (ValueError, KeyError) as error:
+            return str(error)
+
+    one, two = {"tp_size": 1, "dp_size": 1}, {"tp_size": 2}
+    for role in BOTH:
+        assert not taken(role, None, None)
+        assert not taken(role, one, one)
+    assert not taken("kv_consumer", {"tp_size": 64, "dp_size": 8}, one)
+    assert "conflicting" in taken("kv_producer", two, one)
+    assert "conflicting" in taken("kv_producer", {"tp_size": 1, "dp_size": 2}, one)
+    for role in BOTH:
+        assert "must be divisible" in taken(role, one, two)
+        assert "must be divisible" in taken(role, None, two)
+        assert "'tp_size'" in taken(role, {"dp_size": 1}, None)
+
+
+@asked
+def decode_keeps_its_full_graphs_and_prefill_is_refused_with_them() -> None:
+    """On the configuration as vLLM and vllm-ascend's platform leave it."""
+    for mode, of_d in (("FULL_DECODE_ONLY", "FULL_DECODE_ONLY"), ("PIECEWISE", "PIECEWISE"), ("NONE", "NONE")):
+        given = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
+        d = vllm_config("kv_consumer", **given)
+        assert d.compilation_config.cudagraph_mode == CUDAGraphMode[of_d], d.compilation_config.cudagraph_mode
+        assert not refused(d), refused(d)
+        said = refused(vllm_config("kv_producer", **given))
+        assert bool(said) == CUDAGraphMode[mode].has_full_cudagraphs(), (mode, said)
+
+
+@asked
+def the_recompute_scheduler_is_decodes_alone() -> None:
+    flags = {"additional_config": {"recompute_scheduler_enable": True}}
+    d, p = vllm_config("kv_consumer", **flags), vllm_config("kv_producer", **flags)
+    assert "RecomputeScheduler" in str(d.scheduler_config.scheduler_cls), d.scheduler_config.scheduler_cls
+    assert "Recompute" not in str(p.scheduler_config.scheduler_cls), p.scheduler_config.scheduler_cls
+    assert not refused(d) and not refused(p)
+
+
+@asked
+def prefill_takes_no_blocks_back() -> None:
+    """vllm-ascend's scheduler never preempts on a kv_producer: a push starts over only with another vLLM."""
+    from vllm_ascend.patch.platform.patch_balance_schedule import _disable_preemption_on_prefill_node as disabled
+
+    assert disabled(vllm_config("kv_producer")) and not disabled(vllm_config("kv_consumer"))
+
+
+@asked
+def a_sleeping_engine_loses_its_cache() -> None:
+    """Nobody asks a connector whether it can take that, so the configuration is refused."""
+    for role in BOTH:
+        config = vllm_config(role, enable_sleep_mode=True)
+        assert "leep mode" in refused(config), refused(config)
+    assert "connector" not in inspect.getsource(NPUWorker.sleep).lower()
+
+
+# ---- caches
+
+
+@asked
+def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
+    """admission.py knows them by name: vllm-ascend's own stand beside vLLM's."""
+    for name in admission._PROVEN_SPECS:
+        spec = getattr(ascend_specs, name, None) or getattr(vllm_specs, name)
+        assert issubclass(spec, vllm_specs.AttentionSpec), spec
+    mla = ascend_specs.AscendMLAAttentionSpec
+    assert issubclass(mla, vllm_specs.MLAAttentionSpec)
+    assert "sparse_head_dim" in {field.name for field in dataclasses.fields(mla)}
+
+
+@asked
+def other_connectors_of_one_engine_get_no_blocks() -> None:
+    """AscendMultiConnector tells all but the chosen one of an allocation without blocks: of each group an empty list."""
+    empty = KVCacheBlocks(([], [])).new_empty()
+    assert empty.get_block_ids() == ([], []), empty.get_block_ids()
+    from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
+
+    optional = set(re.findall(r'getattr\(c\w*, "(\w+)"', inspect.getsource(AscendMultiConnector)))
+    assert optional == {"has_preempted_request", "update_state_before_preempt"}, optional
+
+
+# ---- hooks and loops
+
+
+@asked
+def layers_without_a_name() -> None:
+    """GDN layers call `save_kv_layer` with an empty name and no tensor; GQA's `on_kv_cache_written` has no name either. MLA's has."""
+    from vllm_ascend.attention import attention_v1, mla_v1
+    from vllm_ascend.ops import gdn
+
+    assert 'maybe_save_kv_layer_to_connector("", [])' in inspect.getsource(gdn)
+    assert "notify_kv_cache_written()" in inspect.getsource(attention_v1)
+    assert "notify_kv_cache_written(layer_name)" in inspect.getsource(mla_v1)
+
+
+@asked
+def what_patience_changes_is_there() -> None:
+    assert patience.install_nap() and patience.install_shm()
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_ascend.core.recompute_scheduler import RecomputeScheduler
+
+    assert issubclass(RecomputeScheduler, Scheduler)
+    for name in ("get_kv_connector", "get_request_counts", "has_requests"):
+        assert callable(getattr(Scheduler, name)), name
+    source = inspect.getsource(EngineCoreProc.step_with_batch_queue)
+    assert "batch_queue.appendleft((future, scheduler_output, exec_future))" in source
+
+
+@asked
+def failed_loads_are_told_by_blocks() -> None:
+    """vLLM 0.23 has no result per request; what it has instead is asked of the connector."""
+    assert not compat.HAS_TRANSFER_RESULTS
+    from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+    source = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
+    assert "get_block_ids_with_load_errors" in source and "build_connector_worker_meta" in source
+
+
+@asked
+def preemptions_are_told_before_blocks_are_overwritten() -> None:
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    source = inspect.getsource(NPUModelRunner.execute_model)
+    assert 0 < source.index(".handle_preemptions(") < source.index("self._update_states(")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    load_general_plugins()
+    for name in sys.argv[1:] or ASKED:
+        try:
+            ASKED[name]()
+            wrong = ""
+        except Exception:  # noqa: BLE001 (the test that asked for it fails with it)
+            wrong = traceback.format_exc()
+        print(json.dumps({"name": name, "wrong": wrong}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

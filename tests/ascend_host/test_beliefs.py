@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package's code believes about vllm-ascend, asked of it in its own environment (beliefs.py). No engine is started.
+
+What turned out otherwise than believed is in docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from host_build import INTERPRETER, HostBuild
+
+from scripts.support.spec import child_environment
+
+pytestmark = pytest.mark.timeout(600)
+PROGRAM = Path(__file__).resolve().parent / "beliefs.py"
+FUNCTIONS = [node for node in ast.parse(PROGRAM.read_text()).body if isinstance(node, ast.FunctionDef)]
+NAMES = [node.name for node in FUNCTIONS if node.decorator_list]
+
+
+@pytest.fixture(scope="module")
+def told(build: HostBuild) -> dict[str, str]:
+    """By name, what is wrong."""
+    env = child_environment(build.plugins, npu=True) | build.variables()
+    command = [str(INTERPRETER), "-W", "ignore", str(PROGRAM)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return {answer["name"]: answer["wrong"] for answer in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_so(name: str, told: dict[str, str]) -> None:
+    assert told[name] == ""
