@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd import drafts
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape
 from vllm_ascend_pd.errors import ConfigError
@@ -50,8 +51,8 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if getattr(parallel, "use_ubatching", False):
         # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
         yield _refused("Micro-batching (DBO)", "Start without --enable-dbo.")
-    if config.speculative_config is not None:
-        yield _refused("A draft model (speculative decoding)", "Start without it.")
+    for feature, remedy in drafts.not_proven(config.speculative_config, parallel):
+        yield _refused(feature, remedy)
     dtype = str(config.cache_config.cache_dtype)
     if dtype not in _PLAIN_CACHES:
         yield _refused(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
@@ -85,10 +86,12 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     """The cache's sizes by the engine's own word; the tensors are read against them."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    group = kv_cache_config.kv_cache_groups[0]
+    spec: Any = group.kv_cache_spec
     tp = config.parallel_config.tensor_parallel_size
     total = 1 if isinstance(spec, MLAAttentionSpec) else config.model_config.get_total_num_kv_heads()
-    return CacheShape(spec.block_size, max(1, total // tp), total, spec.head_size, tp)
+    which, layers = drafts.drafter(config.speculative_config), drafts.layers(config, group.layer_names)
+    return CacheShape(spec.block_size, max(1, total // tp), total, spec.head_size, tp, which, layers)
 
 
 def model_fingerprint(config: Any, version: str = "") -> str:

@@ -114,19 +114,27 @@ def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:
     """The engine's geometry from its workers': one set of layers per pipeline stage, everything else equal."""
     stages: dict[int, tuple[str, ...]] = {}
+    drafts: dict[str, None] = {}
     merged: CacheGeometry | None = None
     for (stage, _), facts in sorted(workers.items()):
         geometry = facts.geometry
         own = geometry.layers
         if stages.setdefault(stage, own) != own:
             raise ConfigError("PD-GEO-003", layer=own[0], why=f"ranks of pipeline stage {stage} hold different layers")
-        bare = msgspec.structs.replace(geometry, stages=())
+        drafts.update(dict.fromkeys(geometry.drafts))
+        bare = msgspec.structs.replace(geometry, stages=(), drafts=())
         if merged is not None and merged != bare:
             raise ConfigError("PD-GEO-003", layer=own[0], why="this engine's workers have different cache layouts")
         merged = bare
     if merged is None:
         raise ConfigError("PD-GEO-003", layer="(none)", why="no worker told its cache layout")
-    return msgspec.structs.replace(merged, stages=tuple(stages[stage] for stage in sorted(stages)))
+    if merged.drafter and not drafts:
+        raise ConfigError(
+            "PD-GEO-003", layer="(none)", why=f"no layer is known to be of the draft model ({merged.drafter})"
+        )
+    return msgspec.structs.replace(
+        merged, stages=tuple(stages[stage] for stage in sorted(stages)), drafts=tuple(drafts)
+    )
 
 
 def request_hash(request: Any) -> str:

@@ -53,10 +53,21 @@ class Model:
     heads: int = 2
     layers: int = 3
     dim: int = 16
+    drafts: int = 0  # more layers, of a draft model
+    drafter: str = "a draft model"
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"model.layers.{i}.self_attn.attn" for i in range(self.layers))
+        return tuple(f"model.layers.{i}.self_attn.attn" for i in range(self.layers + self.drafts))
+
+    @property
+    def own_drafts(self) -> tuple[str, ...]:
+        return self.names[self.layers :]
+
+    @property
+    def drafted(self) -> dict[str, Any]:
+        """What a CacheShape says of it."""
+        return {"drafter": self.drafter, "drafts": frozenset(self.own_drafts)} if self.drafts else {}
 
     @property
     def regions(self) -> int:
@@ -80,7 +91,7 @@ class Model:
     def content(self, tokens: int, seed: int) -> np.ndarray:
         """A prompt's KV: [layer, region, token, head, width]."""
         dice = np.random.default_rng(seed)
-        size = (self.layers, self.regions, tokens, self.heads, self.width)
+        size = (self.layers + self.drafts, self.regions, tokens, self.heads, self.width)
         return dice.integers(1, 2**31 - 1, size, dtype=np.int32)
 
 

@@ -123,7 +123,7 @@ class DecodeSite:
         self.workers = []
         for rank, cache in enumerate(self.ranks):
             cache.fill(UNTOUCHED)
-            shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
+            shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp, **model.drafted)
             worker = DecodeWorker(engine_of(self.config, make_transport, secrets), shape, device, rank)
             worker.register_kv_caches(cache.tensors)
             self.workers.append(worker)
@@ -199,10 +199,11 @@ class DecodeSite:
         self.pool.give(request.d_blocks)
         self.used.update(request.d_blocks)
 
-    def check(self, *requests: Request) -> None:
-        """These requests' KV is all there, and nothing else was touched, except blocks of requests not named."""
+    def check(self, *requests: Request, layers: int | None = None) -> None:
+        """These requests' KV is all there, and nothing else was touched, except blocks of requests not named. `layers`: so many
+        of them, from the first."""
         for rank, cache in enumerate(self.ranks):
-            for layer, views in enumerate(cache.views):
+            for layer, views in enumerate(cache.views[:layers]):
                 for region, view in enumerate(views):
                     self._check(requests, f"rank {rank}, layer {layer}, region {region}", view, layer, region, cache)
 
@@ -281,7 +282,7 @@ class PrefillSite:
             for rank in range(tp):
                 cache = RankCache(model, names, range_of(model.heads, tp, rank), blocks, block)
                 cache.fill(7)
-                shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
+                shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp, **model.drafted)
                 engine = engine_of(self.config, make_transport, secrets)
                 place = Place(stage * tp + rank, tp, pp, 8192)
                 worker = PrefillWorker(engine, shape, device_of(rank), Contributor(stage, rank), place)
@@ -373,6 +374,8 @@ class PrefillSite:
     def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
         tokens = np.arange(begin, end)
         ids = np.asarray(request.p_blocks)[tokens // self.block]
+        if layer >= len(request.content):
+            return  # of a draft model that D has not
         for region, view in enumerate(cache.views[own]):
             content = request.content[layer, region][tokens][:, cache.heads, : view.shape[-1]]
             view[ids, :, tokens % self.block] = content

@@ -173,5 +173,15 @@ def test_a_reservation_that_says_more_or_less_is_refused(changes: dict[str, Any]
 def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
     """A geometry that grows a field would otherwise lose it on its way."""
     planned = set(CacheGeometry.__struct_fields__)
-    assert planned == {"block_size", "kv_heads", "tp_size", "dtype", "packing", "regions", "stages"}
+    assert planned == {
+        "block_size",
+        "kv_heads",
+        "tp_size",
+        "dtype",
+        "packing",
+        "regions",
+        "stages",
+        "drafter",
+        "drafts",
+    }
     assert set(Form.__struct_fields__) - {"layout", "groups", "seed", "meets"} <= set(Reservation.__struct_fields__)

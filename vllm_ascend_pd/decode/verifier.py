@@ -6,7 +6,7 @@ For tests and for hunting a bad link: it reads everything once more on both side
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from vllm_ascend_pd.decode.decisions import Bind
 from vllm_ascend_pd.device.base import Device
@@ -20,11 +20,13 @@ class Verifier:
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
 
-    def first_difference(self, bind: Bind, sums: Mapping[tuple[int, int], int]) -> str | None:
-        """The first layer and component whose bytes are not what was sent; None if all are."""
+    def first_difference(self, bind: Bind, sums: Mapping[tuple[int, int], int], pushed: Collection[str]) -> str | None:
+        """The first layer and component whose bytes are not what was sent; None if all are. `pushed`: the layers that P has."""
         if not sums:
             return f"{self._geometry.layers[0]} (prefill sent no checksums: set verify to full there too)"
         for index, name in enumerate(self._geometry.layers):
+            if name not in pushed:
+                continue
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
                 self._geometry,

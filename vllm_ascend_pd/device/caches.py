@@ -29,6 +29,8 @@ class CacheShape:
     total_heads: int
     head_size: int
     tp_size: int
+    drafter: str = ""  # which draft model; empty where it has no cache
+    drafts: frozenset[str] = frozenset()  # its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         packing=packing_0,
         regions=regions_0,
         stages=(tuple(layers),),
+        drafter=shape.drafter,
+        drafts=tuple(name for name in layers if name in shape.drafts),
     )
     by_layer = tuple(bases for _, bases, *_ in layers.values())
     return Caches(geometry, blocks_0, by_layer, tuple(storages.items()), tuple(parts_of.values()))

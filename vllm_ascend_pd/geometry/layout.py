@@ -51,6 +51,8 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     packing: Name
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=1024)]  # layer names by pipeline stage
+    drafter: Name = ""  # which draft model; empty without one, or where it has no cache
+    drafts: Stage = ()  # its layers, of those in `stages`
 
     @property
     def opaque(self) -> bool:
@@ -59,6 +61,12 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     @property
     def layers(self) -> tuple[str, ...]:
         return tuple(name for stage in self.stages for name in stage)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The layers of the model itself, in order."""
+        drafts = set(self.drafts)
+        return tuple(name for name in self.layers if name not in drafts)
 
     def head_range(self, rank: int) -> range:
         """Heads that `rank` holds. With fewer heads than ranks neighbouring ranks hold replicas."""

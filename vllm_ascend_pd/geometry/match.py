@@ -43,9 +43,17 @@ def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
     if (p.opaque or d.opaque) and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     found.extend(_regions(p, d))
-    if p.layers != d.layers:
-        found.append(_layers(p.layers, d.layers))
+    if p.targets != d.targets:
+        found.append(_layers("layers", p.targets, d.targets))
+    if p.drafter and d.drafter:
+        found.extend(_drafts(p, d))
     return tuple(found)
+
+
+def pushed(p: CacheGeometry, d: CacheGeometry) -> frozenset[str]:
+    """The layers that P pushes into D: those of the model, and those of a draft model that both have. With another draft model,
+    or none, on one of the two the drafts begin without a cache of the prompt."""
+    return frozenset(p.layers).intersection(d.layers)
 
 
 def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
@@ -84,10 +92,16 @@ def _axis(region: Region) -> str:
     return "opaque" if region.opaque else "addressable"
 
 
-def _layers(ours: tuple[str, ...], theirs: tuple[str, ...]) -> Mismatch:
+def _drafts(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
+    if p.drafter != d.drafter:
+        return [Mismatch("draft model", p.drafter, d.drafter)]
+    return [_layers("draft layers", p.drafts, d.drafts)] if p.drafts != d.drafts else []
+
+
+def _layers(field: str, ours: tuple[str, ...], theirs: tuple[str, ...]) -> Mismatch:
     """Layer lists are long: tell their lengths and the first place where they part."""
     for index in range(max(len(ours), len(theirs))):
         a, b = (names[index] if index < len(names) else "nothing" for names in (ours, theirs))
         if a != b:
-            return Mismatch("layers", f"{len(ours)} with {a} at {index}", f"{len(theirs)} with {b} at {index}")
-    return Mismatch("layers", str(len(ours)), str(len(theirs)))
+            return Mismatch(field, f"{len(ours)} with {a} at {index}", f"{len(theirs)} with {b} at {index}")
+    return Mismatch(field, str(len(ours)), str(len(theirs)))

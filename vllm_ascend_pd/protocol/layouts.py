@@ -87,7 +87,7 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
     endpoint: Endpoint | None = None  # of who listens: D's
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     """`layers` are in the order of execution."""
 
     model: Text  # fingerprint
@@ -95,6 +95,8 @@ class Layout(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     layers: Annotated[tuple[Layer, ...], msgspec.Meta(max_length=MAX_LAYERS)]
     workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    drafter: Text = ""  # fingerprint of the draft model
+    drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()  # which layers are its
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -116,7 +118,8 @@ def layout_of(told: Told) -> Layout:
     ranks = [(stage, rank) for stage in range(len(g.stages)) for rank in range(g.tp_size)]
     endpoints = (*told.endpoints, *(None for _ in ranks[len(told.endpoints) :]))
     workers = tuple(Worker(*rank, 0, endpoint) for rank, endpoint in zip(ranks, endpoints, strict=True))
-    return Layout(told.model, (Kind(components),), (Group(g.block_size),), layers, workers)
+    drafts = tuple(index for index, name in enumerate(g.layers) if name in set(g.drafts))
+    return Layout(told.model, (Kind(components),), (Group(g.block_size),), layers, workers, g.drafter, drafts)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -157,6 +160,8 @@ def read(layout: bytes) -> Told:
         packing=components[0].packing,
         regions=tuple(Region(c.name, c.block_stride, c.head_stride, c.token_stride, c.cell_bytes) for c in components),
         stages=tuple(map(tuple, stages)),
+        drafter=found.drafter,
+        drafts=tuple(found.layers[index].name for index in found.drafts),
     )
     endpoints = tuple(worker.endpoint for worker in found.workers if worker.endpoint is not None)
     return Told(found.model, geometry, endpoints)
@@ -193,7 +198,17 @@ def _contradiction(layout: Layout) -> str:
     if any(layer.kind or layer.group or layer.stage > last.stage for layer in layout.layers):
         return "a layer is of a kind, group or stage that is not there"
     stages = [layer.stage for layer in layout.layers]
-    return "" if stages == sorted(stages) else "its layers are not in the order of the stages"
+    if stages != sorted(stages):
+        return "its layers are not in the order of the stages"
+    if len({layer.name for layer in layout.layers}) != len(layout.layers):
+        return "two of its layers have one name"
+    if list(layout.drafts) != sorted(set(layout.drafts)) or any(i >= len(layout.layers) for i in layout.drafts):
+        return "its draft layers are not some of its layers, in order"
+    return (
+        ""
+        if bool(layout.drafter) == bool(layout.drafts)
+        else "it has draft layers without a draft model, or one without"
+    )
 
 
 class Layouts:

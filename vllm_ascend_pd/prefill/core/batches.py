@@ -111,7 +111,7 @@ def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit
     """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
     regions = push.reservation.geometry.regions
     parts: list[Triples] = []
-    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.layer_index[unit.layer]], strict=True):
+    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.index(unit.layer)], strict=True):
         outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.blocks[0])
         if outside.any():
             bad = int(np.argmax(outside))

@@ -116,7 +116,8 @@ class Exchanges:
     def _share(self, step: int, part: int, slot: Slot, members: Sequence[Push]) -> Share:
         theirs = [members[member] for member in slot.writes]
         wanting = [push for push in theirs if push.live]
-        share = Share(step, part, theirs[0].endpoint(slot.d_rank), wanting, dict.fromkeys(range(self.layers), False))
+        layers = {layer: False for layer in range(self.layers) if theirs[0].wants(layer)}  # one D's: all want the same
+        share = Share(step, part, theirs[0].endpoint(slot.d_rank), wanting, layers)
         for push in wanting:
             push.owed.add(share)
         return share

@@ -74,7 +74,7 @@ class Push:
     reservation: Reservation
     fits: bool  # the two geometries match; equal on all ranks
     exchanges: bool  # the ranks of P regroup before they write; equal on all ranks
-    layer_index: tuple[int, ...]  # own layer → index in D's layer list
+    layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: it is not D's
     ranks: tuple[int, ...]  # D ranks that this worker writes to
     d_blocks: NDArray[np.int32]
     blocks: NDArray[np.int32]
@@ -103,7 +103,7 @@ class Push:
             reservation=reservation,
             fits=fits,
             exchanges=exchanges,
-            layer_index=tuple(d_layers[name] for name in own.layers) if fits else (),
+            layer_index=tuple(d_layers.get(name) for name in own.layers) if fits else (),
             ranks=ranks,
             d_blocks=np.frombuffer(reservation.blocks, dtype="<i4"),
             blocks=np.empty(reservation.prompt_length // own.block_size + 2, dtype=np.int32),
@@ -137,6 +137,17 @@ class Push:
     def live(self) -> bool:
         """Whether anything that is computed or exchanged for it is still of use here."""
         return not self.closed and all(pair.push.failure is None for pair in self.pairs.values())
+
+    def wants(self, layer: int) -> bool:
+        """Whether D has this layer: not one of a draft model that is on P alone."""
+        return self.layer_index[layer] is not None
+
+    def index(self, layer: int) -> int:
+        """Of an own layer in D's list."""
+        index = self.layer_index[layer]
+        if index is None:
+            raise LocalProtocolError(f"push {self.name} has nothing of layer {layer}")
+        return index
 
     def endpoint(self, d_rank: int) -> Endpoint:
         return self.reservation.endpoints[d_rank]

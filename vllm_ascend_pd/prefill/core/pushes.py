@@ -74,7 +74,8 @@ class StepPlan:
     number: int
     direct: bool = False
     parts: list[SubStep] = field(default_factory=list)
-    final: list[Push] = field(default_factory=list)  # whose last tokens this step computes
+    pushes: list[Push] = field(default_factory=list)  # of which this step computes tokens
+    final: list[Push] = field(default_factory=list)  # of those, whose last tokens
     again: list[Run] = field(default_factory=list)
 
 
@@ -198,9 +199,14 @@ class Pushes:
         unit = Unit(step, layer)
         for push in self._direct.get(step, ()):
             plan = push.plans.get(step)
-            if plan is not None and not push.closed:
+            if plan is not None and not push.closed and push.wants(layer):
                 for rank in plan.by_rank:
                     self._do(now, self._machine.offer(now, push.name, rank, unit, plan.nbytes(rank)))
+
+    def uncomputed(self, now: float, plan: StepPlan, layer: str) -> None:
+        """A layer was not computed in a step: what the step computed of its pushes is incomplete, also where it is pushed later."""
+        for push in plan.pushes:
+            self.abort(now, push.name, "PD-GEO-004", layer)
 
     def staged(self, now: float, item: Staged, strangers: Sequence[list[int]], sums: Sequence[Sums]) -> None:
         """An exchange is done; bytes of pushes that ended or started over meanwhile are dropped. By slot: `strangers`
@@ -378,6 +384,7 @@ class Pushes:
             if push is None or not self._takes_part(push):
                 continue
             push.extend(step.rotation, piece)
+            planned.pushes.append(push)
             if piece.final:
                 planned.final.append(push)
             r = push.reservation
@@ -471,7 +478,7 @@ class Pushes:
         unit = unit_of(claim)
         values = staged(push, claim).checksums if unit.part else self._digest(push, unit, claim.d_rank)
         if values is not None:
-            self._machine.checksum(claim.push, claim.d_rank, push.layer_index[unit.layer], values)
+            self._machine.checksum(claim.push, claim.d_rank, push.index(unit.layer), values)
 
     def _unwritten(self, now: float, claim: Claim, code: str, why: str) -> None:
         """Nothing of the claim is out: its push fails, and waits for nothing."""
