@@ -44,14 +44,19 @@ def add_mtp_layer(directory: Path) -> None:
     _store(directory, weights, {**config, "num_nextn_predict_layers": 1, "first_k_dense_replace": n + 1})
 
 
-def write(family: str, target: Path, directory: Path) -> None:
-    """A draft model of its own, beside its target."""
+def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
+    """A draft model of its own, beside its target. With more KV heads than that it has each of them several times."""
     for file in target.iterdir():
         if file.name not in (WEIGHTS, CONFIG, "recipe.json"):
             shutil.copy(file, directory)
     weights, config = _read(target)
     last = f"model.layers.{config['num_hidden_layers'] - 1}."
     layer = {name.removeprefix(last): weight for name, weight in weights.items() if name.startswith(last)}
+    for name in ("k_proj", "v_proj"):
+        weight = layer[f"self_attn.{name}.weight"].unflatten(0, (config["num_key_value_heads"], -1))
+        more = weight.repeat_interleave(kv_heads // config["num_key_value_heads"], dim=0)
+        layer[f"self_attn.{name}.weight"] = more.flatten(0, 1)
+    config = {**config, "num_key_value_heads": kv_heads}
     made = {"eagle": _eagle, "eagle3": _eagle3}[family](layer, weights, config)
     _store(directory, *made)
 

@@ -254,7 +254,11 @@ def _receiver() -> Receiver:
 def _sender() -> Sender:
     made = Sender(incarnation="prefill-1", contributor=ME, model=MODEL, geometry=P, timers=Timers(), quiet_s=QUIET_S)
     to = Destination(
-        0, ENDPOINTS[0], contributor_pairs(P, D, 0), plan_digest(P, D, 0, 40, "direct"), len(D.layers), len(D.regions)
+        0,
+        ENDPOINTS[0],
+        contributor_pairs(P, D, 0),
+        plan_digest(P, D, 0, 40, "direct"),
+        (len(D.regions),) * len(D.layers),
     )
     made.open(0.0, PushOrder("push-1", TRANSFER, 300.0, (to,)))
     return made

@@ -64,7 +64,7 @@ RECIPES = {
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
-    "spec-eagle3": Recipe("eagle3", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
+    "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
     "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
     "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),
@@ -106,7 +106,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
 
     torch.manual_seed(recipe.seed)
     if recipe.target:
-        drafts.write(recipe.family, ensure(recipe.target, directory.parent), directory)
+        drafts.write(recipe.family, recipe.kv_heads, ensure(recipe.target, directory.parent), directory)
         return
     with torch.no_grad():
         families = {"llama": _llama, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "qwen3_moe": _qwen3_moe}

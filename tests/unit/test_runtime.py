@@ -14,6 +14,7 @@ from runtime_caches import HeldDevice, Model
 from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
 from watching import traced, until
 
+from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.transport.create import create_target, create_wire
@@ -226,6 +227,45 @@ def test_a_draft_model_on_decode_alone_begins_without_the_prompts_kv(tp: int) ->
         assert [facts["layers"] for stage, facts in events if stage == "undrafted"] == [1]
         for view in d.ranks[0].views[2]:
             assert (view == UNTOUCHED).all(), "nobody writes there"
+
+
+UNLIKE = {
+    "fewer heads": Model("token", heads=4, layers=2, drafts=1, draft_heads=2),
+    "more heads": Model("token", heads=2, layers=2, drafts=1, draft_heads=8, draft_dim=8),
+    "planes, another size": Model("opaque", heads=2, layers=2, drafts=1, draft_dim=32),
+    "a latent cache, a draft model of one head": Model("token", heads=1, layers=2, drafts=1, draft_heads=4),
+    "an indexer": Model("token", heads=2, layers=2, indexers=True),
+    "an indexer, and a draft model": Model("token", heads=4, layers=2, drafts=1, draft_heads=2, indexers=True),
+}
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("model", UNLIKE.values(), ids=list(UNLIKE))
+def test_layers_need_not_be_alike(model: Model, p_tp: int, d_tp: int) -> None:
+    """Each has its own heads, so its own ranks that hold them and share them out. Hooks have names, but an indexer's none."""
+    p, d = PrefillSite(model, p_tp), DecodeSite(model, d_tp)
+    with sites(p, d):
+        requests = [d.reserve("short", 3), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
+        d.step()
+        for request in requests:
+            assert p.admit(request) is None
+
+        def hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            if ".indexer." not in name:
+                worker.save_layer(name)
+
+        p.compute((requests[0], 3), (requests[1], 20), (requests[2], 30), hook=hook)
+        p.compute((requests[1], 25), (requests[2], 7), hook=hook)
+        assert all(report.ok for report in d.received(*requests)), d.outcomes
+        d.check(*requests)
+
+
+def test_a_layer_that_differs_is_named_with_both_values() -> None:
+    ours, theirs = UNLIKE["fewer heads"], Model("token", heads=4, layers=2, drafts=1, draft_heads=4)
+    p, d = PrefillSite(ours, 1), DecodeSite(theirs, 1)
+    with sites(p, d):
+        found = mismatches(p.geometry, d.geometry)
+        assert list(map(str, found)) == [f"kv_heads of {ours.names[2]}: prefill 2, decode 4"]
 
 
 def test_another_draft_model_is_refused_with_both_names() -> None:

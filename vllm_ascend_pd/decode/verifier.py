@@ -27,16 +27,17 @@ class Verifier:
         for index, name in enumerate(self._geometry.layers):
             if name not in pushed:
                 continue
+            kind = self._geometry.by_layer[index]
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
-                self._geometry,
+                kind,
                 self._rank,
-                self._geometry.head_range(self._rank),
+                kind.head_range(self._rank),
                 range(bind.first, bind.end),
                 bind.blocks,
                 bind.first // self._geometry.block_size,
             )
-            for number, region in enumerate(self._geometry.regions):
+            for number, region in enumerate(kind.regions):
                 if sums.get((index, number)) != found[number]:
                     return f"{name} ({region.name})"
         return None

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.pairing import pairings
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -24,13 +25,28 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return f"{self.field}: prefill {self.prefill}, decode {self.decode}"
 
     def error(self) -> PdError:
-        if self.field == "block_size":
+        if self.field.split()[0] == "block_size":
             return PdError("PD-GEO-002", prefill=self.prefill, decode=self.decode)
         return PdError("PD-GEO-001", field=self.field, prefill=self.prefill, decode=self.decode)
 
 
 def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
-    """Every field in which the two caches do not fit; empty when P can push into D."""
+    """Every field in which the two caches do not fit; empty when P can push into D. Where layers are unlike each other a field is
+    told with the first layer in which it differs."""
+    found: list[Mismatch] = []
+    some = pairings(p, d)
+    for pair in some:
+        where = f" of {next(name for name in p.layers if name in pair.layers)}" if len(some) > 1 else ""
+        found.extend(Mismatch(one.field + where, one.prefill, one.decode) for one in _fields(pair.p, pair.d))
+    if p.targets != d.targets:
+        found.append(_layers("layers", p.targets, d.targets))
+    if p.drafter and d.drafter:
+        found.extend(_drafts(p, d))
+    return tuple(found)
+
+
+def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
+    """Of layers that are alike."""
     found = [
         Mismatch(field, str(ours), str(theirs))
         for field, ours, theirs in (
@@ -42,18 +58,7 @@ def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
     ]
     if (p.opaque or d.opaque) and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
-    found.extend(_regions(p, d))
-    if p.targets != d.targets:
-        found.append(_layers("layers", p.targets, d.targets))
-    if p.drafter and d.drafter:
-        found.extend(_drafts(p, d))
-    return tuple(found)
-
-
-def pushed(p: CacheGeometry, d: CacheGeometry) -> frozenset[str]:
-    """The layers that P pushes into D: those of the model, and those of a draft model that both have. With another draft model,
-    or none, on one of the two the drafts begin without a cache of the prompt."""
-    return frozenset(p.layers).intersection(d.layers)
+    return [*found, *_regions(p, d)]
 
 
 def require_match(p: CacheGeometry, d: CacheGeometry) -> None:

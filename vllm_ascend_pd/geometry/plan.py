@@ -50,8 +50,8 @@ def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: 
 
 def _facts(geometry: CacheGeometry) -> tuple[object, ...]:
     """What is there since plan/1 only where it is filled: releases that differ in what they can do agree about the rest."""
-    *plain, drafter, drafts = msgspec.structs.astuple(geometry)
-    return (*plain, drafter, drafts) if drafts else tuple(plain)
+    *plain, drafter, drafts, others = msgspec.structs.astuple(geometry)
+    return (*plain, drafter, drafts, others) if drafts or others else tuple(plain)
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):

@@ -6,7 +6,8 @@ writer's queue; exchanges are made in registered order, whatever the order of th
 
 What a hook says differs. A layer of the target model is complete when its hook fires. A draft model runs after it, once for
 each token that it drafts: the first of a layer's hooks has the prompt's part, the others write behind it, so the layer is
-announced when the step is over. A layer without any hook was not computed, and nothing of the step is pushed.
+announced when the step is over. An indexer's keys are written before the attention of the same layer, and have no hook: that of
+the attention stands for both. Any other layer without a hook was not computed, and nothing of the step is pushed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _Layers:
         self.drafted: set[int] = set()  # of those, layers of the draft model whose hook has fired
         self.events: dict[int, Event] = {}  # of layers that wait for earlier ones to be exchanged
         self.next = 0
+        self.exchanged = False  # anything of this step
 
 
 class Steps:
@@ -55,6 +57,7 @@ class Steps:
         self._names = tuple(layers)
         self._layers = {name: index for index, name in enumerate(layers)}
         self._drafts = {self._layers[name] for name in drafts}
+        self._with = self._companions()
         self._deciding, self._record, self._put, self._clock = deciding, record, put, clock
         self._exchanging = exchanging
         self._current: _Layers | None = None
@@ -79,10 +82,12 @@ class Steps:
         current, index = self._current, self._layers.get(name)
         if current is None or index is None or index not in current.missing:
             return
+        said = [index, *self._with.get(index, ())]
         if index in self._drafts:
-            current.drafted.add(index)
+            current.drafted.update(said)
             return
-        self._mark(current, index)
+        for each in said:
+            self._mark(current, each)
         if not current.missing:  # nothing is pushed after this layer: D need not wait for the rest of the forward
             self.end()
 
@@ -100,6 +105,15 @@ class Steps:
         final = tuple(push.name for push in current.plan.final)
         self._put(Sealed(current.plan.number, final, self._clock()))
 
+    def _companions(self) -> dict[int, list[int]]:
+        """Layers that are computed before another, whose hook says so."""
+        found: dict[int, list[int]] = {}
+        for name, index in self._layers.items():
+            attention, indexer, _ = name.partition(".indexer.")
+            if indexer and (of := self._layers.get(f"{attention}.attn")) is not None:
+                found.setdefault(of, []).append(index)
+        return found
+
     def _mark(self, current: _Layers, index: int) -> None:
         plan, event = current.plan, self._record()
         current.missing.discard(index)
@@ -112,6 +126,8 @@ class Steps:
         current.events[index] = event
         while (ready := current.events.pop(current.next, None)) is not None:
             for part in plan.parts:
-                first = current.next == 0 and part.number == 1
-                self._exchanging.make(Run(Unit(plan.number, current.next, part.number), part, first=first), ready)
+                if current.next in part.layers:
+                    run = Run(Unit(plan.number, current.next, part.number), part, first=not current.exchanged)
+                    self._exchanging.make(run, ready)
+                    current.exchanged = True
             current.next += 1

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.geometry.match import pushed
+from vllm_ascend_pd.geometry.pairing import pushed
 from vllm_ascend_pd.protocol.agreement import contributor_pairs, differences
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.identity import Contributor
