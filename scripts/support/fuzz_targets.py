@@ -467,7 +467,7 @@ def _admitted() -> Run:
         if found:
             return REFUSED
         push.blocks, push.known = blocks, len(blocks)
-        planner.plan([push.job(r.first, r.end)], number)
+        planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")
         book.finished(name, holds_blocks=False, why="over")

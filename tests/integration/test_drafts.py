@@ -9,7 +9,7 @@ drafts are mostly right with that cache, and mostly wrong without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -64,6 +64,19 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     pair.check(batch, TOKENS, name=f"{name}, 8 at once")
 
 
+@contextmanager
+def running(
+    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
+) -> Iterator[Pair]:
+    """A pair of these, the first one P, and of engines that are there already; stopped also where a test fails."""
+    started = cluster.start(*specs)
+    pair = make_pair(*started, *beside)
+    try:
+        yield pair
+    finally:
+        cluster.stop(pair.front, *started)
+
+
 def mtp(name: str, tokens: int, **more: Any) -> EngineSpec:
     return EngineSpec(name, ensure("mtp"), draft={"method": "mtp", "num_speculative_tokens": tokens}, **more)
 
@@ -78,10 +91,9 @@ def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
 @pytest.fixture(scope="class")
 def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
     """P drafts one token, D three."""
-    (p,) = cluster.start(mtp("mtp-p", 1, role="kv_producer", extra=cluster.push_config()))
-    made = make_pair(p, decode)
-    yield made
-    cluster.stop(made.front, p)
+    spec = mtp("mtp-p", 1, role="kv_producer", extra=cluster.push_config())
+    with running(cluster, make_pair, spec, beside=[decode]) as made:
+        yield made
 
 
 class TestMtp:
@@ -123,22 +135,19 @@ class TestMtpShapes:
     def test_from_tp_2(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
-        (p,) = cluster.start(mtp("mtp-p2", 3, role="kv_producer", tp=2, extra=cluster.push_config()))
-        pair = make_pair(p, decode)
-        check(pair, LENGTHS, "MTP 2→1, 3 tokens on both", told)
-        cluster.stop(pair.front, p)
+        spec = mtp("mtp-p2", 3, role="kv_producer", tp=2, extra=cluster.push_config())
+        with running(cluster, make_pair, spec, beside=[decode]) as pair:
+            check(pair, LENGTHS, "MTP 2→1, 3 tokens on both", told)
 
     def test_without_a_draft_model_on_p_the_text_is_right_and_the_drafts_are_not(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
         """Also what the comparison above is worth: the draft layer's push left out is seen."""
-        (p,) = cluster.start(EngineSpec("mtp-p0", ensure("mtp"), role="kv_producer", extra=cluster.push_config()))
-        pair = make_pair(p, decode)
         prompts = [fresh_prompt(length) for length in (100, 333, 700)]
         alone = drafts_of(decode, decode.url, prompts)
-        with drafted(decode) as found:
-            pair.check(prompts[:1], TOKENS, name="no drafts on P")
-            for prompt in prompts[1:]:
+        spec = EngineSpec("mtp-p0", ensure("mtp"), role="kv_producer", extra=cluster.push_config())
+        with running(cluster, make_pair, spec, beside=[decode]) as pair, drafted(decode) as found:
+            for prompt in prompts:
                 pair.check([prompt], TOKENS, name="no drafts on P")
         pushed = found()
         told(
@@ -146,71 +155,15 @@ class TestMtpShapes:
         )
         assert pushed.rate < alone.rate / 2, f"with the prompt's KV from P {pushed}, alone {alone}"
         assert "has no such draft model" in decode.log.read_text(errors="replace")
-        cluster.stop(pair.front, p)
 
     def test_a_draft_model_on_p_alone_is_not_pushed(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        p, d = cluster.start(
+        config = cluster.push_config(*allowed)
+        specs = (
             mtp("mtp-p1", 1, role="kv_producer", extra=cluster.push_config()),
-            EngineSpec(
-                "mtp-d0", ensure("mtp"), role="kv_consumer", tp=2, policy="fail", extra=cluster.push_config(*allowed)
-            ),
+            EngineSpec("mtp-d0", ensure("mtp"), role="kv_consumer", tp=2, policy="fail", extra=config),
         )
-        pair = make_pair(p, d)
-        for length in LENGTHS:
-            pair.check([fresh_prompt(length)], name="MTP on P alone, 1→2")
-        cluster.stop(pair.front, d, p)
-
-
-def own(method: str, draft: str, **more: Any) -> dict[str, Any]:
-    return {"method": method, "model": str(ensure(draft)), **more}
-
-
-SHAPES = {
-    "Eagle": (
-        own("eagle", "spec-eagle", num_speculative_tokens=2),
-        own("eagle", "spec-eagle", num_speculative_tokens=3),
-    ),
-    "Eagle3": (own("eagle3", "spec-eagle3", num_speculative_tokens=1),) * 2,
-    "a draft model": (
-        own("draft_model", "spec", num_speculative_tokens=1),
-        own("draft_model", "spec", num_speculative_tokens=4),
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("name", SHAPES)
-def test_drafts_that_are_models_of_their_own(
-    name: str,
-    p_tp: int,
-    d_tp: int,
-    cluster: Cluster,
-    allowed: list[str],
-    make_pair: PairMaker,
-    told: Callable[[str], None],
-) -> None:
-    """Chunked prefill on P; with TP 2→1 the ranks exchange the draft model's layers too."""
-    p_draft, d_draft = SHAPES[name]
-    target: Path = ensure("spec")
-    more = {"regroup": "always"} if p_tp > 1 else {}
-    p, d = cluster.start(
-        EngineSpec(
-            "own-p", target, role="kv_producer", tp=p_tp, chunk=96, draft=p_draft, extra=cluster.push_config(**more)
-        ),
-        EngineSpec(
-            "own-d",
-            target,
-            role="kv_consumer",
-            tp=d_tp,
-            chunk=96,  # as P's: what D computes alone is compared to the last draft, and sums in other chunks round otherwise
-            policy="fail",
-            draft=d_draft,
-            extra=cluster.push_config(*allowed),
-        ),
-    )
-    pair = make_pair(p, d)
-    check(pair, LENGTHS, f"{name} {p_tp}→{d_tp}", told)
-    cluster.stop(pair.front, d, p)
+        with running(cluster, make_pair, *specs) as pair:
+            for length in LENGTHS:
+                pair.check([fresh_prompt(length)], name="MTP on P alone, 1→2")

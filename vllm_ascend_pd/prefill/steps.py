@@ -115,8 +115,11 @@ class Steps:
         return found
 
     def _mark(self, current: _Layers, index: int) -> None:
-        plan, event = current.plan, self._record()
+        plan = current.plan
         current.missing.discard(index)
+        if not (plan.direct or plan.parts):
+            return  # its tokens leave with a later step, or with none
+        event = self._record()
         if trace.enabled():
             trace.emit("layer_computed", step=plan.number, layer=index, of=len(self._layers))
         if plan.direct:
