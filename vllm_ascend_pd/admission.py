@@ -100,6 +100,10 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     shapes = {name: shape(name, of) for name, of in specs.items()}
     first = next(iter(shapes.values()), None) or shape("", spec)
     unlike = {name: one for name, one in shapes.items() if one != first}
+    if not layers.issuperset(unlike) or len({_is_latent(specs[name]) for name in specs}) > 1:
+        # Shown: a draft model with other heads than its target. Not shown: layers of the model itself that are unlike, or MLA beside them.
+        kind = f"A KV cache of kind {type(spec).__name__}"
+        raise _refused(kind, "Use a model whose layers are alike, and a draft model with the same kind of attention.")
     return CacheShape(spec.block_size, first.local_heads, first.total_heads, first.head_size, tp, which, layers, unlike)
 
 
@@ -161,7 +165,8 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     if len(groups) > 1:
         yield _refused(f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
     for group in groups:
-        yield from _spec_refusals(group.kv_cache_spec)
+        specs = _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
+        yield from {str(error): error for spec in specs for error in _spec_refusals(spec)}.values()
 
 
 def _spec_refusals(spec: Any) -> Iterator[ConfigError]:

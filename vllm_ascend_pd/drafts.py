@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_WITH_CACHE = ("mtp",)
+_WITH_CACHE = ("mtp", "eagle3")
 _WITHOUT: tuple[str, ...] = ()
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,32 @@ class TestMtpShapes:
         with running(cluster, make_pair, *specs) as pair:
             for length in LENGTHS:
                 pair.check([fresh_prompt(length)], name="MTP on P alone, 1→2")
+
+
+def own(method: str, draft: str, **more: Any) -> dict[str, Any]:
+    return {"method": method, "model": str(ensure(draft)), **more}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1)])
+def test_a_draft_model_of_another_shape(
+    p_tp: int,
+    d_tp: int,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    told: Callable[[str], None],
+) -> None:
+    """Eagle3 with twice as many KV heads as its target, chunked prefill on P. With TP 2→1 the ranks exchange both kinds of layers."""
+    draft = own("eagle3", "spec-eagle3", num_speculative_tokens=1)
+    target: Path = ensure("spec")
+    more = {"regroup": "always"} if p_tp > 1 else {}
+    p_config, d_config = cluster.push_config(**more), cluster.push_config(*allowed)
+    # Chunks alike: D, asked alone, is compared to the last draft, and sums in other chunks round otherwise.
+    common: dict[str, Any] = {"chunk": 96}
+    specs = (
+        EngineSpec("own-p", target, role="kv_producer", tp=p_tp, draft=draft, extra=p_config, **common),
+        EngineSpec("own-d", target, role="kv_consumer", tp=d_tp, policy="fail", draft=draft, extra=d_config, **common),
+    )
+    with running(cluster, make_pair, *specs) as pair:
+        check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", told)

@@ -27,7 +27,7 @@ from vllm_configs import attention, cache_config, latent, model_dir, vllm_config
 
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
-from vllm_ascend_pd.device.caches import CacheShape
+from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
@@ -126,7 +126,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 @pytest.mark.parametrize("role", BOTH)
 def test_proven_drafts_start(role: str) -> None:
-    Engine.of(with_drafts()(role))
+    for method in ("mtp", "eagle3"):
+        Engine.of(with_drafts(method=method)(role))
 
 
 def test_drafts_with_a_pipeline_are_refused() -> None:
@@ -291,7 +292,10 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("CrossAttentionSpec", (CrossAttentionSpec(**BASE),)),
     ("RSWASpec", (RSWASpec(**BASE, rswa_window=16),)),
     ("HiddenStateCacheSpec", (HiddenStateCacheSpec(**{**BASE, "num_kv_heads": 1}),)),
-    ("UniformTypeKVCacheSpecs", (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()}),)),
+    (
+        "quantised KV cache (torch.int8)",
+        (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention(), "b": attention(dtype=torch.int8)}),),
+    ),
     ("quantised KV cache (torch.uint8)", (attention(dtype=torch.uint8),)),
     ("quantised KV cache (torch.float8_e4m3fn)", (attention(dtype=torch.float8_e4m3fn),)),
     ("quantised KV cache (torch.int8)", (attention(dtype=torch.int8),)),
@@ -303,6 +307,36 @@ def test_caches_that_are_not_proven_stop_the_start(feature: str, specs: tuple[An
     with pytest.raises(ConfigError) as caught:
         admission.check_groups(cache_config(*specs))
     assert caught.value.code == "PD-CONF-005" and feature in caught.value.sentence
+
+
+def mixed(*specs: Any) -> Any:
+    """The model's two layers, and one of a draft model."""
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+    group = SimpleNamespace(
+        kv_cache_spec=UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=dict(zip(names, specs, strict=True))),
+        layer_names=names,
+    )
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def test_a_draft_model_may_have_heads_of_its_own() -> None:
+    config = with_drafts(method="eagle3")("kv_producer")
+    config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 8
+    shape = admission.cache_shape(config, mixed(attention(), attention(), attention(heads=8)))
+    assert shape.of("model.layers.1.self_attn.attn") == LayerShape(2, 2, 16)
+    assert shape.of("model.layers.2.self_attn.attn") == LayerShape(8, 8, 16)
+    assert shape.drafts == {"model.layers.2.self_attn.attn"} and "eagle3" in shape.drafter
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(attention(), attention(size=32), attention()), (latent(32), latent(32), attention())],
+    ids=["the model's own layers", "MLA beside heads"],
+)
+def test_other_layers_that_are_unlike_stop_the_start(specs: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        admission.cache_shape(with_drafts(method="eagle3")("kv_producer"), mixed(*specs))
+    assert caught.value.code == "PD-CONF-005" and "UniformTypeKVCacheSpecs" in caught.value.sentence
 
 
 def ascend_spec(sparse_head_dim: tuple[int, ...] | None) -> Any:

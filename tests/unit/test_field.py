@@ -212,10 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a draft of its own shape": (
         {"d": line(D, "--speculative-config", '{"model": "me/draft"}')},
         [],
-        [
-            "PD-CONF-005 Speculative decoding with eagle3",
-            "PD-CONF-005 A KV cache of kind UniformTypeKVCacheSpecs",
-        ],
+        ["PD-CONF-005 A KV cache of kind UniformTypeKVCacheSpecs"],
     ),
     "full graphs": ({"p": line(P, eager=False)}, [MODE], []),
     "int8 on D": ({"model": "me/gqa-c8"}, [], ["PD-CONF-005 A quantised KV cache (torch.int8)"]),
