@@ -20,7 +20,7 @@ compiler and emulator for aarch64, and CMake. Elsewhere these tests say what the
 
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run; other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
-with --all and in CI, else used if it is there (docs/building.md); PD_ASCEND_HOST=0 leaves these tests out.
+with --all, else used if it is there (docs/building.md); PD_ASCEND_HOST=0 leaves these tests out.
 TEXT
 }
 
@@ -53,7 +53,7 @@ fi
 if [ -n "$install" ]; then
   pd_setup test
   pd_test_tools "$all"
-  if [[ " ${paths[*]} " == *" tests/ascend_host"* && -n $all${CI:-} ]]; then tests/ascend_host/environment.sh >/dev/null; fi
+  if [[ " ${paths[*]} " == *" tests/ascend_host"* && -n $all ]]; then tests/ascend_host/environment.sh >/dev/null; fi
 else
   pd_choose_interpreter
 fi

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vllm_ascend_pd import drafts
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.device.caches import CacheShape
+from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if getattr(config.model_config, "enable_sleep_mode", False):
         # It takes the cache's memory away, into which or from which others write, and asks no connector.
         yield _refused("Sleep mode", "Start without --enable-sleep-mode.")
-    if config.speculative_config is not None:
-        yield _refused("A draft model (speculative decoding)", "Start without it.")
+    for feature, remedy in drafts.not_proven(config.speculative_config, parallel):
+        yield _refused(feature, remedy)
     dtype = str(config.cache_config.cache_dtype)
     if dtype not in _PLAIN_CACHES:
         yield _refused(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
@@ -87,12 +88,39 @@ def dp_rank(parallel: Any) -> int:
 
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     """The cache's sizes by the engine's own word; the tensors are read against them."""
+    group = kv_cache_config.kv_cache_groups[0]
+    spec: Any = group.kv_cache_spec
+    tp = config.parallel_config.tensor_parallel_size
+    which, layers = drafts.drafter(config.speculative_config), drafts.layers(config, group.layer_names)
+
+    def shape(name: str, of: Any) -> LayerShape:
+        model = config.speculative_config.draft_model_config if name in layers else config.model_config
+        total = 1 if _is_latent(of) else int(model.get_total_num_kv_heads())
+        return LayerShape(max(1, total // tp), total, of.head_size)
+
+    specs = _by_layer(spec)
+    if not specs:
+        specs = dict.fromkeys(group.layer_names, spec)
+    shapes = {name: shape(name, of) for name, of in specs.items()}
+    first = next(iter(shapes.values()), None) or shape("", spec)
+    unlike = {name: one for name, one in shapes.items() if one != first}
+    if not layers.issuperset(unlike) or len({_is_latent(specs[name]) for name in specs}) > 1:
+        # Shown: a draft model with other heads than its target. Not shown: layers of the model itself that are unlike, or MLA beside them.
+        kind = f"A KV cache of kind {type(spec).__name__}"
+        raise _refused(kind, "Use a model whose layers are alike, and a draft model with the same kind of attention.")
+    return CacheShape(spec.block_size, first.local_heads, first.total_heads, first.head_size, tp, which, layers, unlike)
+
+
+def _by_layer(spec: Any) -> dict[str, Any]:
+    """Of layers that are unlike in one group; empty where one spec is for all."""
+    return dict(getattr(spec, "kv_cache_specs", {}))
+
+
+def _is_latent(spec: Any) -> bool:
+    """One vector per token, which all ranks hold: MLA's, and an indexer's keys."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    tp = config.parallel_config.tensor_parallel_size
-    total = 1 if isinstance(spec, MLAAttentionSpec) else config.model_config.get_total_num_kv_heads()
-    return CacheShape(spec.block_size, max(1, total // tp), total, spec.head_size, tp)
+    return isinstance(spec, MLAAttentionSpec)
 
 
 def model_fingerprint(config: Any, version: str = "") -> str:
@@ -142,13 +170,17 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     if len(groups) > 1:
         yield _refused(f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
     for group in groups:
-        spec: Any = group.kv_cache_spec
-        kind = type(spec).__name__
-        if kind not in _PROVEN_SPECS:
-            yield _refused(f"A KV cache of kind {kind}", "Use a model with full attention or MLA.")
-        elif str(spec.dtype) not in _PLAIN_DTYPES:
-            # A checkpoint may quantise its cache although the command line does not.
-            yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
-        elif getattr(spec, "sparse_head_dim", None):
-            # vllm-ascend's spec of an MLA layer with an indexer: more tensors, some of them perhaps quantised (C8).
-            yield _refused("A sparse indexer's cache", "Use a model with full attention or MLA.")
+        specs = _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
+        yield from {str(error): error for spec in specs for error in _spec_refusals(spec)}.values()
+
+
+def _spec_refusals(spec: Any) -> Iterator[ConfigError]:
+    kind = type(spec).__name__
+    if kind not in _PROVEN_SPECS:
+        yield _refused(f"A KV cache of kind {kind}", "Use a model with full attention or MLA.")
+    elif str(spec.dtype) not in _PLAIN_DTYPES:
+        # A checkpoint may quantise its cache although the command line does not.
+        yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
+    elif getattr(spec, "sparse_head_dim", None):
+        # vllm-ascend's spec of an MLA layer with an indexer: more tensors, some of them perhaps quantised (C8).
+        yield _refused("A sparse indexer's cache", "Use a model with full attention or MLA.")

@@ -15,7 +15,7 @@ from vllm_ascend_pd import admission
 from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.identity import Endpoint, incarnation
 from vllm_ascend_pd.protocol.versions import fingerprint
@@ -112,21 +112,38 @@ def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
 
 
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:
-    """The engine's geometry from its workers': one set of layers per pipeline stage, everything else equal."""
-    stages: dict[int, tuple[str, ...]] = {}
-    merged: CacheGeometry | None = None
+    """The engine's geometry from its workers: one set of layers per pipeline stage, the same for all its ranks."""
+    stages: dict[int, CacheGeometry] = {}
     for (stage, _), facts in sorted(workers.items()):
-        geometry = facts.geometry
-        own = geometry.layers
-        if stages.setdefault(stage, own) != own:
-            raise ConfigError("PD-GEO-003", layer=own[0], why=f"ranks of pipeline stage {stage} hold different layers")
-        bare = msgspec.structs.replace(geometry, stages=())
-        if merged is not None and merged != bare:
-            raise ConfigError("PD-GEO-003", layer=own[0], why="this engine's workers have different cache layouts")
-        merged = bare
-    if merged is None:
+        own = facts.geometry
+        if stages.setdefault(stage, own).layers != own.layers:
+            why = f"ranks of pipeline stage {stage} hold different layers"
+            raise ConfigError("PD-GEO-003", layer=own.layers[0], why=why)
+        if stages[stage] != own or _common(own) != _common(next(iter(stages.values()))):
+            raise ConfigError(
+                "PD-GEO-003", layer=own.layers[0], why="this engine's workers have different cache layouts"
+            )
+    if not stages:
         raise ConfigError("PD-GEO-003", layer="(none)", why="no worker told its cache layout")
-    return msgspec.structs.replace(merged, stages=tuple(stages[stage] for stage in sorted(stages)))
+    kinds: dict[CacheGeometry, list[str]] = {}  # without their layers
+    for own in stages.values():
+        for kind in own.kinds:
+            kinds.setdefault(msgspec.structs.replace(kind, stages=(), drafts=()), []).extend(kind.layers)
+    (first, _), *others = kinds.items()
+    drafts = tuple(name for own in stages.values() for name in own.drafts)
+    if first.drafter and not drafts:
+        why = f"no layer is known to be of the draft model ({first.drafter})"
+        raise ConfigError("PD-GEO-003", layer="(none)", why=why)
+    return msgspec.structs.replace(
+        first,
+        stages=tuple(own.layers for own in stages.values()),
+        drafts=drafts,
+        others=tuple(Kind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names)) for k, names in others),
+    )
+
+
+def _common(geometry: CacheGeometry) -> tuple[object, ...]:
+    return geometry.block_size, geometry.tp_size, geometry.drafter
 
 
 def request_hash(request: Any) -> str:

@@ -58,6 +58,11 @@ CATALOGUE: dict[str, Entry] = {
         "The KV cache layout of layer {layer!r} is not understood: {why}.",
         "Report the attention backend and the shapes; use a backend listed in the README meanwhile.",
     ),
+    "PD-GEO-004": Entry(
+        "Layer {layer} was not computed in a step whose tokens are to be pushed.",
+        "A draft model does not run for prompts that end within its draft tokens of max_model_len: raise it on prefill. "
+        "Else the model runner did not call the layer's hook: report it with the model and the versions.",
+    ),
     # -- wire
     "PD-WIRE-001": Entry(
         "The transfer engine is missing: {why}.",

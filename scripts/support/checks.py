@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import httpx
 
@@ -49,6 +51,29 @@ def prefilled(url: str) -> float:
     name = "ascend_pd_metaserver_loads_total{"
     lines = [line for line in page.splitlines() if line.startswith(name) and 'end="received"' in line]
     return sum(float(line.split()[-1]) for line in lines)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a draft model has done, by vLLM's counters."""
+
+    steps: int
+    tokens: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.tokens
+
+
+@contextmanager
+def drafted(engine: Served) -> Iterator[Callable[[], Drafted]]:
+    """What this engine drafts inside the block; asked for after it."""
+    names = [f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    before = [counter(engine, name) for name in names]
+    after: list[int] = []
+    yield lambda: Drafted(*(b - a for a, b in zip(before, after, strict=True)))
+    after.extend(counter(engine, name) for name in names)
 
 
 def settled_free_blocks(engine: Served) -> int:

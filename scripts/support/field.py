@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -29,7 +29,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from vllm_ascend_pd import admission
+from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, describe
@@ -226,8 +226,11 @@ class Model:
         heads = max(1, self.kv_heads // tp)
         dims = self.facts.get("mla") or [self.head_size] * 2
         parts = tuple(torch.empty((2, block_size, heads, dim), dtype=torch.bfloat16) for dim in dims)
+        return dict.fromkeys(self.layers(drafts=drafts), parts)
+
+    def layers(self, *, drafts: bool) -> list[str]:
         count = self.facts["layers"] + (self.facts["mtp"] if drafts else 0)
-        return {f"model.layers.{index}": parts for index in range(count)}
+        return [f"model.layers.{index}.self_attn.attn" for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ class Known:
     """field_models.json: models by name, and the kinds of cache of an engine with a draft that is a model of its own."""
 
     models: Mapping[str, Model]
-    drafts: Mapping[str, Sequence[str]]
+    drafts: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def read(cls, text: str) -> Known:
@@ -245,11 +248,12 @@ class Known:
             name: Model(entry["family"], families[entry["family"]], entry.get("c8", ""))
             for name, entry in told["models"].items()
         }
-        return cls(models, {name: entry["caches"] for name, entry in told["drafts"].items()})
+        return cls(models, told["drafts"])
 
     def caches(self, model: Model, speculative: Mapping[str, Any] | None) -> Sequence[str]:
         draft = (speculative or {}).get("model")
-        return model.facts["caches"] if draft is None else self.drafts[draft]
+        caches: Sequence[str] = model.facts["caches"] if draft is None else self.drafts[draft]["caches"]
+        return caches
 
 
 @lru_cache(maxsize=1)
@@ -280,8 +284,10 @@ def judge(command: Command, known: Known) -> Judged:
     with _surroundings(command) as secret:
         ours, beside = replaced(json.loads(flags["--kv-transfer-config"][0]), secret)
         line = parse([*command.words, "--kv-transfer-config", json.dumps(ours)])
-        config = as_configured(line.parsed, model)
-        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, known.caches(model, config.speculative_config)))
+        asked = line.parsed.speculative_config
+        own = known.drafts[asked["model"]] if asked and "model" in asked else {}
+        config = as_configured(line.parsed, model, own)
+        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, known.caches(model, asked)))
         refusals, geometry = _refusals(config, groups, model)
     parallel = config.parallel_config
     role = _ROLES.get(config.kv_transfer_config.kv_role, "?")
@@ -289,7 +295,7 @@ def judge(command: Command, known: Known) -> Judged:
     return Judged(role, size, ranks, refusals, line.unknown, beside, geometry)
 
 
-def as_configured(parsed: Any, model: Model) -> SimpleNamespace:
+def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingProxyType({})) -> SimpleNamespace:
     """vLLM's configuration as far as admission reads it, from what its parser gave."""
     rank = parsed.data_parallel_rank if parsed.data_parallel_rank is not None else parsed.data_parallel_start_rank or 0
     parallel = SimpleNamespace(
@@ -308,7 +314,7 @@ def as_configured(parsed: Any, model: Model) -> SimpleNamespace:
         kv_transfer_config=parsed.kv_transfer_config,
         parallel_config=parallel,
         compilation_config=SimpleNamespace(cudagraph_mode=_graphs(parsed)),
-        speculative_config=parsed.speculative_config,
+        speculative_config=_drafting(parsed.speculative_config, model, draft),
         cache_config=SimpleNamespace(cache_dtype=parsed.kv_cache_dtype, block_size=parsed.block_size or BLOCK_SIZE),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(architectures=[facts["architecture"]]),
@@ -319,6 +325,22 @@ def as_configured(parsed: Any, model: Model) -> SimpleNamespace:
             get_head_size=lambda: model.head_size,
         ),
     )
+
+
+def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, Any]) -> Any:
+    """vLLM's own words for a draft model, and what its configuration would say."""
+    if told is None:
+        return None
+    speculative = drafts.told({**draft, **told})
+    config = SimpleNamespace(num_nextn_predict_layers=model.facts["mtp"])
+    speculative.draft_model_config = SimpleNamespace(
+        hf_config=config,
+        quantization=None,
+        get_hidden_size=lambda: model.facts["hidden"],
+        get_total_num_kv_heads=lambda: model.kv_heads,
+        get_head_size=lambda: model.head_size,
+    )
+    return speculative
 
 
 def _graphs(parsed: Any) -> Any:
@@ -332,7 +354,8 @@ def _graphs(parsed: Any) -> Any:
 def _groups(config: Any, model: Model, caches: Sequence[str]) -> list[SimpleNamespace]:
     tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
     role = config.kv_transfer_config.kv_role
-    return [SimpleNamespace(kv_cache_spec=model.spec(kind, tp, size, role)) for kind in caches]
+    names = model.layers(drafts=config.speculative_config is not None)
+    return [SimpleNamespace(kv_cache_spec=model.spec(kind, tp, size, role), layer_names=names) for kind in caches]
 
 
 def _refusals(config: Any, groups: Any, model: Model) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
@@ -347,8 +370,8 @@ def _refusals(config: Any, groups: Any, model: Model) -> tuple[tuple[PdError, ..
         Engine.of(config)
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
-        drafts = config.speculative_config is not None
-        tensors = model.tensors(shape.tp_size, shape.block_size, drafts)
+        drafting = config.speculative_config is not None
+        tensors = model.tensors(shape.tp_size, shape.block_size, drafting)
         geometry = describe(tensors, shape, PlainDevice()).geometry  # type: ignore[arg-type]
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]

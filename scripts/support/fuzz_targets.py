@@ -254,7 +254,11 @@ def _receiver() -> Receiver:
 def _sender() -> Sender:
     made = Sender(incarnation="prefill-1", contributor=ME, model=MODEL, geometry=P, timers=Timers(), quiet_s=QUIET_S)
     to = Destination(
-        0, ENDPOINTS[0], contributor_pairs(P, D, 0), plan_digest(P, D, 0, 40, "direct"), len(D.layers), len(D.regions)
+        0,
+        ENDPOINTS[0],
+        contributor_pairs(P, D, 0),
+        plan_digest(P, D, 0, 40, "direct"),
+        (len(D.regions),) * len(D.layers),
     )
     made.open(0.0, PushOrder("push-1", TRANSFER, 300.0, (to,)))
     return made
@@ -463,7 +467,7 @@ def _admitted() -> Run:
         if found:
             return REFUSED
         push.blocks, push.known = blocks, len(blocks)
-        planner.plan([push.job(r.first, r.end)], number)
+        planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")
         book.finished(name, holds_blocks=False, why="over")

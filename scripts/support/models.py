@@ -26,7 +26,7 @@ FORMAT = 1  # raised when a recipe's meaning changes, so that old directories ar
 class Recipe:
     """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
 
-    family: str  # llama | deepseek_v2 | qwen3_moe
+    family: str  # llama | deepseek_v2 | deepseek_v3 | qwen3_moe | eagle | eagle3
     layers: int
     heads: int
     kv_heads: int
@@ -37,10 +37,14 @@ class Recipe:
     max_len: int = 4096
     spread: float = 0.08  # standard deviation of the initial weights
     seed: int = 0
+    # The last layer alone decides nearly everything, so that a draft model of one layer, made of it, is often right, and only
+    # as long as its own cache is.
+    one_layer_decides: bool = False
+    target: str = ""  # of a draft model of its own
 
     @property
     def mla(self) -> bool:
-        return self.family == "deepseek_v2"
+        return self.family in ("deepseek_v2", "deepseek_v3")
 
     def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
         """Of the whole model, all ranks together, replicas counted once."""
@@ -56,6 +60,11 @@ RECIPES = {
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    # targets and their drafts; `mtp` has its draft layer inside
+    "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
+    "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
     "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
     "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),
@@ -93,12 +102,21 @@ def _write(recipe: Recipe, directory: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
+    from scripts.support import drafts
+
     torch.manual_seed(recipe.seed)
+    if recipe.target:
+        drafts.write(recipe.family, recipe.kv_heads, ensure(recipe.target, directory.parent), directory)
+        return
     with torch.no_grad():
-        family = {"llama": _llama, "deepseek_v2": _deepseek_v2, "qwen3_moe": _qwen3_moe}[recipe.family]
-        model = family(recipe).to(torch.float32)
+        families = {"llama": _llama, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "qwen3_moe": _qwen3_moe}
+        model = families[recipe.family](recipe).to(torch.float32)
+        if recipe.one_layer_decides:
+            drafts.let_one_layer_decide(model)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
+    if recipe.family == "deepseek_v3":
+        drafts.add_mtp_layer(directory)
 
 
 def _llama(recipe: Recipe) -> Any:
@@ -123,12 +141,18 @@ def _llama(recipe: Recipe) -> Any:
     )
 
 
-def _deepseek_v2(recipe: Recipe) -> Any:
+def _deepseek(recipe: Recipe) -> Any:
     import transformers
 
     library: Any = transformers
-    return library.DeepseekV2ForCausalLM(
-        library.DeepseekV2Config(
+    third = recipe.family == "deepseek_v3"
+    model, config = (
+        (library.DeepseekV3ForCausalLM, library.DeepseekV3Config)
+        if third
+        else (library.DeepseekV2ForCausalLM, library.DeepseekV2Config)
+    )
+    return model(
+        config(
             vocab_size=recipe.vocab,
             hidden_size=recipe.hidden,
             intermediate_size=recipe.intermediate,
@@ -143,7 +167,7 @@ def _deepseek_v2(recipe: Recipe) -> Any:
             n_group=1,
             topk_group=1,
             kv_lora_rank=512,
-            q_lora_rank=None,
+            q_lora_rank=128 if third else None,
             qk_rope_head_dim=64,
             qk_nope_head_dim=recipe.head_dim,
             v_head_dim=recipe.head_dim,

@@ -17,6 +17,7 @@ from typing import Any
 
 # The default binding of threads to cores fails with two workers on one NUMA node.
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+MLA_DRAFT = {"attention_backend": "CPU_MLA"}  # a draft model does not follow the target's --attention-backend
 
 
 def is_mla(model: Path) -> bool:

@@ -73,6 +73,7 @@ class EngineSpec:
     transfer: Mapping[str, Any] = field(default_factory=dict)  # more of --kv-transfer-config
     plugins: tuple[Path, ...] = ()  # folders with an entry point of their own, put in front of PYTHONPATH
     devices: str = ""  # NPU: ASCEND_RT_VISIBLE_DEVICES
+    draft: Mapping[str, Any] = field(default_factory=dict)  # --speculative-config
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     served_name: str = "model"
@@ -101,17 +102,25 @@ class EngineSpec:
             else:
                 words += ["--data-parallel-start-rank", str(self.dp_rank), "--data-parallel-hybrid-lb"]
                 words += ["--data-parallel-size-local", str(self.dp_local)]
+        if self.draft:
+            words += ["--speculative-config", json.dumps(self._draft())]
         if self.role != "plain":
             words += ["--kv-transfer-config", json.dumps(self.transfer_config())]
         return [*words, *self.arguments]
 
     def _cpu_shape(self) -> list[str]:
         words = ["--dtype", "float32", "--kv-cache-memory-bytes", str(self.kv_bytes)]
-        recipe = recipe_of(self.model)
-        mla = recipe.mla if recipe is not None else on_cpu.is_mla(self.model)
-        if not mla:
+        if not self._mla:
             words += ["--block-size", str(self.block_size)]  # MLA on CPU has 16, whatever one asks for
-        return [*words, *on_cpu.arguments(mla=mla, pp=self.pp, eager=True)]
+        return [*words, *on_cpu.arguments(mla=self._mla, pp=self.pp, eager=True)]
+
+    @property
+    def _mla(self) -> bool:
+        recipe = recipe_of(self.model)
+        return recipe.mla if recipe is not None else on_cpu.is_mla(self.model)
+
+    def _draft(self) -> dict[str, Any]:
+        return {**self.draft, **({} if self.npu or not self._mla else on_cpu.MLA_DRAFT)}
 
     def transfer_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}

@@ -390,7 +390,7 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None
             p = Cache("token", world, 8, 8, packed, dtype)
             sites = [Cache("token", tp, 8, block, packed, dtype) for tp, block in ds]
             with Engines(fleet, p, *sites, folder=Path(folder), kind="npu", **keys) as engines:
-                for hook in ("by name", "one in a graph"):
+                for hook in ("by name", "twice"):
                     work = [(site, *rest) for site in range(len(ds)) for _, *rest in WORK]
                     engines.check(engines.push(work, hook))
                 exchanges = engines.exchanges()

@@ -12,7 +12,7 @@ import numpy as np
 from simulation.broker import URL
 from simulation.exchange import Event
 from simulation.memory import NOISE, Content, Memory, shade
-from simulation.settings import MODEL, Shape
+from simulation.settings import DRAFT, MODEL, Shape
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loads
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook, Ticket, read_ticket
@@ -60,6 +60,7 @@ class DecodeRank:
         self.requests: dict[TransferId, Request] = {}
         self.connected: set[str] = set()
         self.reported: set[TransferId] = set()
+        self.undrafted: set[TransferId] = set()  # of a P without the draft model
         self.core = Loads(
             settings.push(),
             rank,
@@ -82,6 +83,7 @@ class DecodeRank:
         for transfer in step.overs:
             self.requests.pop(transfer, None)
             self.reported.discard(transfer)
+            self.undrafted.discard(transfer)
         if step.binds:
             self.process.post(self.engine.cluster.world.rng.expovariate(1 / 0.004), self._gate, step.binds, gate)
 
@@ -152,10 +154,25 @@ class DecodeRank:
             world.log(self.process.name, "REVOKES")
             self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
         elif isinstance(action, Note):
+            if action.stage == "undrafted":
+                self._without_drafts(action)
             if action.stage == "fencing":
                 world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
             if world.tracing:
                 world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
+
+    def _without_drafts(self, note: Note) -> None:
+        found = [
+            p
+            for p in self.engine.cluster.prefill
+            for rank in p.ranks
+            if rank.process.incarnation == note.facts["prefill"]
+        ]
+        if any(p.shape.drafts for p in found):
+            raise Violation(
+                f"promise 3: {self.process.name} does not expect the draft model's layers of a P that has it"
+            )
+        self.undrafted.update(t for t in self.requests if str(t) == note.facts["transfer"])
 
     def _report(self, report: Report) -> None:
         request = self.requests.get(report.transfer)
@@ -374,14 +391,17 @@ class DecodeEngine:
                 raise Violation(f"promise 3: {request.name} ended well on {rank.process.name} with wrong KV in {wrong}")
 
     def first_difference(self, rank: DecodeRank, request: Request) -> str | None:
-        """The first layer whose bytes are not what prefill computed."""
+        """The first layer whose bytes are not what prefill computed; a P without the draft model has none of its."""
         memory = rank.memory
         first, last = memory.cell_range(request.first, request.tokens)
         places = memory.offsets(np.asarray(request.blocks), first, last)
         right = request.content.cells(self.geometry, first, last, memory.heads, request.tokens)
+        names = self.cluster.settings.names()
         for index, layer in enumerate(memory.layers):
+            if names[layer] == DRAFT and request.transfer in rank.undrafted:
+                continue
             for region in range(memory.regions):
                 found = memory.layer_view(index, region)[places]
                 if not np.array_equal(found, right + np.uint8(shade(layer, region))):
-                    return self.cluster.settings.names()[layer]
+                    return names[layer]
         return None

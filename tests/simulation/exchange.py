@@ -128,8 +128,8 @@ class Stream:
 
     # -- Exchange
 
-    def prepare(self, plan: RegroupPlan, slot: Any) -> Tables:
-        del slot
+    def prepare(self, plan: RegroupPlan, slot: Any, layer: int) -> Tables:
+        del slot, layer
         borders = np.cumsum(plan.receive_splits)
         slots = []
         for planned in plan.slots:

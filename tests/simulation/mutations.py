@@ -19,6 +19,7 @@ from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
 from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.failure import Failure
@@ -50,6 +51,7 @@ class Mutation:
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
+    steps: Callable[..., Steps] = Steps
     world: Callable[[Settings], Settings] = lambda settings: settings  # in which the rule is needed often enough
 
 
@@ -373,6 +375,25 @@ class DeadWriterForgotten(Pushes):
         super().finished(now, batch, WriteState.UNISSUED if self.dead else state)
 
 
+class DraftsTooEarly(Steps):
+    """P pushes the draft model's layers with the target's last one: before they are written."""
+
+    def _mark(self, current: Any, index: int) -> None:
+        super()._mark(current, index)
+        if current.missing and current.missing <= self._drafts:
+            current.drafted |= self._drafts
+            self.end()
+
+
+class DraftsWithoutHook(Steps):
+    """P pushes at the end of a step whatever is missing, as it once did."""
+
+    def end(self) -> None:
+        if self._current is not None:
+            self._current.drafted |= self._current.missing
+        super().end()
+
+
 class EventsNotAwaited(SimulatedWriter):
     """P's writer does not wait for the device."""
 
@@ -465,6 +486,14 @@ def _decode_comes_back(settings: Settings) -> Settings:
     )
 
 
+def _drafting(settings: Settings) -> Settings:
+    """Everybody has the draft model, and it sometimes does not run."""
+    prefill, decode = (
+        tuple(replace(shape, drafts=True) for shape in side) for side in (settings.prefill, settings.decode)
+    )
+    return replace(settings, prefill=prefill, decode=decode, faults=replace(settings.faults, undrafted=0.2))
+
+
 WANTED = (
     Mutation("free before fence", receiver=FreeBeforeFence),
     Mutation("READY before bind", receiver=ReadyBeforeBind),
@@ -497,6 +526,8 @@ MORE = (
     Mutation("a write that was never issued has landed", core=UnissuedLanded, world=_broken_writers),
     Mutation("a dead writer's writes are over", core=DeadWriterForgotten, world=_broken_writers),
     Mutation("the device is not waited for", writer=EventsNotAwaited),
+    Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
+    Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
 )
 ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

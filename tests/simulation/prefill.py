@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from simulation.exchange import STAGING, Event, Flat, Group, Stream
 from simulation.memory import BASE, Content, Memory, shade
-from simulation.settings import MODEL
+from simulation.settings import DRAFT, MODEL
 from simulation.wire import Flight
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
@@ -28,7 +29,6 @@ from vllm_ascend_pd.prefill.core.batches import Batch, spans_of, unit_of
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
-from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import News, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
@@ -67,6 +67,7 @@ class Step:
     waiting: set[str] = field(default_factory=set)  # preempted pushes that still drain
     computing: int = 0  # layers that the device has not come to
     ended: bool = False  # every hook has fired
+    behind: list[Event] = field(default_factory=list)  # reached when the device has come to the end
 
 
 class SimulatedWriter(Writer):
@@ -186,7 +187,10 @@ class PrefillRank:
             stream: Any = parts.stream
             asked = self.deciding, self.process.clock, _never
             exchanger = Exchanger("", *asked, stream, parts.staging, stream, self.put)
-        self._steps = Steps(own.layers, self.deciding, self._record, self.put, self.process.clock, exchanger)
+        self._steps = cluster.mutation.steps(
+            own.layers, self.deciding, self._record, self.put, self.process.clock, exchanger, drafts=own.drafts
+        )
+        self._ending: Step | None = None
         self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
 
     # -- a step
@@ -231,9 +235,20 @@ class PrefillRank:
         layers = self.memory.layers if meta.slices or step.fills else []
         step.computing = len(layers)
         at = 0.0
+        names = self.engine.geometry.stages[self.stage]
         for layer in range(len(layers)):
             at += step.layer_s * world.rng.uniform(0.5, 1.5)
-            self.process.post(at, self._hook, step, layer)
+            if names[layer] != DRAFT:
+                self.process.post(at, self._hook, step, layer)
+            elif world.chance(self.engine.cluster.settings.faults.undrafted):
+                world.fault("draft model did not run")
+                step.computing -= 1
+            else:
+                at += step.layer_s  # the sampler first
+                self.process.post(at, self._hook, step, layer)
+                for _ in range(world.rng.choice((0, 0, 1, 2))):  # the tokens that it drafts after the first
+                    at += step.layer_s
+                    self.process.post(at, self._steps.computed, DRAFT)
         self.process.post(at + 1e-6, self._end, step)
 
     def _hook(self, step: Step, layer: int) -> None:
@@ -249,7 +264,12 @@ class PrefillRank:
         self._hooked = None
 
     def _record(self) -> Event:
-        return self._hooked if self._hooked is not None else Event(reached=True)
+        if self._hooked is not None:
+            return self._hooked
+        event = Event(reached=self._ending is None or not self._ending.computing)
+        if self._ending is not None:
+            self._ending.behind.append(event)
+        return event
 
     def _reached(self, step: Step, layer: int, event: Event) -> None:
         """The KV of a layer is in the cache."""
@@ -260,7 +280,17 @@ class PrefillRank:
             self.exchanging.stream.soon()
         self._look_again()
         step.computing -= 1
+        self._pass(step)
         self._end_perhaps(step)
+
+    def _pass(self, step: Step) -> None:
+        """What was recorded behind the last layer is reached with it."""
+        if not step.computing:
+            for event in step.behind:
+                event.reached = True
+            if step.behind and self.exchanging is not None:
+                self.exchanging.stream.soon()
+            self._look_again()
 
     def _fill(self, fill: Fill, layer: int) -> None:
         memory = self.memory
@@ -288,7 +318,10 @@ class PrefillRank:
                     raise Violation(f"promise 2: {self.process.name} overwrites blocks that push {push} still reads")
 
     def _end(self, step: Step) -> None:
+        self._ending = step
         self._steps.end()
+        self._ending = None
+        self._pass(step)
         step.ended = True
         if any(not piece.final for piece in step.meta.slices):
             self.engine.cluster.cut_off_perhaps(self)
@@ -457,4 +490,5 @@ def _never(seconds: float) -> None:
 
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
-    return CacheGeometry(g.block_size, g.kv_heads, g.tp_size, g.dtype, g.packing, g.regions, (g.stages[stage],))
+    own = g.stages[stage]
+    return msgspec.structs.replace(g, stages=(own,), drafts=tuple(name for name in g.drafts if name in own))

@@ -11,6 +11,7 @@ from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 
 MODEL = "model"
+DRAFT = "draft.0"
 FUSED = 4
 
 
@@ -42,6 +43,7 @@ class Faults:
     unissued: float = 0.0  # a peer takes nothing of a write
     late_event: float = 0.0  # a layer is computed long after its hook fired, and after later layers
     writer_dies: float = 0.0  # the transfer engine raises
+    undrafted: float = 0.0  # the draft model does not run in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Shape:
     block_size: int
     blocks: int
     head_major: bool
+    drafts: bool = False  # whether it has the draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Settings:
 
     prefill: tuple[Shape, ...]
     decode: tuple[Shape, ...]
-    layers: int
+    layers: int  # of the model itself
     kv_heads: int
     cell: int
     regions: int
@@ -86,8 +89,8 @@ class Settings:
         wire = WireConfig(transfer_timeout_s=self.transfer_timeout_s, fuse_layers=FUSED)
         return PushConfig(wire=wire, regroup=self.regroup, timers=self.timers)
 
-    def names(self) -> tuple[str, ...]:
-        return tuple(f"layer.{i}" for i in range(self.layers))
+    def names(self, *, drafts: bool = True) -> tuple[str, ...]:
+        return (*(f"layer.{i}" for i in range(self.layers)), *((DRAFT,) if drafts else ()))
 
     def geometry(self, shape: Shape) -> CacheGeometry:
         """The engine's cache as it would be told in a reservation."""
@@ -100,8 +103,11 @@ class Settings:
         else:
             token, head = cell * heads, cell
         block = heads * shape.block_size * self.cell
-        names = self.names()
+        names = self.names(drafts=False)
         cuts = [len(names) * i // shape.pp for i in range(shape.pp + 1)]
+        stages = [names[a:b] for a, b in itertools.pairwise(cuts)]
+        if shape.drafts:
+            stages[-1] = (*stages[-1], DRAFT)
         return CacheGeometry(
             block_size=shape.block_size,
             kv_heads=self.kv_heads,
@@ -109,7 +115,9 @@ class Settings:
             dtype="bf16",
             packing="kv" if self.regions == 1 else "k,v",
             regions=tuple(Region("kv"[i], block, head, token, cell) for i in range(self.regions)),
-            stages=tuple(names[a:b] for a, b in itertools.pairwise(cuts)),
+            stages=tuple(stages),
+            drafter="a draft model" if shape.drafts else "",
+            drafts=(DRAFT,) if shape.drafts else (),
         )
 
 
@@ -122,6 +130,11 @@ def draw(seed: int, requests: int | None = None) -> Settings:
     tokens = rng.choice((6, 12, 24, 40))
     prefill = _engines(rng, (1, 1, 2, 2, 3, 4), opaque, size, tokens, prefill=True)
     decode = _engines(rng, (1, 1, 2, 2, 3, 4), opaque, size, tokens, prefill=False)
+    of_drafts = random.Random(f"drafts/{seed}")
+    if of_drafts.random() < 0.3:
+        prefill, decode = (
+            tuple(replace(shape, drafts=of_drafts.random() < 0.75) for shape in side) for side in (prefill, decode)
+        )
     return Settings(
         prefill=prefill,
         decode=decode,
@@ -139,7 +152,11 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         tokens=tokens,
         chunk=rng.choice((4, 8, 16, 64)),
         verify=rng.random() < 0.1,
-        faults=replace(_faults(rng), **_device_faults(random.Random(f"device/{seed}"))),
+        faults=replace(
+            _faults(rng),
+            **_device_faults(random.Random(f"device/{seed}")),
+            undrafted=of_drafts.choice((0.0, 0.0, 0.01, 0.05)),
+        ),
         # Cells are tiny here: by their spans nearly all pushes would be regrouped.
         regroup=RegroupConfig(regroup=rng.choice(("never", "never", "never", "always", "auto")), regroup_min_span=8),
         slots=rng.choice((1, 2, 4)),

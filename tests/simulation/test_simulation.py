@@ -64,6 +64,7 @@ KINDS = {
     "prefill ended over a dead writer",
     "write not issued",
     "layer computed late",
+    "draft model did not run",
 }
 
 

@@ -162,9 +162,7 @@ def sender(contributor: Contributor = ONE, **changes: Any) -> Sender:
 
 
 def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushOrder:
-    to = tuple(
-        Destination(rank, f"d{rank}", SET, DIGEST, len(ADDRESSES.bases), len(ADDRESSES.bases[0])) for rank in ranks
-    )
+    to = tuple(Destination(rank, f"d{rank}", SET, DIGEST, ADDRESSES.counts) for rank in ranks)
     values: dict[str, Any] = {
         "push": PUSH,
         "transfer": T,

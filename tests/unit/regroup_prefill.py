@@ -140,7 +140,7 @@ def all_but_one(rank: PrefillRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
         if own != 0:
-            rank.saved(own, "")
+            rank.saved(own)
 
 
 def shuffled(rank: PrefillRank, write: Layer) -> None:

@@ -77,13 +77,6 @@ def by_name(rank: AscendRank, write: Layer) -> None:
         rank.fire(own)
 
 
-def one_in_a_graph(rank: AscendRank, write: Layer) -> None:
-    for own in range(len(rank.names)):
-        write(own)
-        if own != len(rank.names) // 2:
-            rank.fire(own)
-
-
 def twice(rank: AscendRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
@@ -102,7 +95,6 @@ def with_strangers(rank: AscendRank, write: Layer) -> None:
 
 RUNS: dict[str, Callable[[AscendRank, Layer], None]] = {
     "by name": by_name,
-    "one in a graph": one_in_a_graph,
     "twice": twice,
     "with strangers": with_strangers,
     "no end": by_name,

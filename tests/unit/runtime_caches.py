@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from geometry_reference import range_of
 
 from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.device.cpu import CpuDevice
 
 
@@ -53,10 +55,52 @@ class Model:
     heads: int = 2
     layers: int = 3
     dim: int = 16
+    drafts: int = 0  # more layers, of a draft model
+    drafter: str = "a draft model"
+    draft_heads: int = 0  # of its own; 0: as many as the model
+    draft_dim: int = 0
+    indexers: bool = False  # beside each layer another, of one key per token
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"model.layers.{i}.self_attn.attn" for i in range(self.layers))
+        numbers = range(self.layers + self.drafts)
+        attention = [f"model.layers.{i}.self_attn.attn" for i in numbers]
+        indexers = [f"model.layers.{i}.self_attn.indexer.k_cache" for i in numbers if self.indexers]
+        return (*attention, *indexers)
+
+    @property
+    def own_drafts(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if int(name.split(".")[2]) >= self.layers)
+
+    def heads_of(self, name: str) -> int:
+        if ".indexer." in name:
+            return 1
+        return (self.draft_heads or self.heads) if name in self.own_drafts else self.heads
+
+    def widths_of(self, name: str) -> tuple[int, ...]:
+        """Elements of a cell, by region."""
+        if ".indexer." in name:
+            return (6,)
+        if name in self.own_drafts and self.draft_dim:
+            return tuple(width * self.draft_dim // self.dim for width in self.widths)
+        return self.widths
+
+    @property
+    def drafted(self) -> dict[str, Any]:
+        """What a CacheShape says of it."""
+        return {"drafter": self.drafter, "drafts": frozenset(self.own_drafts)} if self.drafts else {}
+
+    def shape(self, block: int, tp: int, rank: int) -> CacheShape:
+        def of(name: str) -> LayerShape:
+            heads = self.heads_of(name)
+            dim = 6 if ".indexer." in name else self.widths_of(name)[0] // (2 if self.layout == "opaque" else 1)
+            return LayerShape(len(range_of(heads, tp, rank)), heads, dim)
+
+        first = of(self.names[0])
+        unlike = {name: of(name) for name in self.names if of(name) != first}
+        return CacheShape(
+            block, first.local_heads, first.total_heads, first.head_size, tp, **self.drafted, unlike=unlike
+        )
 
     @property
     def regions(self) -> int:
@@ -80,34 +124,39 @@ class Model:
     def content(self, tokens: int, seed: int) -> np.ndarray:
         """A prompt's KV: [layer, region, token, head, width]."""
         dice = np.random.default_rng(seed)
-        size = (self.layers, self.regions, tokens, self.heads, self.width)
+        most = max(self.heads, self.draft_heads)
+        width = max(self.widths_of(name)[0] for name in self.names)
+        size = (len(self.names), self.regions, tokens, most, width)
         return dice.integers(1, 2**31 - 1, size, dtype=np.int32)
 
 
 class RankCache:
     """One worker's KV cache: what it registers, and views of it as [block, head, token, width]."""
 
-    def __init__(self, model: Model, names: Sequence[str], heads: Sequence[int], blocks: int, block: int) -> None:
-        self.heads = list(heads)
-        n, layers = len(self.heads), len(names)
+    def __init__(self, model: Model, names: Sequence[str], tp: int, rank: int, blocks: int, block: int) -> None:
+        self.heads = [list(range_of(model.heads_of(name), tp, rank)) for name in names]
         self.tensors: dict[str, Any] = {}
         self.views: list[list[np.ndarray]] = []
-        if model.layout == "opaque":
-            storage = torch.empty(layers, blocks, n, block, model.width)
-            self.tensors = {name: storage[i] for i, name in enumerate(names)}
-            parts = [[storage[i]] for i in range(layers)]
-        elif model.layout == "latent":
-            parts = [[torch.empty(blocks, 1, block, model.width)] for _ in names]
-            self.tensors = {name: part[0] for name, part in zip(names, parts, strict=True)}
-        elif model.layout in ("token", "uneven"):
-            pairs = [tuple(torch.empty(blocks, block, n, width) for width in model.widths) for _ in names]
-            self.tensors = dict(zip(names, pairs, strict=True))
-            parts = [[tensor.permute(0, 2, 1, 3) for tensor in pair] for pair in pairs]
-        else:
-            stacks = [torch.empty(2, blocks, block, n, model.width) for _ in names]
-            self.tensors = dict(zip(names, stacks, strict=True))
-            parts = [[stack[i].permute(0, 2, 1, 3) for i in range(2)] for stack in stacks]
-        self.views = [[tensor.view(torch.int32).numpy() for tensor in layer] for layer in parts]
+        alike = len({(model.heads_of(name), model.widths_of(name)) for name in names}) == 1
+        storage = torch.empty(len(names), blocks, len(self.heads[0]), block, model.width)
+        for index, name in enumerate(names):
+            n, widths = len(self.heads[index]), model.widths_of(name)
+            if ".indexer." in name:
+                tensor = torch.empty(blocks, block, *widths)
+                self.tensors[name], parts = tensor, [tensor[:, None]]
+            elif model.layout == "opaque":
+                tensor = storage[index] if alike else torch.empty(blocks, n, block, *widths)
+                self.tensors[name], parts = tensor, [tensor]
+            elif model.layout == "latent":
+                tensor = torch.empty(blocks, 1, block, *widths)
+                self.tensors[name], parts = tensor, [tensor]
+            elif model.layout in ("token", "uneven"):
+                pair = tuple(torch.empty(blocks, block, n, width) for width in widths)
+                self.tensors[name], parts = pair, [tensor.permute(0, 2, 1, 3) for tensor in pair]
+            else:
+                stack = torch.empty(2, blocks, block, n, widths[0])
+                self.tensors[name], parts = stack, [stack[i].permute(0, 2, 1, 3) for i in range(2)]
+            self.views.append([part.view(torch.int32).numpy() for part in parts])
 
     def fill(self, value: int) -> None:
         for layer in self.views:

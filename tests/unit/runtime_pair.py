@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from geometry_reference import range_of
 from runtime_caches import Model, Pool, RankCache
 from watching import parsed, until
 
@@ -27,7 +26,6 @@ from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import Device
-from vllm_ascend_pd.device.caches import CacheShape
 from vllm_ascend_pd.engine import Engine, merge_geometries
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -119,11 +117,11 @@ class DecodeSite:
         self.engine = engine_of(self.config, make_transport, secrets)
         self.book = LoadBook(self.engine.incarnation)
         self.pool = Pool(blocks, seed)
-        self.ranks = [RankCache(model, model.names, range_of(model.heads, tp, r), blocks, block) for r in range(tp)]
+        self.ranks = [RankCache(model, model.names, tp, rank, blocks, block) for rank in range(tp)]
         self.workers = []
         for rank, cache in enumerate(self.ranks):
             cache.fill(UNTOUCHED)
-            shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
+            shape = model.shape(block, tp, rank)
             worker = DecodeWorker(engine_of(self.config, make_transport, secrets), shape, device, rank)
             worker.register_kv_caches(cache.tensors)
             self.workers.append(worker)
@@ -199,10 +197,11 @@ class DecodeSite:
         self.pool.give(request.d_blocks)
         self.used.update(request.d_blocks)
 
-    def check(self, *requests: Request) -> None:
-        """These requests' KV is all there, and nothing else was touched, except blocks of requests not named."""
+    def check(self, *requests: Request, layers: int | None = None) -> None:
+        """These requests' KV is all there, and nothing else was touched, except blocks of requests not named. `layers`: so many
+        of them, from the first."""
         for rank, cache in enumerate(self.ranks):
-            for layer, views in enumerate(cache.views):
+            for layer, views in enumerate(cache.views[:layers]):
                 for region, view in enumerate(views):
                     self._check(requests, f"rank {rank}, layer {layer}, region {region}", view, layer, region, cache)
 
@@ -220,7 +219,7 @@ class DecodeSite:
             if self.used.intersection(request.d_blocks):  # only what must be there can be told of used blocks
                 free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[tokens // self.block - request.first // self.block]
-            wanted = request.content[layer, region][tokens][:, cache.heads, : view.shape[-1]]
+            wanted = request.content[layer, region][tokens][:, cache.heads[layer], : view.shape[-1]]
             expected[ids, :, tokens % self.block] = wanted
             landed = view[ids, :, tokens % self.block]
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
@@ -279,9 +278,9 @@ class PrefillSite:
         self.stages = [tuple(map(str, part)) for part in np.array_split(np.array(model.names), pp)]
         for stage, names in enumerate(self.stages):
             for rank in range(tp):
-                cache = RankCache(model, names, range_of(model.heads, tp, rank), blocks, block)
+                cache = RankCache(model, names, tp, rank, blocks, block)
                 cache.fill(7)
-                shape = CacheShape(block, len(cache.heads), model.heads, model.dim, tp)
+                shape = model.shape(block, tp, rank)
                 engine = engine_of(self.config, make_transport, secrets)
                 place = Place(stage * tp + rank, tp, pp, 8192)
                 worker = PrefillWorker(engine, shape, device_of(rank), Contributor(stage, rank), place)
@@ -361,8 +360,8 @@ class PrefillSite:
             worker._runtime.begin_step(step)  # not `bind`, which ends an engine whose writer has died
         for (stage, rank), worker in self.workers.items():
             cache = self.caches[stage, rank]
-            for index, name in enumerate(self.stages[stage]):
-                for request, begin, end in ranges:
+            for index, name in sorted(enumerate(self.stages[stage]), key=lambda each: ".indexer." not in each[1]):
+                for request, begin, end in ranges:  # an indexer's keys are written before the attention runs
                     self._write(cache, self.model.names.index(name), index, request, begin, end)
                 if ranges:
                     hook(worker, name, cache.tensors[name])
@@ -373,8 +372,10 @@ class PrefillSite:
     def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
         tokens = np.arange(begin, end)
         ids = np.asarray(request.p_blocks)[tokens // self.block]
+        if layer >= len(request.content):
+            return  # of a draft model that D has not
         for region, view in enumerate(cache.views[own]):
-            content = request.content[layer, region][tokens][:, cache.heads, : view.shape[-1]]
+            content = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
             view[ids, :, tokens % self.block] = content
 
     def collect(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm_configs import attention, cache_config, latent, model_dir, vllm_config
 
-from vllm_ascend_pd import admission
+from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
-from vllm_ascend_pd.device.caches import CacheShape
+from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
@@ -106,18 +107,75 @@ def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
     return made
 
 
+def speculation(method: str = "mtp", modules: int = 1, architecture: str = "Draft", **flags: Any) -> Any:
+    """As vLLM's own configuration has it, of a draft model that is not there."""
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[architecture], num_hidden_layers=1, num_nextn_predict_layers=modules),
+        quantization=None,
+        get_hidden_size=lambda: 64,
+        get_total_num_kv_heads=lambda: 2,
+        get_head_size=lambda: 16,
+    )
+    return SimpleNamespace(method=method, draft_model_config=model, **flags)
+
+
+def with_drafts(**told: Any) -> Callable[[str], Any]:
+    def made(role: str) -> Any:
+        config = vllm_config(role)
+        config.speculative_config = speculation(**told)
+        return config
+
+    return made
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_proven_drafts_start(role: str) -> None:
+    for method in ("mtp", "eagle3"):
+        Engine.of(with_drafts(method=method)(role))
+
+
+def test_drafts_with_a_pipeline_are_refused() -> None:
+    config = vllm_config("kv_producer", pipeline_parallel_size=2)
+    config.speculative_config = speculation()
+    assert "A draft model with pipeline parallelism" in refusal(config).sentence
+
+
+def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix() -> None:
+    """The model has two. What is taken for a draft's may be missing on P, so none of the model's must be."""
+    names = [
+        f"{prefix}layers.{i}.self_attn.attn" for prefix in ("model.", "draft_model.model.", "mtp.") for i in (0, 1, 2)
+    ]
+    names += ["model.embed.attn", "language_model.model.layers.1.self_attn.attn", "model.layers.10.mixer"]
+    config = with_drafts()("kv_producer")
+    found = drafts.layers(config, names)
+    assert found == {"model.layers.2.self_attn.attn", "model.layers.10.mixer", *names[3:9]}
+    config.speculative_config = None
+    assert drafts.layers(config, names) == frozenset()
+
+
+def test_how_many_tokens_are_drafted_is_no_part_of_the_draft_model() -> None:
+    """Nor are drafts without a cache a draft model at all."""
+    one, other = (drafts.drafter(speculation(num_speculative_tokens=tokens)) for tokens in (1, 3))
+    assert one == other != drafts.drafter(speculation(modules=2, architecture="Other")) and "method=mtp" in one
+    assert drafts.drafter(vllm_config(speculative_config=NGRAM).speculative_config) == "" == drafts.drafter(None)
+
+
 NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("Prefill context parallelism", with_parallel("prefill_context_parallel_size", 2)),
     (
         "Decode context parallelism",
         lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
     ),
-    (
-        "draft model",
-        lambda role: vllm_config(
-            role, speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-        ),
-    ),
+    ("Speculative decoding with ngram", lambda role: vllm_config(role, speculative_config=NGRAM)),
+    ("Speculative decoding with suffix", with_drafts(method="suffix")),
+    ("Speculative decoding with dflash", with_drafts(method="dflash")),
+    ("A draft model of 3 MTP layers", with_drafts(modules=3)),
+    ("disable_padded_drafter_batch", with_drafts(disable_padded_drafter_batch=True)),
+    ("parallel_drafting", with_drafts(parallel_drafting=True)),
+    ("num_speculative_tokens_per_batch_size", with_drafts(num_speculative_tokens_per_batch_size=[(1, 8, 2)])),
     ("quantised KV cache (fp8)", lambda role: vllm_config(role, kv_cache_dtype="fp8")),
     ("Micro-batching", with_parallel("enable_dbo", True)),
     ("Sleep mode", sleeping),
@@ -248,7 +306,10 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("CrossAttentionSpec", (CrossAttentionSpec(**BASE),)),
     ("RSWASpec", (RSWASpec(**BASE, rswa_window=16),)),
     ("HiddenStateCacheSpec", (HiddenStateCacheSpec(**{**BASE, "num_kv_heads": 1}),)),
-    ("UniformTypeKVCacheSpecs", (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()}),)),
+    (
+        "quantised KV cache (torch.int8)",
+        (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention(), "b": attention(dtype=torch.int8)}),),
+    ),
     ("quantised KV cache (torch.uint8)", (attention(dtype=torch.uint8),)),
     ("quantised KV cache (torch.float8_e4m3fn)", (attention(dtype=torch.float8_e4m3fn),)),
     ("quantised KV cache (torch.int8)", (attention(dtype=torch.int8),)),
@@ -260,6 +321,36 @@ def test_caches_that_are_not_proven_stop_the_start(feature: str, specs: tuple[An
     with pytest.raises(ConfigError) as caught:
         admission.check_groups(cache_config(*specs))
     assert caught.value.code == "PD-CONF-005" and feature in caught.value.sentence
+
+
+def mixed(*specs: Any) -> Any:
+    """The model's two layers, and one of a draft model."""
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+    group = SimpleNamespace(
+        kv_cache_spec=UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=dict(zip(names, specs, strict=True))),
+        layer_names=names,
+    )
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def test_a_draft_model_may_have_heads_of_its_own() -> None:
+    config = with_drafts(method="eagle3")("kv_producer")
+    config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 8
+    shape = admission.cache_shape(config, mixed(attention(), attention(), attention(heads=8)))
+    assert shape.of("model.layers.1.self_attn.attn") == LayerShape(2, 2, 16)
+    assert shape.of("model.layers.2.self_attn.attn") == LayerShape(8, 8, 16)
+    assert shape.drafts == {"model.layers.2.self_attn.attn"} and "eagle3" in shape.drafter
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(attention(), attention(size=32), attention()), (latent(32), latent(32), attention())],
+    ids=["the model's own layers", "MLA beside heads"],
+)
+def test_other_layers_that_are_unlike_stop_the_start(specs: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        admission.cache_shape(with_drafts(method="eagle3")("kv_producer"), mixed(*specs))
+    assert caught.value.code == "PD-CONF-005" and "UniformTypeKVCacheSpecs" in caught.value.sentence
 
 
 def ascend_spec(sparse_head_dim: tuple[int, ...] | None) -> Any:

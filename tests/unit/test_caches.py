@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from runtime_caches import TokenMajorDevice
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_ascend_pd.device.base import Device
-from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
+from vllm_ascend_pd.device.caches import Caches, CacheShape, LayerShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.errors import ConfigError
@@ -168,14 +169,33 @@ OTHERS: list[tuple[str, Any]] = [
     ("strides", torch.empty(BLOCKS, BLOCK, HEADS, 2 * SIZE)[..., :SIZE]),
     ("dtype of another size", GOOD.to(torch.bfloat16)),
     ("dtype of the same size", torch.empty(BLOCKS, BLOCK, HEADS, SIZE, dtype=torch.int32)),
-    ("blocks", torch.empty(BLOCKS + 1, BLOCK, HEADS, SIZE)),
     ("parts", (GOOD, GOOD)),
 ]
 
 
 @pytest.mark.parametrize("value", [v for _, v in OTHERS], ids=[name for name, _ in OTHERS])
-def test_layers_that_differ_are_refused_by_name(value: Any) -> None:
-    error = refused({"first": GOOD, "second": value})
+def test_layers_that_differ_are_each_what_they_are_alone(value: Any) -> None:
+    caches = describe({"first": GOOD, "second": value, "third": GOOD}, SHAPE, NPU_LIKE)
+    first, second, third = caches.geometry.by_layer
+    assert first is third and first.layers == ("first", "third") and second.layers == ("second",)
+    for kind, name, tensors in ((first, "first", GOOD), (second, "second", value)):
+        alone = describe({name: tensors}, SHAPE, NPU_LIKE).geometry
+        assert (kind.regions, kind.dtype, kind.kv_heads) == (alone.regions, alone.dtype, alone.kv_heads)
+    assert caches.geometry.layers == ("first", "second", "third"), "in their order"
+
+
+def test_layers_may_have_heads_of_their_own() -> None:
+    """A draft model with fewer heads, an indexer with one key per token for all ranks."""
+    shape = replace(SHAPE, unlike={"draft": LayerShape(1, 2, SIZE), "indexer": LayerShape(1, 1, 24)})
+    tensors = {"layer": GOOD, "draft": torch.empty(BLOCKS, BLOCK, 1, SIZE), "indexer": torch.empty(BLOCKS, BLOCK, 24)}
+    geometry = describe(tensors, shape, NPU_LIKE).geometry
+    assert [kind.kv_heads for kind in geometry.kinds] == [2 * HEADS, 2, 1]
+    assert [list(kind.head_range(1)) for kind in geometry.kinds] == [[2, 3], [1], [0]]
+    assert geometry.kinds[2].regions[0].cell_bytes == 24 * 4
+
+
+def test_layers_of_one_table_have_as_many_blocks() -> None:
+    error = refused({"first": GOOD, "second": torch.empty(BLOCKS + 1, BLOCK, HEADS, SIZE)})
     assert "'second'" in error.sentence and "first" in error.sentence
 
 

@@ -534,7 +534,14 @@ def test_engines_of_different_workers_are_one_geometry() -> None:
         {(1, 0): facts("c"), (0, 1): facts("a", "b"), (0, 0): facts("a", "b"), (1, 1): facts("c")}
     )
     assert merged.stages == (("a", "b"), ("c",)) and merged.layers == ("a", "b", "c")
-    for wrong in ({}, {(0, 0): facts("a"), (0, 1): facts("b")}, {(0, 0): facts("a"), (1, 0): facts("b", dtype="int8")}):
+    unlike = merge_geometries({(0, 0): facts("a"), (1, 0): facts("b", dtype="int8"), (2, 0): facts("c")})
+    assert unlike.layers == ("a", "b", "c") and [kind.layers for kind in unlike.kinds] == [("a", "c"), ("b",)]
+    for wrong in (
+        {},
+        {(0, 0): facts("a"), (0, 1): facts("b")},
+        {(0, 0): facts("a"), (0, 1): facts("a", dtype="int8")},
+        {(0, 0): facts("a"), (1, 0): facts("b", block_size=128)},
+    ):
         with pytest.raises(ConfigError):
             merge_geometries(wrong)
     assert dataclasses.is_dataclass(facts("a"))

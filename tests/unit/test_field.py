@@ -196,16 +196,23 @@ def test_ranks_with_experts_would_start(model: str) -> None:
     assert [(engine.tp, engine.dp) for engine in (*verdict.p, *verdict.d)] == [(4, 2), (1, 32)]
 
 
-DRAFT = '{"method": "mtp", "num_speculative_tokens": 1}'
+DRAFT = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
+UNPROVEN = '{"method": "dflash", "num_speculative_tokens": 7}'
 GROUPS = ["PD-CONF-005 A model with 2 KV cache groups", "PD-CONF-005 A KV cache of kind MambaSpec"]
 MODE = "PD-CONF-005 cudagraph_mode FULL_AND_PIECEWISE on prefill"
-SPECULATION, INDEXER = "PD-CONF-005 A draft model (speculative decoding)", "PD-CONF-005 A sparse indexer's cache"
+SPECULATION, INDEXER = "PD-CONF-005 Speculative decoding with dflash", "PD-CONF-005 A sparse indexer's cache"
 CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
-    "a draft": ({"d": line(D, "--speculative-config", DRAFT)}, [], [SPECULATION]),
+    "a draft on D alone": ({"d": line(D, "--speculative-config", DRAFT)}, [], []),
+    "a draft": (
+        {"d": line(D, "--speculative-config", DRAFT.replace("1}", "3}")), "p": line(P, "--speculative-config", DRAFT)},
+        [],
+        [],
+    ),
+    "an unproven draft": ({"d": line(D, "--speculative-config", UNPROVEN)}, [], [SPECULATION]),
     "a draft of its own shape": (
         {"d": line(D, "--speculative-config", '{"model": "me/draft"}')},
         [],
-        [SPECULATION, "PD-CONF-005 A KV cache of kind UniformTypeKVCacheSpecs"],
+        ["PD-CONF-005 A KV cache of kind UniformTypeKVCacheSpecs"],
     ),
     "full graphs": ({"p": line(P, eager=False)}, [MODE], []),
     "int8 on D": ({"model": "me/gqa-c8"}, [], ["PD-CONF-005 A quantised KV cache (torch.int8)"]),
@@ -278,8 +285,8 @@ def test_the_specs_of_proven_caches_are_vllms_own_classes() -> None:
 def three() -> list[field.Verdict]:
     texts = {
         "nightly/a/one.yaml": written(line(P), line(D)),
-        "nightly/a/two.yaml": written(line(P, "--speculative-config", DRAFT), line(D)),
-        "weekly/one.yaml": written(line(P, "--speculative-config", DRAFT, eager=False), line(D, "--theirs", "1")),
+        "nightly/a/two.yaml": written(line(P, "--speculative-config", UNPROVEN), line(D)),
+        "weekly/one.yaml": written(line(P, "--speculative-config", UNPROVEN, eager=False), line(D, "--theirs", "1")),
         "weekly/alone.yaml": "model: me/gqa",
     }
     return field_page.verdicts(texts, KNOWN)

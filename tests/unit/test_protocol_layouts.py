@@ -13,6 +13,7 @@ from protocol_rig import P, geometry
 
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import Kind as Unlike
 from vllm_ascend_pd.protocol.auth import decode_reservation
 from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
@@ -36,6 +37,7 @@ ENDPOINTS = (Endpoint("10.0.0.1", 1), Endpoint("10.0.0.2", 2))
 TOLD = Told("model/1", P, ENDPOINTS)
 LAYOUT = layout_of(TOLD)
 STAGES = (("a", "b"), (), ("c",))
+UNLIKE = Unlike(1, "int8/float32", "", (Region("k", 1, 0, 3, 4), Region("scale", 5, 0, 6, 8)), ("a", "c"))
 RESERVATION = Reservation(
     version=PROTOCOL_VERSION,
     transfer=TransferId("decode-1", 7, "u-7"),
@@ -74,6 +76,9 @@ def component(**changes: Any) -> tuple[Kind, ...]:
         Told("", geometry(1), ()),
         Told("m", geometry(3, stages=STAGES, kv_heads=1)),
         Told("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)))),
+        Told("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)), dtype="int8/float32")),
+        Told("m", geometry(2, stages=STAGES, drafter="d", drafts=("c",))),
+        Told("m", geometry(2, stages=STAGES, others=(UNLIKE,))),
     ],
 )
 def test_what_is_read_is_what_was_written(told: Told) -> None:
@@ -88,14 +93,13 @@ def test_a_reservation_comes_back_as_it_was_made() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"kinds": LAYOUT.kinds * 2}, "kinds"),
         ({"groups": LAYOUT.groups * 2}, "groups"),
         ({"groups": (Group(16, "window", 128),)}, "matters"),
         ({"kinds": component(sections=(Section(0, 8, Held(4)),))}, "sections"),
         ({"kinds": component(held=Held(4, world=2))}, "world"),
         ({"kinds": component(held=Held(4, only=1))}, "only"),
         ({"kinds": component(held=Held(0))}, "replicated"),
-        ({"kinds": (Kind(component()[0].components + component(name="v", dtype="int8")[0].components),)}, "components"),
+        ({"kinds": (Kind(component()[0].components + component(name="v", held=Held(2))[0].components),)}, "components"),
         ({"workers": (Worker(0, 0), Worker(0, 0, 1))}, "context"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -119,6 +123,12 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
         ({"layers": (Layer("a", 0, 1, 0),)}, "a layer is of a kind"),
         ({"layers": (Layer("a", 0, 0, 1),)}, "a layer is of a kind"),
         ({"layers": tuple(Layer(str(n), 0, 0, 0) for n in range(4096)), "kinds": (Kind(component()[0].components * 5),)}, "4096 layers of 5"),
+        ({"kinds": LAYOUT.kinds * 2}, "of one of its kinds"),
+        ({"layers": (Layer("a", 0, 0, 0), Layer("a", 0, 0, 0))}, "two of its layers"),
+        ({"drafter": "d"}, "a draft model"),
+        ({"drafts": (0,)}, "draft layers"),
+        ({"drafter": "d", "drafts": (9,)}, "draft layers"),
+        ({"drafter": "d", "drafts": (0, 0)}, "draft layers"),
         ({"model": "x" * 1025}, "model"),
         ({"workers": tuple(Worker(0, rank) for rank in range(1024)) * 5}, "workers"),
         ({"workers": (Worker(0, 1 << 40),)}, "workers"),
@@ -173,5 +183,16 @@ def test_a_reservation_that_says_more_or_less_is_refused(changes: dict[str, Any]
 def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
     """A geometry that grows a field would otherwise lose it on its way."""
     planned = set(CacheGeometry.__struct_fields__)
-    assert planned == {"block_size", "kv_heads", "tp_size", "dtype", "packing", "regions", "stages"}
+    assert planned == {
+        "block_size",
+        "kv_heads",
+        "tp_size",
+        "dtype",
+        "packing",
+        "regions",
+        "stages",
+        "drafter",
+        "drafts",
+        "others",
+    }
     assert set(Form.__struct_fields__) - {"layout", "groups", "seed", "meets"} <= set(Reservation.__struct_fields__)

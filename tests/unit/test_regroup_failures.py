@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from regroup_kit import Cache, DecodeSite, Prompt, config
-from regroup_prefill import PrefillSite, Wire, engine, running
+from regroup_prefill import PrefillSite, Share, Wire, engine, running
 from watching import traced, until
 
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
@@ -382,8 +382,9 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
     with running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
-        p.book.scheduled(p.name_of(prompt), 0, 64, p.pool.take(8), replaces=True)
-        p.ranks[0].run(p.book.take_step(p.geometry), [], "none", [])
+        table = p.pool.take(8)
+        p.book.scheduled(p.name_of(prompt), 0, 64, table, replaces=True)
+        p.ranks[0].run(p.book.take_step(p.geometry), [Share(prompt.seed, 64, table, 0, 64)], "name", [])
         p.ranks[0].close()
         assert "is still inside a collective" in caplog.text
         until(lambda: not any(thread.name == "pd-regroup-0" for thread in threading.enumerate()), seconds=20)

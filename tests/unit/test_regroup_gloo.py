@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from regroup_kit import Cache, DecodeSite, Prompt, config
+from regroup_prefill import Share
 from regroup_worker import Fleet, There
 from watching import until
 
@@ -164,11 +165,27 @@ def test_a_prefix_hit_much_longer_than_a_step_is_cut_into_sub_steps(fleet: Fleet
         assert found == [(1, layer, part) for layer in (0, 1) for part in range(1, 1 + len(found) // 2)]
 
 
-@pytest.mark.parametrize("hook", ["no name", "none", "shuffled"])
-def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path: Path, hook: str) -> None:
+def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path: Path) -> None:
     with Engines(fleet, Cache(tp=4, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
-        pair.check(pair.push(WORK, hook))
+        pair.check(pair.push(WORK, "shuffled"))
         assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in range(5)]
+
+
+@pytest.mark.parametrize("hook", ["no name", "none", "all but one"])
+def test_what_no_hook_said_was_computed_is_exchanged_and_not_pushed(fleet: Fleet, tmp_path: Path, hook: str) -> None:
+    """Other ranks wait for the exchange; what it brings belongs to nobody."""
+    with Engines(fleet, Cache(tp=4, layers=3), Cache(tp=1, layers=3), folder=tmp_path, quiet_s=0.2) as pair:
+        prompt = pair.d[0].reserve(40)
+        pair.d[0].step()
+        pair.p.admit(prompt)
+        pair.p.compute((prompt, 40), hook=hook)
+        until(lambda: pair.d[0].ended(prompt), "D hears of it")
+        (report,) = pair.d[0].reports[prompt.name]
+        assert not report.ok and report.code == "PD-GEO-004", report
+        pair.p.finished(prompt)
+        assert pair.p.is_quiet(), pair.p.stats()
+        until(lambda: all(stats["exchanges"] == 3 for stats in pair.p.stats()), "every rank comes to every exchange")
+        assert pair.exchanges() == [(1, layer, 1) for layer in range(3)]
 
 
 def test_stages_exchange_by_themselves(fleet: Fleet, tmp_path: Path) -> None:
@@ -218,10 +235,11 @@ def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> Non
         p.compute((prompt, 40))
         victim = fleet.members[1]
         os.kill(victim.pid, signal.SIGSTOP)
-        p.book.scheduled(p.name_of(prompt), 40, 50, p.pool.take(7), replaces=False)
-        step = p.book.take_step(p.geometry)
+        new = p.pool.take(7)
+        p.book.scheduled(p.name_of(prompt), 40, 50, new, replaces=False)
+        step, table = p.book.take_step(p.geometry), [*prompt.p_blocks, *new]
         for index in (0, 2):
-            fleet.members[index].ask("step", step, [], "none", [])
+            fleet.members[index].ask("step", step, [Share(prompt.seed, prompt.tokens, table, 40, 90)], "name", [])
         os.kill(victim.pid, signal.SIGKILL)
         until(lambda: d.ended(prompt), "D hears of it", seconds=15)
         [report] = d.reports[prompt.name]

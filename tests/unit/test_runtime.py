@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from runtime_caches import HeldDevice, Model
-from runtime_pair import LOOPBACK, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
+from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
 from watching import traced, until
 
+from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.transport.create import create_target, create_wire
@@ -104,34 +105,37 @@ def test_a_signed_pair_works_as_an_open_one() -> None:
         d.check(request)
 
 
-@pytest.mark.parametrize("layout", ["opaque", "latent", "token", "stacked"])
-@pytest.mark.parametrize("hook", [without_a_name, no_hook], ids=["without a name", "not at all"])
-def test_layers_whose_hook_is_called_oddly_are_pushed(layout: str, hook: Hook) -> None:
-    model = Model(layout, heads=1 if layout == "latent" else 2)
-    p, d = PrefillSite(model, 1), DecodeSite(model, 1)
+def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    if name != Model().names[1]:
+        worker.save_layer(name)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "hook", [without_a_name, no_hook, all_but_one], ids=["without a name", "not at all", "all but one"]
+)
+def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> None:
+    """A layer is known by its name, never by its address: a hook without one says nothing."""
+    p, d = PrefillSite(Model(), tp), DecodeSite(Model(), 1)
     with sites(p, d):
         request = d.reserve("r", 23)
         d.step()
         p.prefill(request, 10, 13, hook=hook)
-        assert d.received(request)[0].ok
-        d.check(request)
+        (ended,) = d.received(request)
+        layer = Model().names[1 if hook is all_but_one else 0]
+        assert (ended.ok, ended.code, ended.detail) == (False, "PD-GEO-004", layer)
 
 
-def test_a_layer_is_known_by_its_name_and_never_by_its_address() -> None:
-    """Layers of several cache groups share addresses. A hook without a name says nothing: its layer is swept up."""
-    model = Model("token")
-    p, d = PrefillSite(model, 1), DecodeSite(model, 1)
-    with traced() as events, sites(p, d):
-
-        def only_the_last_has_a_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
-            worker.save_layer(name if name == model.names[-1] else "")
-
-        request = d.reserve("r", 23)
+def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:
+    """The tokens of a block that is not full yet leave with a later step, which knows nothing against them."""
+    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
+    with sites(p, d):
+        request = d.reserve("r", 9)
         d.step()
-        p.prefill(request, hook=only_the_last_has_a_name)
-        assert d.received(request)[0].ok
-        d.check(request)
-        assert [facts["layer"] for stage, facts in events if stage == "layer_computed"] == [2, 0, 1]
+        assert p.admit(request) is None
+        p.compute((request, 1), hook=all_but_one)
+        p.compute((request, 8))
+        assert not d.received(request)[0].ok
 
 
 def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_hook() -> None:
@@ -152,20 +156,127 @@ def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_ho
         d.check(request)
 
 
-def test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step() -> None:
-    def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
-        if name != Model().names[1]:
+DRAFTED = Model(layers=2, drafts=1)
+
+
+def drafting(tokens: int) -> Hook:
+    """The draft model runs after the target, once for each token that it drafts; each time its hook fires."""
+
+    def hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
+        for _ in range(tokens if name in DRAFTED.own_drafts else 1):
             worker.save_layer(name)
 
-    p, d = PrefillSite(Model(), 2), DecodeSite(Model(), 1)
+    return hook
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_draft_models_layers_are_pushed_when_the_step_is_over(tokens: int, tp: int) -> None:
+    p, d = PrefillSite(DRAFTED, tp), DecodeSite(DRAFTED, 1)
     with traced() as events, sites(p, d):
         request = d.reserve("r", 23)
         d.step()
-        p.prefill(request, 10, 13, hook=all_but_one)
+        ended: list[int] = []
+
+        def hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            drafting(tokens)(worker, name, tensor)
+            ended.append(sum(stage == "layer_computed" and facts["layer"] == 2 for stage, facts in events))
+
+        p.prefill(request, 10, 13, hook=hook)
         assert d.received(request)[0].ok
         d.check(request)
-        computed = [facts["layer"] for stage, facts in events if stage == "layer_computed" and facts["step"] == 1]
-        assert computed == [0, 2, 1, 0, 2, 1], "two ranks; the layer that has no hook comes last"
+        computed = [facts["layer"] for stage, facts in events if stage == "layer_computed"]
+        assert computed == [0, 1, 2] * 2 * tp
+        assert ended == [step * tp + rank for step in range(2) for rank in range(tp) for _ in range(3)], (
+            "while the draft model runs its layer is not announced"
+        )
+
+
+def test_a_draft_model_that_did_not_run_spoils_its_step() -> None:
+    """Its layer would carry what lay there before."""
+    p, d = PrefillSite(DRAFTED, 1), DecodeSite(DRAFTED, 1)
+    with traced() as events, sites(p, d):
+        request = d.reserve("r", 23)
+        d.step()
+        p.prefill(request, 10, 13, hook=drafting(0))
+        assert not d.received(request)[0].ok
+        (failed,) = [facts for stage, facts in events if stage == "push_closed"]
+        assert (failed["code"], failed["detail"]) == ("PD-GEO-004", DRAFTED.own_drafts[0])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_draft_model_on_prefill_alone_is_not_pushed(tp: int) -> None:
+    p, d = PrefillSite(DRAFTED, tp), DecodeSite(Model(layers=2), 1)
+    with sites(p, d):
+        request = d.reserve("r", 23)
+        d.step()
+        p.prefill(request, 10, 13, hook=drafting(2))
+        assert d.received(request)[0].ok
+        d.check(request)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_draft_model_on_decode_alone_begins_without_the_prompts_kv(tp: int) -> None:
+    p, d = PrefillSite(Model(layers=2), tp), DecodeSite(DRAFTED, 1)
+    with traced() as events, sites(p, d):
+        request = d.reserve("r", 23)
+        d.step()
+        p.prefill(request, 10, 13)
+        assert d.received(request)[0].ok
+        d.check(request, layers=2)
+        assert [facts["layers"] for stage, facts in events if stage == "undrafted"] == [1]
+        for view in d.ranks[0].views[2]:
+            assert (view == UNTOUCHED).all(), "nobody writes there"
+
+
+UNLIKE = {
+    "fewer heads": Model("token", heads=4, layers=2, drafts=1, draft_heads=2),
+    "more heads": Model("token", heads=2, layers=2, drafts=1, draft_heads=8, draft_dim=8),
+    "planes, another size": Model("opaque", heads=2, layers=2, drafts=1, draft_dim=32),
+    "a latent cache, a draft model of one head": Model("token", heads=1, layers=2, drafts=1, draft_heads=4),
+    "an indexer": Model("token", heads=2, layers=2, indexers=True),
+    "an indexer, and a draft model": Model("token", heads=4, layers=2, drafts=1, draft_heads=2, indexers=True),
+}
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("model", UNLIKE.values(), ids=list(UNLIKE))
+def test_layers_need_not_be_alike(model: Model, p_tp: int, d_tp: int) -> None:
+    """Each has its own heads, so its own ranks that hold them and share them out. Hooks have names, but an indexer's none."""
+    p, d = PrefillSite(model, p_tp), DecodeSite(model, d_tp)
+    with sites(p, d):
+        requests = [d.reserve("short", 3), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
+        d.step()
+        for request in requests:
+            assert p.admit(request) is None
+
+        def hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
+            if ".indexer." not in name:
+                worker.save_layer(name)
+
+        p.compute((requests[0], 3), (requests[1], 20), (requests[2], 30), hook=hook)
+        p.compute((requests[1], 25), (requests[2], 7), hook=hook)
+        assert all(report.ok for report in d.received(*requests)), d.outcomes
+        d.check(*requests)
+
+
+def test_a_layer_that_differs_is_named_with_both_values() -> None:
+    ours, theirs = UNLIKE["fewer heads"], Model("token", heads=4, layers=2, drafts=1, draft_heads=4)
+    p, d = PrefillSite(ours, 1), DecodeSite(theirs, 1)
+    with sites(p, d):
+        found = mismatches(p.geometry, d.geometry)
+        assert list(map(str, found)) == [f"kv_heads of {ours.names[2]}: prefill 2, decode 4"]
+
+
+def test_another_draft_model_is_refused_with_both_names() -> None:
+    other = Model(layers=2, drafts=1, drafter="another draft model")
+    p, d = PrefillSite(DRAFTED, 1), DecodeSite(other, 1)
+    with sites(p, d):
+        request = d.reserve("r", 23)
+        d.step()
+        found = p.book.admit("r", request.reservation, 23, request.reservation.prompt_hash, "push", p.geometry)
+        assert found is not None and found.code == "PD-GEO-001"
+        assert "draft model" in found.sentence and DRAFTED.drafter in found.sentence and other.drafter in found.sentence
 
 
 def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:

@@ -388,7 +388,9 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
             monkeypatch.setattr(Receiver, "bind", breaking(Receiver.bind, lambda _, now, transfer, *rest: transfer))
         elif at == "compare":
             compare = verifier.first_difference
-            monkeypatch.setattr(verifier, "first_difference", breaking(compare, lambda bind, sums: bind.transfer))
+            monkeypatch.setattr(
+                verifier, "first_difference", breaking(compare, lambda bind, sums, pushed: bind.transfer)
+            )
         elif at == "gate":
             look = runtime.core.look
 

@@ -218,7 +218,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
 def test_a_push_that_starts_over_without_having_been_told_of_its_loss_is_a_bug_and_says_so() -> None:
     """Else its new blocks would follow the lost ones."""
     blocks, nothing = np.zeros(8, dtype=np.int32), cast("Any", None)
-    push = Push("push", "r", nothing, True, False, (), (), blocks, blocks, 0.0, known=3)
+    push = Push("push", "r", nothing, (), frozenset(), (), (), (), blocks, blocks, 0.0, known=3)
     again = PushSlice("push", 0, 8, np.array([5], dtype=np.int32), restart=True, final=False)
     with pytest.raises(LocalProtocolError, match="push push starts over"):
         push.extend(2, again)

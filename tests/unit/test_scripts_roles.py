@@ -322,10 +322,10 @@ def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(rol
     ("role", "flags", "feature"),
     [
         ("decode", ("--pp", "2"), "Pipeline parallelism on decode"),
-        ("prefill", ("--speculative", '{"method": "mtp"}'), "A draft model (speculative decoding)"),
+        ("prefill", ("--speculative", '{"method": "medusa"}'), "Speculative decoding with medusa"),
     ],
 )
-def test_stages_on_decode_and_drafts_are_refused_before_anything_starts(role, flags, feature):
+def test_stages_on_decode_and_unproven_drafts_are_refused_before_anything_starts(role, flags, feature):
     done = run(role, "--no-setup", "--model", "m", *flags, PD_PYTHON=sys.executable)
     assert done.returncode == 1 and not done.stdout
     assert f"PD-CONF-005: {feature}" in done.stderr.splitlines()[-1], done.stderr

@@ -80,7 +80,7 @@ def test_a_staging_slot_tells_whose_it_is_and_who_reads_it() -> None:
 def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
     blocks = np.zeros(4, dtype=np.int32)
     reservation = cast("Any", SimpleNamespace(transfer=T))
-    push = WorkersPush("p-1", "r", reservation, True, True, (), (0,), blocks, blocks, 0.0, known=3)
+    push = WorkersPush("p-1", "r", reservation, (), frozenset(), (), (), (0,), blocks, blocks, 0.0, known=3)
     assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks; no D rank>"
     s = sender()
     s.open(0.0, order())

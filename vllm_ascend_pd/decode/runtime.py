@@ -67,6 +67,7 @@ class ReceiveRuntime:
     ) -> None:
         self._caches, self._device, self._target = caches, device, target
         self._reports: deque[Loaded] = deque()
+        self._undrafted = ""  # the P of which that was said last
         self._ringer = Ringer()
         self._timer: asyncio.TimerHandle | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
@@ -198,7 +199,7 @@ class ReceiveRuntime:
         if self._verifier is None:
             return
         try:
-            wrong = self._verifier.first_difference(self.core.binds[action.transfer], action.sums)
+            wrong = self._verifier.first_difference(self.core.binds[action.transfer], action.sums, action.pushed)
         except Exception as error:  # else the transfer would wait for its deadline
             log.exception("transfer %s cannot be compared with its checksums", action.transfer)
             wrong = f"unknown (this worker cannot read its cache: {error})"
@@ -220,6 +221,9 @@ class ReceiveRuntime:
 
     def _note(self, action: act.Note) -> None:
         trace.emit(action.stage, **action.facts)
+        if action.stage == "undrafted" and action.facts["prefill"] != self._undrafted:
+            self._undrafted = str(action.facts["prefill"])
+            log.warning("prefill %s has no such draft model: drafts begin without the prompt's KV", self._undrafted)
 
     _handlers: ClassVar[dict[type, Callable[..., None]]] = {
         act.Send: _send,

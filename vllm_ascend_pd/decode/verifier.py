@@ -6,7 +6,7 @@ For tests and for hunting a bad link: it reads everything once more on both side
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from vllm_ascend_pd.decode.decisions import Bind
 from vllm_ascend_pd.device.base import Device
@@ -20,21 +20,24 @@ class Verifier:
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
 
-    def first_difference(self, bind: Bind, sums: Mapping[tuple[int, int], int]) -> str | None:
-        """The first layer and component whose bytes are not what was sent; None if all are."""
+    def first_difference(self, bind: Bind, sums: Mapping[tuple[int, int], int], pushed: Collection[str]) -> str | None:
+        """The first layer and component whose bytes are not what was sent; None if all are. `pushed`: the layers that P has."""
         if not sums:
             return f"{self._geometry.layers[0]} (prefill sent no checksums: set verify to full there too)"
         for index, name in enumerate(self._geometry.layers):
+            if name not in pushed:
+                continue
+            kind = self._geometry.by_layer[index]
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
-                self._geometry,
+                kind,
                 self._rank,
-                self._geometry.head_range(self._rank),
+                kind.head_range(self._rank),
                 range(bind.first, bind.end),
                 bind.blocks,
                 bind.first // self._geometry.block_size,
             )
-            for number, region in enumerate(self._geometry.regions):
+            for number, region in enumerate(kind.regions):
                 if sums.get((index, number)) != found[number]:
                     return f"{name} ({region.name})"
         return None

@@ -9,7 +9,7 @@ tuple of tensors, each `[block, head, token, dim]`, `[block, token, head, dim]`,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind, Region, told
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the engine's configuration says of a layer."""
+
+    local_heads: int
+    total_heads: int
+    head_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,12 @@ class CacheShape:
     total_heads: int
     head_size: int
     tp_size: int
+    drafter: str = ""  # which draft model; empty where it has no cache
+    drafts: frozenset[str] = frozenset()  # its layers
+    unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # layers of other sizes
+
+    def of(self, name: str) -> LayerShape:
+        return self.unlike.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,82 +64,105 @@ class CacheBytes:
         self._caches, self._device = caches, device
 
     def region(self, layer: int, region: int) -> NDArray[np.uint8]:
-        length = self._caches.num_blocks * self._caches.geometry.regions[region].block_stride
+        length = self._caches.num_blocks * self._caches.geometry.by_layer[layer].regions[region].block_stride
         return np.frombuffer(self._device.view(self._caches.bases[layer][region], length), dtype=np.uint8)
 
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
-    """Raises PD-GEO-003 for a layout that is not understood, or that differs between layers."""
-    layers: dict[str, tuple[tuple[Region, ...], tuple[int, ...], int, str, str]] = {}
-    parts_of: dict[str, tuple[torch.Tensor, ...]] = {}
-    storages: dict[int, int] = {}
-    for name, value in tensors.items():
-        parts = [part for tensor in _tensors(value) for part in _unstack(tensor, shape)]
-        regions, bases, packings, blocks = [], [], [], set()
-        for index, part in enumerate(parts):
-            if part.dim() not in (3, 4):
-                raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
-            packing, opaque = device.packing(part, shape.block_size, shape.head_size)
-            regions.append(
-                _region(name, f"kv{index}" if len(parts) > 1 else "kv", part, shape, opaque, device.token_major)
-            )
-            bases.append(part.data_ptr())
-            packings.append(packing)
-            blocks.add(part.shape[0])
-            storage = part.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        if len(blocks) != 1:
-            raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")
-        parts_of[name] = tuple(parts)
-        dtypes = "/".join(dict.fromkeys(str(part.dtype).removeprefix("torch.") for part in parts))
-        layers[name] = (tuple(regions), tuple(bases), blocks.pop(), "/".join(sorted(set(packings))), dtypes)
+    """Raises PD-GEO-003 for a layout that is not understood."""
+    layers = {name: _layer(name, value, shape, device) for name, value in tensors.items()}
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
-    first_name, (regions_0, _, blocks_0, packing_0, dtype_0) = next(iter(layers.items()))
-    for name, (regions_i, _, blocks_i, packing_i, dtype_i) in layers.items():
-        if (regions_i, blocks_i, packing_i, dtype_i) != (regions_0, blocks_0, packing_0, dtype_0):
-            raise ConfigError("PD-GEO-003", layer=name, why=f"its layout differs from that of {first_name}")
+    first_name, first = next(iter(layers.items()))
+    for name, layer in layers.items():
+        if layer.blocks != first.blocks:
+            why = f"it has {layer.blocks} blocks, {first_name} has {first.blocks}"
+            raise ConfigError("PD-GEO-003", layer=name, why=why)
+    kinds: dict[tuple[int, str, str, tuple[Region, ...]], list[str]] = {}
+    for name, layer in layers.items():
+        kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions), []).append(name)
     geometry = CacheGeometry(
         block_size=shape.block_size,
-        kv_heads=shape.total_heads,
+        kv_heads=first.heads,
         tp_size=shape.tp_size,
-        dtype=dtype_0,
-        packing=packing_0,
-        regions=regions_0,
+        dtype=first.dtype,
+        packing=first.packing,
+        regions=first.regions,
         stages=(tuple(layers),),
+        drafter=shape.drafter,
+        drafts=tuple(name for name in layers if name in shape.drafts),
+        others=tuple(Kind(*kind, tuple(names)) for kind, names in list(kinds.items())[1:]),
     )
-    by_layer = tuple(bases for _, bases, *_ in layers.values())
-    return Caches(geometry, blocks_0, by_layer, tuple(storages.items()), tuple(parts_of.values()))
+    storages = {address: length for layer in layers.values() for address, length in layer.storages}
+    bases, parts = tuple(layer.bases for layer in layers.values()), tuple(layer.parts for layer in layers.values())
+    return Caches(geometry, first.blocks, bases, tuple(storages.items()), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    heads: int
+    dtype: str
+    packing: str
+    regions: tuple[Region, ...]
+    bases: tuple[int, ...]
+    blocks: int
+    parts: tuple[torch.Tensor, ...]
+    storages: tuple[tuple[int, int], ...]
+
+
+def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
+    own = shape.of(name)
+    parts = [part for tensor in _tensors(value) for part in _unstack(tensor)]
+    regions, packings = [], []
+    for index, part in enumerate(parts):
+        if part.dim() not in (3, 4):
+            raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
+        packing, opaque = device.packing(part, shape.block_size, own.head_size)
+        word = f"kv{index}" if len(parts) > 1 else "kv"
+        regions.append(_region(name, word, part, shape.block_size, own, opaque, device.token_major))
+        packings.append(packing)
+    blocks = {part.shape[0] for part in parts}
+    if len(blocks) != 1:
+        raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")
+    storages = [part.untyped_storage() for part in parts]
+    return _Layer(
+        heads=own.total_heads,
+        dtype=told([str(part.dtype).removeprefix("torch.") for part in parts]),
+        packing=told(packings),
+        regions=tuple(regions),
+        bases=tuple(part.data_ptr() for part in parts),
+        blocks=blocks.pop(),
+        parts=tuple(parts),
+        storages=tuple((storage.data_ptr(), storage.nbytes()) for storage in storages),
+    )
 
 
 def _tensors(value: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [tensor for tensor in value if tensor is not None]
 
 
-def _unstack(tensor: torch.Tensor, shape: CacheShape) -> list[torch.Tensor]:
+def _unstack(tensor: torch.Tensor) -> list[torch.Tensor]:
     return list(tensor.unbind(0)) if tensor.dim() == 5 and tensor.shape[0] == 2 else [tensor]
 
 
-def _region(layer: str, name: str, tensor: torch.Tensor, shape: CacheShape, opaque: bool, token_major: bool) -> Region:
+def _region(
+    layer: str, name: str, tensor: torch.Tensor, block_size: int, shape: LayerShape, opaque: bool, token_major: bool
+) -> Region:
     size = tensor.element_size()
     dims, strides = tuple(tensor.shape), tuple(stride * size for stride in tensor.stride())
-    if len(dims) == 3 and dims[1] == shape.block_size and shape.local_heads == 1:
+    if len(dims) == 3 and dims[1] == block_size and shape.local_heads == 1:
         head_stride, token_stride, dim, dim_stride = 0, strides[1], dims[2], strides[2]
-    elif (
-        len(dims) == 4
-        and dims[1:3] == (shape.local_heads, shape.block_size)
-        and not (dims[1] == dims[2] and token_major)
-    ):
+    elif len(dims) == 4 and dims[1:3] == (shape.local_heads, block_size) and not (dims[1] == dims[2] and token_major):
         _, head_stride, token_stride, dim_stride = strides
         dim = dims[3]
-    elif len(dims) == 4 and dims[1:3] == (shape.block_size, shape.local_heads):
+    elif len(dims) == 4 and dims[1:3] == (block_size, shape.local_heads):
         _, token_stride, head_stride, dim_stride = strides
         dim = dims[3]
     else:
         raise ConfigError(
             "PD-GEO-003",
             layer=layer,
-            why=f"shape {dims}, block size {shape.block_size}, {shape.local_heads} KV heads on this rank",
+            why=f"shape {dims}, block size {block_size}, {shape.local_heads} KV heads on this rank",
         )
     if dim_stride != size:
         raise ConfigError(
@@ -134,7 +172,7 @@ def _region(layer: str, name: str, tensor: torch.Tensor, shape: CacheShape, opaq
     if opaque:
         if token_stride != cell:
             raise ConfigError("PD-GEO-003", layer=layer, why="the opaque (block, head) plane is not contiguous")
-        token_stride, cell = 0, cell * shape.block_size
+        token_stride, cell = 0, cell * block_size
     if shape.local_heads == 1:
         head_stride = 0
     return Region(name, strides[0], head_stride, token_stride, cell)

@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_ascend_pd.geometry.images import Segments, slot_spans, starts
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.shard import contributors
 
@@ -36,7 +37,15 @@ class Decision(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=256)
 def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int = MIN_SPAN) -> Decision:
-    """`mode` and `min_span` as configured (`regroup`, `regroup_min_span`)."""
+    """`mode` and `min_span` as configured (`regroup`, `regroup_min_span`). One answer for a push: yes if it pays for any kind of
+    its layers, of which those that no rank lacks are pushed directly all the same."""
+    found = [_decide(pair.p, pair.d, mode, min_span) for pair in exchanged(p, d)]
+    if not found:
+        return Decision(False, 0, 0, "no rank has heads that another lacks")
+    return next((one for one in found if one.regroup), found[0])
+
+
+def _decide(p: CacheGeometry, d: CacheGeometry, mode: str, min_span: int) -> Decision:
     direct, regrouped = min(
         (_direct_span(p, d, rank, d_rank), _regroup_span(d, d_rank)) for rank, d_rank in _distinct(p, d)
     )

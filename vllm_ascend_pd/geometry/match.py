@@ -11,6 +11,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.pairing import pairings
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -24,13 +25,28 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return f"{self.field}: prefill {self.prefill}, decode {self.decode}"
 
     def error(self) -> PdError:
-        if self.field == "block_size":
+        if self.field.split()[0] == "block_size":
             return PdError("PD-GEO-002", prefill=self.prefill, decode=self.decode)
         return PdError("PD-GEO-001", field=self.field, prefill=self.prefill, decode=self.decode)
 
 
 def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
-    """Every field in which the two caches do not fit; empty when P can push into D."""
+    """Every field in which the two caches do not fit; empty when P can push into D. Where layers are unlike each other a field is
+    told with the first layer in which it differs."""
+    found: list[Mismatch] = []
+    some = pairings(p, d)
+    for pair in some:
+        where = f" of {next(name for name in p.layers if name in pair.layers)}" if len(some) > 1 else ""
+        found.extend(Mismatch(one.field + where, one.prefill, one.decode) for one in _fields(pair.p, pair.d))
+    if p.targets != d.targets:
+        found.append(_layers("layers", p.targets, d.targets))
+    if p.drafter and d.drafter:
+        found.extend(_drafts(p, d))
+    return tuple(found)
+
+
+def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
+    """Of layers that are alike."""
     found = [
         Mismatch(field, str(ours), str(theirs))
         for field, ours, theirs in (
@@ -42,10 +58,7 @@ def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
     ]
     if (p.opaque or d.opaque) and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
-    found.extend(_regions(p, d))
-    if p.layers != d.layers:
-        found.append(_layers(p.layers, d.layers))
-    return tuple(found)
+    return [*found, *_regions(p, d)]
 
 
 def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
@@ -84,10 +97,16 @@ def _axis(region: Region) -> str:
     return "opaque" if region.opaque else "addressable"
 
 
-def _layers(ours: tuple[str, ...], theirs: tuple[str, ...]) -> Mismatch:
+def _drafts(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
+    if p.drafter != d.drafter:
+        return [Mismatch("draft model", p.drafter, d.drafter)]
+    return [_layers("draft layers", p.drafts, d.drafts)] if p.drafts != d.drafts else []
+
+
+def _layers(field: str, ours: tuple[str, ...], theirs: tuple[str, ...]) -> Mismatch:
     """Layer lists are long: tell their lengths and the first place where they part."""
     for index in range(max(len(ours), len(theirs))):
         a, b = (names[index] if index < len(names) else "nothing" for names in (ours, theirs))
         if a != b:
-            return Mismatch("layers", f"{len(ours)} with {a} at {index}", f"{len(theirs)} with {b} at {index}")
-    return Mismatch("layers", str(len(ours)), str(len(theirs)))
+            return Mismatch(field, f"{len(ours)} with {a} at {index}", f"{len(theirs)} with {b} at {index}")
+    return Mismatch(field, str(len(ours)), str(len(theirs)))

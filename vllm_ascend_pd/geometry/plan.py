@@ -44,8 +44,14 @@ def window_first(first: int, end: int, window: int, d_block_size: int) -> int:
 
 def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: str) -> str:
     """What P and D must agree on before a byte moves: both geometries, the token range and the mode, as a hash."""
-    facts = ("plan/1", msgspec.structs.astuple(p), msgspec.structs.astuple(d), first, end, mode)
+    facts = ("plan/1", _facts(p), _facts(d), first, end, mode)
     return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()
+
+
+def _facts(geometry: CacheGeometry) -> tuple[object, ...]:
+    """What is there since plan/1 only where it is filled: releases that differ in what they can do agree about the rest."""
+    *plain, drafter, drafts, others = msgspec.structs.astuple(geometry)
+    return (*plain, drafter, drafts, others) if drafts or others else tuple(plain)
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):

@@ -32,7 +32,7 @@ class Exchange(Protocol):
     seconds: float
     nbytes: int
 
-    def prepare(self, plan: Any, slot: Any) -> Any: ...
+    def prepare(self, plan: Any, slot: Any, layer: int) -> Any: ...
     def run(self, rows: Any, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome: ...
     def break_off(self) -> None: ...
 
@@ -67,7 +67,7 @@ class Exchanger:
         if plan.parts:
             with self._device.planning():
                 for part in plan.parts:
-                    part.rows = self._exchange.prepare(part.plan, self._staging.sample)
+                    part.rows = self._exchange.prepare(part.plan, self._staging.sample, part.layers[0])
 
     def make(self, run: Run, event: Event) -> None:
         """After everything that was asked for before, once `event` is done."""

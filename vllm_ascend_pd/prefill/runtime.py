@@ -92,8 +92,10 @@ class PushRuntime:
             name = f"pd-regroup-{site.contributor.rank}"
             asked = self.deciding, time.monotonic, self._changed.wait
             self._exchanger = Exchanger(name, *asked, regroup.exchange, regroup.staging, device, self._writing.put)
-        layers = caches.geometry.layers
-        self._steps = Steps(layers, self.deciding, device.record, self._writing.put, time.monotonic, self._exchanger)
+        g, put = caches.geometry, self._writing.put
+        self._steps = Steps(
+            g.layers, self.deciding, device.record, put, time.monotonic, self._exchanger, drafts=g.drafts
+        )
 
     # -- the engine's thread
 

@@ -3,11 +3,16 @@
 
 For the engine's thread alone. A layer's hook takes no lock and waits for nothing: one event, and an entry in the
 writer's queue; exchanges are made in registered order, whatever the order of the hooks.
+
+What a hook says differs. A layer of the target model is complete when its hook fires. A draft model runs after it, once for
+each token that it drafts: the first of a layer's hooks has the prompt's part, the others write behind it, so the layer is
+announced when the step is over. An indexer's keys are written before the attention of the same layer, and have no hook: that of
+the attention stands for both. Any other layer without a hook was not computed, and nothing of the step is pushed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from vllm_ascend_pd.observe import trace
@@ -31,9 +36,11 @@ class _Layers:
 
     def __init__(self, plan: StepPlan, layers: int) -> None:
         self.plan = plan
-        self.missing = set(range(layers)) if plan.direct or plan.parts else set()
+        self.missing = set(range(layers))
+        self.drafted: set[int] = set()  # of those, layers of the draft model whose hook has fired
         self.events: dict[int, Event] = {}  # of layers that wait for earlier ones to be exchanged
         self.next = 0
+        self.exchanged = False  # anything of this step
 
 
 class Steps:
@@ -45,8 +52,12 @@ class Steps:
         put: Callable[[News], None],
         clock: Callable[[], float],
         exchanging: Exchanging | None,
+        drafts: Collection[str] = (),
     ) -> None:
+        self._names = tuple(layers)
         self._layers = {name: index for index, name in enumerate(layers)}
+        self._drafts = {self._layers[name] for name in drafts}
+        self._with = self._companions()
         self._deciding, self._record, self._put, self._clock = deciding, record, put, clock
         self._exchanging = exchanging
         self._current: _Layers | None = None
@@ -67,26 +78,48 @@ class Steps:
         self._current = _Layers(plan, len(self._layers)) if step.slices else None
 
     def computed(self, name: str) -> None:
-        """A layer's hook fired. Layers whose name nobody knows are swept up when the step ends."""
+        """A layer's hook fired. One whose name nobody knows says nothing."""
         current, index = self._current, self._layers.get(name)
-        if current is not None and index is not None and index in current.missing:
-            self._mark(current, index)
-            if not current.missing:  # nothing is pushed after this layer: D need not wait for the rest of the forward
-                self.end()
+        if current is None or index is None or index not in current.missing:
+            return
+        said = [index, *self._with.get(index, ())]
+        if index in self._drafts:
+            current.drafted.update(said)
+            return
+        for each in said:
+            self._mark(current, each)
+        if not current.missing:  # nothing is pushed after this layer: D need not wait for the rest of the forward
+            self.end()
 
     def end(self) -> None:
-        """Sweep up layers whose hook did not fire, and seal."""
+        """The step is over: announce what the draft model has written, fail what lacks a layer, and seal."""
         current, self._current = self._current, None
         if current is None:
             return
+        never = sorted(current.missing - current.drafted)
+        if never:
+            with self._deciding() as core:
+                core.uncomputed(self._clock(), current.plan, self._names[never[0]])
         for index in sorted(current.missing):
-            self._mark(current, index)
+            self._mark(current, index)  # also of those that failed: other ranks wait for their exchanges
         final = tuple(push.name for push in current.plan.final)
         self._put(Sealed(current.plan.number, final, self._clock()))
 
+    def _companions(self) -> dict[int, list[int]]:
+        """Layers that are computed before another, whose hook says so."""
+        found: dict[int, list[int]] = {}
+        for name, index in self._layers.items():
+            attention, indexer, _ = name.partition(".indexer.")
+            if indexer and (of := self._layers.get(f"{attention}.attn")) is not None:
+                found.setdefault(of, []).append(index)
+        return found
+
     def _mark(self, current: _Layers, index: int) -> None:
-        plan, event = current.plan, self._record()
+        plan = current.plan
         current.missing.discard(index)
+        if not (plan.direct or plan.parts):
+            return  # its tokens leave with a later step, or with none
+        event = self._record()
         if trace.enabled():
             trace.emit("layer_computed", step=plan.number, layer=index, of=len(self._layers))
         if plan.direct:
@@ -96,6 +129,8 @@ class Steps:
         current.events[index] = event
         while (ready := current.events.pop(current.next, None)) is not None:
             for part in plan.parts:
-                first = current.next == 0 and part.number == 1
-                self._exchanging.make(Run(Unit(plan.number, current.next, part.number), part, first=first), ready)
+                if current.next in part.layers:
+                    run = Run(Unit(plan.number, current.next, part.number), part, first=not current.exchanged)
+                    self._exchanging.make(run, ready)
+                    current.exchanged = True
             current.next += 1

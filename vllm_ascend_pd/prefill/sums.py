@@ -7,6 +7,7 @@ import numpy as np
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheBytes, Caches
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.digest import cache_digest, slot_digest
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.push import Push, Unit
@@ -22,10 +23,13 @@ class Summer:
 
     def direct(self, push: Push, unit: Unit, d_rank: int) -> tuple[int, ...]:
         """Of what one layer's writes to a D rank read from the cache."""
-        part = push.plans[unit.step].parts[d_rank]
+        plan = push.plan(unit.step, unit.layer)
+        if plan is None:
+            raise LocalProtocolError(f"step {unit.step} of push {push.name} was forgotten")
+        part = plan.parts[d_rank]
         return cache_digest(
             lambda region: self._memory.region(unit.layer, region),
-            self._geometry,
+            self._geometry.by_layer[unit.layer],
             self._rank,
             range(*part.heads),
             range(part.lo, part.hi),

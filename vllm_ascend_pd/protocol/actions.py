@@ -39,6 +39,7 @@ class Verify:
 
     transfer: TransferId
     sums: Mapping[tuple[int, int], int]  # by layer and component
+    pushed: frozenset[str]  # which layers P has to push; a draft model may be on D alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from functools import lru_cache
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.geometry.pairing import contributors
 from vllm_ascend_pd.geometry.plan import plan_digest
-from vllm_ascend_pd.geometry.shard import contributors, shared_stages
+from vllm_ascend_pd.geometry.shard import shared_stages
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.layouts import Told, contributors_digest
 from vllm_ascend_pd.protocol.messages import Begin

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.pairing import pushed
 from vllm_ascend_pd.protocol.agreement import contributor_pairs, differences
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.identity import Contributor
@@ -151,10 +152,17 @@ class ReservationGuards:
 
     def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
         """Who takes part in the push of a BEGIN that has no differences."""
+        return contributor_pairs(self._theirs(begin), self.geometry, self.rank)
+
+    def pushed(self, begin: Begin) -> frozenset[str]:
+        """Which of our layers such a BEGIN is about."""
+        return pushed(self._theirs(begin), self.geometry)
+
+    def _theirs(self, begin: Begin) -> CacheGeometry:
         theirs = self.layouts.get(begin.layout)
         if not isinstance(theirs, Told):
             raise LocalProtocolError(f"layout {begin.layout} is not known")
-        return contributor_pairs(theirs.geometry, self.geometry, self.rank)
+        return theirs.geometry
 
     def _without_say(self, record: Transfer, message: Done | Failed) -> ReservationEvent | None:
         """Only the process and the push that we granted authority to have a say."""

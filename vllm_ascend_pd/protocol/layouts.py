@@ -16,11 +16,12 @@ from typing import Annotated
 import msgspec
 
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry, Name, Region, Stride
+from vllm_ascend_pd.geometry.layout import MAX_KINDS, MAX_LAYERS, CacheGeometry, Name, Region, Stride, each, told
+from vllm_ascend_pd.geometry.layout import Kind as Unlike
 from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Contributor, Count, Endpoint, Rank, Token
 
-MAX_KINDS, MAX_COMPONENTS, MAX_SECTIONS, MAX_GROUPS, MAX_WORKERS = 256, 16, 8, 64, 4096
+MAX_COMPONENTS, MAX_SECTIONS, MAX_GROUPS, MAX_WORKERS = 16, 8, 64, 4096
 MAX_COMPONENTS_OF_ALL = 16384  # layers × components
 _KEPT = 64  # layouts of reservations: each D has one, and each of its data-parallel ranks is a D
 MAX_LAYOUT_BYTES = 1 << 20
@@ -87,7 +88,7 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
     endpoint: Endpoint | None = None  # of who listens: D's
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     """`layers` are in the order of execution."""
 
     model: Text  # fingerprint
@@ -95,6 +96,8 @@ class Layout(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     layers: Annotated[tuple[Layer, ...], msgspec.Meta(max_length=MAX_LAYERS)]
     workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    drafter: Text = ""  # fingerprint of the draft model
+    drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()  # which layers are its
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -105,24 +108,30 @@ class Told(msgspec.Struct, frozen=True):
     endpoints: tuple[Endpoint, ...] = ()  # by rank
 
 
-def layout_of(told: Told) -> Layout:
-    g = told.geometry
-    held = Held(g.kv_heads)
-    components = tuple(
-        Component(r.name, g.dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, g.packing, held)
-        for r in g.regions
-    )
-    layers = tuple(Layer(name, 0, 0, stage) for stage, names in enumerate(g.stages) for name in names)
+def layout_of(engine: Told) -> Layout:
+    g = engine.geometry
+    kind_of = {name: index for index, kind in enumerate(g.kinds) for name in kind.layers}
+    layers = tuple(Layer(name, kind_of[name], 0, stage) for stage, names in enumerate(g.stages) for name in names)
     ranks = [(stage, rank) for stage in range(len(g.stages)) for rank in range(g.tp_size)]
-    endpoints = (*told.endpoints, *(None for _ in ranks[len(told.endpoints) :]))
+    endpoints = (*engine.endpoints, *(None for _ in ranks[len(engine.endpoints) :]))
     workers = tuple(Worker(*rank, 0, endpoint) for rank, endpoint in zip(ranks, endpoints, strict=True))
-    return Layout(told.model, (Kind(components),), (Group(g.block_size),), layers, workers)
+    drafts = tuple(index for index, name in enumerate(g.layers) if name in set(g.drafts))
+    kinds = tuple(Kind(_components(kind)) for kind in g.kinds)
+    return Layout(engine.model, kinds, (Group(g.block_size),), layers, workers, g.drafter, drafts)
+
+
+def _components(g: CacheGeometry) -> tuple[Component, ...]:
+    held, count = Held(g.kv_heads), len(g.regions)
+    return tuple(
+        Component(r.name, dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, packing, held)
+        for r, dtype, packing in zip(g.regions, each(g.dtype, count), each(g.packing, count), strict=True)
+    )
 
 
 @lru_cache(maxsize=_KEPT)
-def written(told: Told) -> bytes:
+def written(engine: Told) -> bytes:
     """The bytes that name a layout."""
-    return msgspec.msgpack.encode(layout_of(told))
+    return msgspec.msgpack.encode(layout_of(engine))
 
 
 def layout_hash(layout: bytes) -> str:
@@ -145,21 +154,35 @@ def read(layout: bytes) -> Told:
     why = _contradiction(found)
     if why:
         raise RemoteProtocolError("PD-CTRL-002", why=f"layout: {why}")
-    components, (group,) = found.kinds[0].components, found.groups
     stages: list[list[str]] = [[] for _ in range(1 + found.workers[-1].stage)]
+    of_kind: list[list[str]] = [[] for _ in found.kinds]
     for layer in found.layers:
         stages[layer.stage].append(layer.name)
+        of_kind[layer.kind].append(layer.name)
+    (group,) = found.groups
+    heads, dtype, packing, regions = _planned(found.kinds[0])
     geometry = CacheGeometry(
         block_size=group.block_size,
-        kv_heads=components[0].held.heads,
+        kv_heads=heads,
         tp_size=1 + found.workers[-1].tp,
-        dtype=components[0].dtype,
-        packing=components[0].packing,
-        regions=tuple(Region(c.name, c.block_stride, c.head_stride, c.token_stride, c.cell_bytes) for c in components),
+        dtype=dtype,
+        packing=packing,
+        regions=regions,
         stages=tuple(map(tuple, stages)),
+        drafter=found.drafter,
+        drafts=tuple(found.layers[index].name for index in found.drafts),
+        others=tuple(
+            Unlike(*_planned(kind), tuple(names)) for kind, names in zip(found.kinds[1:], of_kind[1:], strict=True)
+        ),
     )
     endpoints = tuple(worker.endpoint for worker in found.workers if worker.endpoint is not None)
     return Told(found.model, geometry, endpoints)
+
+
+def _planned(kind: Kind) -> tuple[int, str, str, tuple[Region, ...]]:
+    some = kind.components
+    regions = tuple(Region(c.name, c.block_stride, c.head_stride, c.token_stride, c.cell_bytes) for c in some)
+    return some[0].held.heads, told([c.dtype for c in some]), told([c.packing for c in some]), regions
 
 
 def _beyond(layout: Layout) -> str:
@@ -167,13 +190,12 @@ def _beyond(layout: Layout) -> str:
     components = [component for kind in layout.kinds for component in kind.components]
     held = [component.held for component in components]
     filled = {
-        "kinds": len(layout.kinds) > 1,
         "groups": len(layout.groups) > 1,
         "sections": any(component.sections for component in components),
         "world": any(h.world > 1 for h in held),
         "only": any(h.only >= 0 for h in held),
         "replicated": not all(h.heads for h in held),
-        "components": len({(c.dtype, c.packing, c.held) for c in components}) > 1,
+        "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
         "matters": any(group.matters != "all" for group in layout.groups),
         "context": any(worker.cp for worker in layout.workers),
     }
@@ -182,18 +204,31 @@ def _beyond(layout: Layout) -> str:
 
 def _contradiction(layout: Layout) -> str:
     """What no engine can mean; the fields by themselves are within their bounds."""
-    if not (layout.kinds and layout.groups and layout.workers and layout.kinds[0].components):
+    counts = [len(kind.components) for kind in layout.kinds]
+    if not (layout.kinds and layout.groups and layout.workers and all(counts)):
         return "it has no kind, component, group or worker"
-    if len(layout.layers) * len(layout.kinds[0].components) > MAX_COMPONENTS_OF_ALL:
-        return f"{len(layout.layers)} layers of {len(layout.kinds[0].components)} components"
+    if len(layout.layers) * max(counts) > MAX_COMPONENTS_OF_ALL:
+        return f"{len(layout.layers)} layers of {max(counts)} components"
     last = layout.workers[-1]
     grid = [(stage, rank) for stage in range(last.stage + 1) for rank in range(last.tp + 1)]
     if [(worker.stage, worker.tp) for worker in layout.workers] != grid:
         return "its workers are not those of every stage and rank, in order"
-    if any(layer.kind or layer.group or layer.stage > last.stage for layer in layout.layers):
+    if any(layer.kind >= len(counts) or layer.group or layer.stage > last.stage for layer in layout.layers):
         return "a layer is of a kind, group or stage that is not there"
+    if len(counts) > 1 and {layer.kind for layer in layout.layers} != set(range(len(counts))):
+        return "of one of its kinds there is no layer"
     stages = [layer.stage for layer in layout.layers]
-    return "" if stages == sorted(stages) else "its layers are not in the order of the stages"
+    if stages != sorted(stages):
+        return "its layers are not in the order of the stages"
+    if len({layer.name for layer in layout.layers}) != len(layout.layers):
+        return "two of its layers have one name"
+    if list(layout.drafts) != sorted(set(layout.drafts)) or any(i >= len(layout.layers) for i in layout.drafts):
+        return "its draft layers are not some of its layers, in order"
+    return (
+        ""
+        if bool(layout.drafter) == bool(layout.drafts)
+        else "it has draft layers without a draft model, or one without"
+    )
 
 
 class Layouts:

@@ -37,6 +37,11 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
         msgspec.Meta(max_length=MAX_LAYERS),
     ]
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many components each layer has."""
+        return tuple(map(len, self.bases))
+
 
 def memory_hash(addresses: Memory) -> str:
     """Names one rank's addresses, so that they need not be told twice."""

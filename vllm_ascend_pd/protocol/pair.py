@@ -23,13 +23,11 @@ class Destination:
     peer: Hashable
     contributors: tuple[Contributor, ...]
     plan_digest: str
-    layers: int  # of D, and regions of each: what the addresses in READY must be of
-    regions: int
+    regions: tuple[int, ...]  # of each of D's layers: what the addresses in READY must be of
 
     def fits(self, addresses: Memory) -> bool:
         """Whether every address that a plan may ask for is there."""
-        whole = len(addresses.bases) == self.layers and all(len(base) == self.regions for base in addresses.bases)
-        return whole and len(addresses.blocks) == 1
+        return addresses.counts == self.regions and len(addresses.blocks) == 1
 
 
 @dataclass(frozen=True, slots=True)

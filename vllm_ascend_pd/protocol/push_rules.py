@@ -185,11 +185,11 @@ class PairMachine:
         to = pair.destination
         addresses = self._learn(pair, heard.message)[1]
         del self._memories[to.peer]
-        told = sorted({len(base) for base in addresses.bases})
-        why = f"{to.peer} told addresses of {len(addresses.bases)} layers, regions {told}"
-        self.fail(
-            now, pair.push, Failure("PD-WIRE-005", f"{why}; {to.layers} layers of {to.regions} regions are planned")
+        told, planned = (
+            f"{len(counts)} layers, regions {sorted(set(counts))}" for counts in (addresses.counts, to.regions)
         )
+        why = f"{to.peer} told addresses of {told}; {planned} are planned"
+        self.fail(now, pair.push, Failure("PD-WIRE-005", why))
 
     def fail_late(self, now: float, pair: Pair, claim: Claim) -> None:
         self.fail(now, pair.push, Failure("PD-XFER-001", "a submission outlived its authority"))

@@ -128,6 +128,10 @@ class ReservationMachine:
         begin = heard.message
         record.push, record.plan_digest, record.contributors = begin.push, begin.plan_digest, begin.contributors
         record.writers = {contributor: Writer(contributor) for contributor in self.guards.contributors(begin)}
+        record.pushed = self.guards.pushed(begin)
+        missing = len(self.guards.geometry.layers) - len(record.pushed)
+        if missing:
+            self.note("undrafted", record, layers=missing, prefill=begin.p_incarnation)
         self.grant(now, record, heard)
 
     def grant(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
@@ -167,7 +171,7 @@ class ReservationMachine:
         for writer in record.writers.values():
             for layer, component, value in writer.checksums:
                 sums[layer, component] = (sums.get((layer, component), 0) + value) % 2**64
-        self.actions.append(Verify(record.transfer, sums))
+        self.actions.append(Verify(record.transfer, sums, record.pushed))
 
     # -- ending badly
 

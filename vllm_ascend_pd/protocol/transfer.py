@@ -93,6 +93,7 @@ class Transfer:
     push: str = ""  # bound by the first BEGIN that is granted
     plan_digest: str = ""
     contributors: str = ""  # hash of the set, as BEGIN has it
+    pushed: frozenset[str] = frozenset()  # names of the layers that come
     writers: dict[Contributor, Writer] = field(default_factory=dict)
     failure: Failure | None = None
 

@@ -109,9 +109,9 @@ class Exchange:
         self.seconds = 0.0  # inside collectives
         self.nbytes = 0  # sent to other ranks
 
-    def prepare(self, plan: RegroupPlan, slot: torch.Tensor) -> ExchangeRows:
-        """Make a plan ready. `slot` is any slot's memory: all are alike."""
-        cache = (*self._caches[0], self._tag)
+    def prepare(self, plan: RegroupPlan, slot: torch.Tensor, layer: int = 0) -> ExchangeRows:
+        """Make a plan ready. `slot` is any slot's memory: all are alike; so are the layers of a plan, `layer` is one of them."""
+        cache = (*self._caches[layer], self._tag)
         sends, receives = _Tagged(plan.send_splits), _Tagged(plan.receive_splits)
         rows = sends.shifted(plan.send, _OFFSET)
         tags = [(len(cache) - 1, 0, 0, 0, 1, 1, at, TAG_BYTES, TAG_BYTES) for at in sends.tags]
@@ -119,14 +119,14 @@ class Exchange:
         return ExchangeRows(
             plan=plan,
             send=Gather(rows, cache, self._send) if len(rows) else None,
-            slots=tuple(self._slot(planned, receives, slot) for planned in plan.slots),
+            slots=tuple(self._slot(planned, receives, slot, layer) for planned in plan.slots),
             send_splits=sends.splits,
             receive_splits=receives.splits,
             sent_tags=sends.tags,
         )
 
-    def _slot(self, planned: Slot, receives: _Tagged, slot: torch.Tensor) -> SlotRows:
-        own = Gather(planned.own, self._caches[0], slot) if len(planned.own) else None
+    def _slot(self, planned: Slot, receives: _Tagged, slot: torch.Tensor, layer: int) -> SlotRows:
+        own = Gather(planned.own, self._caches[layer], slot) if len(planned.own) else None
         tags = -(-planned.nbytes // TAG_BYTES) * TAG_BYTES
         if not len(planned.received):
             return SlotRows(own, None, (), tags)

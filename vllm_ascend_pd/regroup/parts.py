@@ -52,7 +52,11 @@ def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -
 
     Every rank of the world must call this: it makes a process group.
     """
-    if place.tp_size == 1 or caches.geometry.kv_heads == 1 or config.regroup.regroup == "never":
+    if (
+        place.tp_size == 1
+        or all(kind.kv_heads == 1 for kind in caches.geometry.kinds)
+        or config.regroup.regroup == "never"
+    ):
         return None
     group = new_group(place.tp_size, place.groups, place.rank, device.collectives, GROUP_TIMEOUT_S)
     return assembled(config.regroup, place, caches, device, group)
@@ -70,13 +74,13 @@ def assembled(
     count = config.staging_slots * config.staging_destinations
     memory = torch.empty(stride * count + ALIGNMENT, dtype=torch.uint8, device=device.name)
     skip = -memory.data_ptr() % ALIGNMENT
-    heads = len(geometry.head_range(place.rank % place.tp_size))
+    rank = place.rank % place.tp_size
     views = [
         [
-            cell_view(part, region, heads, 1 if region.opaque else geometry.block_size)
-            for part, region in zip(parts, geometry.regions, strict=True)
+            cell_view(part, region, len(kind.head_range(rank)), 1 if region.opaque else geometry.block_size)
+            for part, region in zip(parts, kind.regions, strict=True)
         ]
-        for parts in caches.tensors
+        for parts, kind in zip(caches.tensors, geometry.by_layer, strict=True)
     ]
     log.info(
         "regroup: %d staging slots of %.1f MiB (%d for each of %d destinations), 2 buffers of %.1f MiB",
@@ -98,6 +102,10 @@ def assembled(
 
 def slot_bytes(geometry: CacheGeometry, place: Place) -> int:
     """One rank's share of a full step with all heads, and two blocks more for rounding; longer steps are cut."""
-    cell = sum(r.cell_bytes * (1 if r.opaque else geometry.block_size) for r in geometry.regions)
     blocks = -(-place.step_tokens // (place.tp_size * geometry.block_size)) + 2
-    return -(-blocks * cell * geometry.kv_heads // ALIGNMENT) * ALIGNMENT
+    sizes = [
+        kind.kv_heads * sum(r.cell_bytes * (1 if r.opaque else geometry.block_size) for r in kind.regions)
+        for kind in geometry.kinds
+        if kind.kv_heads > 1 or not geometry.others
+    ]
+    return -(-blocks * max(sizes) // ALIGNMENT) * ALIGNMENT

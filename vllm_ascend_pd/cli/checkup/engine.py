@@ -6,8 +6,10 @@ Those need torch, which is imported only where a configuration was given.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 from vllm_ascend_pd.cli.checkup.check import Check, failure, tried, warning
 from vllm_ascend_pd.cli.checkup.host import Asked
@@ -64,5 +66,15 @@ def _engine(asked: Asked) -> SimpleNamespace:
         kv_transfer_config=SimpleNamespace(kv_role=asked.role or None, engine_id=""),
         parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=asked.speculative or None,
+        speculative_config=_speculative(asked.speculative),
     )
+
+
+def _speculative(told: str) -> Any:
+    from vllm_ascend_pd import drafts
+
+    try:
+        speculative = json.loads(told or "null")
+    except ValueError:
+        return None  # vLLM says so
+    return drafts.told(speculative) if isinstance(speculative, dict) else None

@@ -94,7 +94,7 @@ def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> Triples:
     if unit.part:
         piece = staged(push, claim)
         return aimed(piece.writes, [piece.slot.address] * len(piece.writes), push, unit, theirs)
-    plan = push.plans.get(unit.step)
+    plan = push.plan(unit.step, unit.layer)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
     return aimed(plan.by_rank[claim.d_rank], own[unit.layer], push, unit, theirs)
@@ -109,9 +109,9 @@ def staged(push: Push, claim: Claim) -> Piece:
 
 def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> Triples:
     """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
-    regions = push.reservation.geometry.regions
+    regions = push.d_kind(unit.layer).regions
     parts: list[Triples] = []
-    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.layer_index[unit.layer]], strict=True):
+    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.index(unit.layer)], strict=True):
         outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.blocks[0])
         if outside.any():
             bad = int(np.argmax(outside))

@@ -9,7 +9,7 @@ that found no slot are still owed: the scheduler orders the same exchange again 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,10 @@ MOST_CATCH_UPS = 64  # asked for in one step
 
 @dataclass(slots=True, eq=False)
 class SubStep:
-    """One exchange of every layer: its plan, the push behind each of its jobs, and what of it is owed."""
+    """One exchange of every layer of a kind: its plan, the push behind each of its jobs, and what of it is owed."""
 
     number: int  # from 1; 0 is what is pushed directly
+    layers: tuple[int, ...]  # own ones
     plan: RegroupPlan
     jobs: list[Job]
     members: list[Push]
@@ -90,8 +91,8 @@ class _Step:
 class Exchanges:
     """`room` is what slots and buffers of this engine hold."""
 
-    planner: RegroupPlanner
-    layers: int
+    planners: list[RegroupPlanner]  # by kind of layer
+    layers: list[tuple[int, ...]]  # own ones of each kind
     staging: Staging
     room: Room
     count: int = 0  # made
@@ -99,24 +100,29 @@ class Exchanges:
     _steps: dict[int, _Step] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, engine: CacheGeometry, rank: int, layers: int, staging: Staging, room: Room) -> Exchanges:
-        return cls(RegroupPlanner(engine, rank), layers, staging, room)
+    def of(cls, engine: CacheGeometry, own: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
+        place = {name: index for index, name in enumerate(own.layers)}
+        layers = [tuple(place[name] for name in kind.layers if name in place) for kind in engine.kinds]
+        return cls([RegroupPlanner(kind, rank) for kind in engine.kinds], layers, staging, room)
 
-    def plan(self, step: int, pushes: Sequence[Push], jobs: Sequence[Job]) -> list[SubStep]:
-        """Plan a step's exchanges. `pushes` and `jobs` must be the same on every rank."""
+    def plan(self, step: int, work: Mapping[int, Sequence[tuple[Push, Job]]]) -> list[SubStep]:
+        """Plan a step's exchanges, by kind of layer. `work` must be the same on every rank."""
         parts: list[SubStep] = []
-        for cut in sub_steps(self.planner, jobs, self.room.slot, self.room.send, step):
-            plan, number = self.planner.plan(cut.jobs, cut.rotation), len(parts) + 1
-            members = [pushes[index] for index in cut.members]
-            shares = [self._share(step, number, slot, members) for slot in plan.slots]
-            parts.append(SubStep(number, plan, cut.jobs, members, shares))
-        self._steps[step] = _Step(parts, set(pushes))
+        for kind, some in sorted(work.items()):
+            planner, pushes = self.planners[kind], [push for push, _ in some]
+            for cut in sub_steps(planner, [job for _, job in some], self.room.slot, self.room.send, step):
+                plan, number = planner.plan(cut.jobs, cut.rotation), len(parts) + 1
+                members = [pushes[index] for index in cut.members]
+                shares = [self._share(step, number, kind, slot, members) for slot in plan.slots]
+                parts.append(SubStep(number, self.layers[kind], plan, cut.jobs, members, shares))
+        self._steps[step] = _Step(parts, {push for some in work.values() for push, _ in some})
         return parts
 
-    def _share(self, step: int, part: int, slot: Slot, members: Sequence[Push]) -> Share:
+    def _share(self, step: int, part: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
         theirs = [members[member] for member in slot.writes]
         wanting = [push for push in theirs if push.live]
-        share = Share(step, part, theirs[0].endpoint(slot.d_rank), wanting, dict.fromkeys(range(self.layers), False))
+        layers = {layer: False for layer in self.layers[kind] if theirs[0].wants(layer)}  # one D's: all want the same
+        share = Share(step, part, theirs[0].endpoint(slot.d_rank), wanting, layers)
         for push in wanting:
             push.owed.add(share)
         return share
@@ -126,8 +132,10 @@ class Exchanges:
         runs: list[Run] = []
         for unit in units:
             step = self._steps.get(unit.step)
-            if step is not None and 0 <= unit.layer < self.layers and 0 < unit.part <= len(step.parts):
-                runs.append(Run(unit, step.parts[unit.part - 1], first=not runs, again=True))
+            if step is not None and 0 < unit.part <= len(step.parts):
+                part = step.parts[unit.part - 1]
+                if unit.layer in part.layers:
+                    runs.append(Run(unit, part, first=not runs, again=True))
         return runs
 
     def over(self, pushes: Iterable[Push]) -> None:

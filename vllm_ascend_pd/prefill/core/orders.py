@@ -12,9 +12,9 @@ from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import Mismatch, mismatches
+from vllm_ascend_pd.geometry.pairing import destinations, exchanged, pairings
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.geometry.shard import destinations
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.decisions import PushStart
@@ -44,7 +44,9 @@ class OrderBook:
         found = mismatches(self.engine, reservation.geometry)
         mode = DIRECT if found else self._mode(reservation.geometry)
         ranks = () if found else destinations(self.engine, reservation.geometry, self._rank)
-        push = Push.of(now, start, self._own, ranks, fits=not found, exchanges=mode != DIRECT)
+        some = () if found else pairings(self.engine, reservation.geometry)
+        apart = exchanged(self.engine, reservation.geometry) if mode != DIRECT else ()
+        push = Push.of(now, start, self._own, ranks, some, apart)
         order = PushOrder(
             push=start.push,
             transfer=reservation.transfer,
@@ -60,8 +62,7 @@ class OrderBook:
             peer=reservation.endpoints[rank],
             contributors=contributor_pairs(self.engine, d, rank),
             plan_digest=plan_digest(self.engine, d, reservation.first, reservation.end, mode),
-            layers=len(d.layers),
-            regions=len(d.regions),
+            regions=tuple(len(kind.regions) for kind in d.by_layer),
         )
 
     def _mode(self, d: CacheGeometry) -> str:
@@ -78,8 +79,8 @@ class OrderBook:
         decision = decide(self.engine, d, self._config.regroup, self._config.regroup_min_span)
         if not decision.regroup:
             return DIRECT
-        need = room_for_a_block(self.engine, d)
-        if need.slot > self._room.slot or max(need.send, need.receive) > self._room.send:
+        needs = [room_for_a_block(pair.p, pair.d) for pair in exchanged(self.engine, d)]
+        if any(need.slot > self._room.slot or max(need.send, need.receive) > self._room.send for need in needs):
             log.warning("one block of this decode engine does not fit a staging slot: it is pushed directly")
             return DIRECT
         log.info("pushes to TP %d are regrouped: %s", d.tp_size, decision.why)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.pairing import Pairing
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
 from vllm_ascend_pd.prefill.decisions import PushSlice, PushStart
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -72,9 +73,10 @@ class Push:
     name: str
     request_id: str
     reservation: Reservation
-    fits: bool  # the two geometries match; equal on all ranks
-    exchanges: bool  # the ranks of P regroup before they write; equal on all ranks
-    layer_index: tuple[int, ...]  # own layer → index in D's layer list
+    pairings: tuple[Pairing, ...]  # none if the two geometries do not match; equal on all ranks
+    exchanged: frozenset[int]  # of those, by place: the ranks of P regroup before they write; equal on all ranks
+    layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: it is not D's
+    pairing_of: tuple[int, ...]  # own layer → its place in `pairings`; of one that is not D's nothing
     ranks: tuple[int, ...]  # D ranks that this worker writes to
     d_blocks: NDArray[np.int32]
     blocks: NDArray[np.int32]
@@ -83,7 +85,9 @@ class Push:
     sealed_at: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
     pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D rank; the protocol's own records
-    plans: dict[int, JobPlan] = field(default_factory=dict)  # of steps that are pushed directly
+    plans: dict[tuple[int, int], JobPlan] = field(
+        default_factory=dict
+    )  # of what is pushed directly, by step and pairing
     pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D rank and unit
     owed: set[Share] = field(default_factory=set)  # exchanges that have not brought everything yet
     held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
@@ -93,17 +97,25 @@ class Push:
 
     @classmethod
     def of(
-        cls, now: float, start: PushStart, own: CacheGeometry, ranks: tuple[int, ...], *, fits: bool, exchanges: bool
+        cls,
+        now: float,
+        start: PushStart,
+        own: CacheGeometry,
+        ranks: tuple[int, ...],
+        some: tuple[Pairing, ...],
+        exchanged: tuple[Pairing, ...],
     ) -> Push:
         reservation = start.reservation
+        place = {name: index for index, pair in enumerate(some) for name in pair.layers}
         d_layers = {name: index for index, name in enumerate(reservation.geometry.layers)}
         return cls(
             name=start.push,
             request_id=start.request_id,
             reservation=reservation,
-            fits=fits,
-            exchanges=exchanges,
-            layer_index=tuple(d_layers[name] for name in own.layers) if fits else (),
+            pairings=some,
+            exchanged=frozenset(index for index, pair in enumerate(some) if pair in exchanged),
+            layer_index=tuple(d_layers.get(name) for name in own.layers) if some else (),
+            pairing_of=tuple(place.get(name, -1) for name in own.layers),
             ranks=ranks,
             d_blocks=np.frombuffer(reservation.blocks, dtype="<i4"),
             blocks=np.empty(reservation.prompt_length // own.block_size + 2, dtype=np.int32),
@@ -138,6 +150,17 @@ class Push:
         """Whether anything that is computed or exchanged for it is still of use here."""
         return not self.closed and all(pair.push.failure is None for pair in self.pairs.values())
 
+    def wants(self, layer: int) -> bool:
+        """Whether D has this layer: not one of a draft model that is on P alone."""
+        return self.layer_index[layer] is not None
+
+    def index(self, layer: int) -> int:
+        """Of an own layer in D's list."""
+        index = self.layer_index[layer]
+        if index is None:
+            raise LocalProtocolError(f"push {self.name} has nothing of layer {layer}")
+        return index
+
     def endpoint(self, d_rank: int) -> Endpoint:
         return self.reservation.endpoints[d_rank]
 
@@ -155,6 +178,14 @@ class Push:
         if piece.final:
             self.final_step = step
 
+    def plan(self, step: int, layer: int) -> JobPlan | None:
+        """Of what is pushed directly of a layer; None where nothing is, or not any more."""
+        return self.plans.get((step, self.pairing_of[layer]))
+
+    def d_kind(self, layer: int) -> CacheGeometry:
+        """How an own layer lies on D."""
+        return self.pairings[self.pairing_of[layer]].d
+
     def forget(self) -> None:
         """The blocks are lost: what was planned with them must not be read."""
         self.known = 0
@@ -162,11 +193,11 @@ class Push:
         self.sealing = False
         self.plans.clear()
 
-    def job(self, lo: int, hi: int, instance: int = 0) -> Job:
-        """`instance` tells D engines of equal geometry apart within a step."""
+    def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
+        """Of the layers of one pairing. `instance` tells D engines of equal geometry apart within a step."""
         d = self.reservation
         return Job(
-            d=d.geometry,
+            d=self.pairings[pairing].d,
             first=d.first,
             lo=lo,
             hi=hi,

@@ -75,7 +75,8 @@ class StepPlan:
     number: int
     direct: bool = False
     parts: list[SubStep] = field(default_factory=list)
-    final: list[Push] = field(default_factory=list)  # whose last tokens this step computes
+    pushes: list[Push] = field(default_factory=list)  # of which this step computes tokens
+    final: list[Push] = field(default_factory=list)  # of those, whose last tokens
     again: list[Run] = field(default_factory=list)
 
 
@@ -105,7 +106,7 @@ class Pushes:
         self._direct: dict[int, list[Push]] = {}  # by step: whose layers are pushed without an exchange
         self._effects: list[Effect] = []
         self._sender: Sender | None = None
-        self._planner: StepPlanner | None = None
+        self._planners: list[StepPlanner] = []  # by kind of layer
         self._orders: OrderBook | None = None
         self._first_layer = 0  # of this stage, counted through the whole engine
         self.exchanges: Exchanges | None = None
@@ -198,10 +199,15 @@ class Pushes:
         """A layer of a step is in the cache: offer it to every destination of the step's pushes."""
         unit = Unit(step, layer)
         for push in self._direct.get(step, ()):
-            plan = push.plans.get(step)
+            plan = push.plan(step, layer)
             if plan is not None and not push.closed:
                 for rank in plan.by_rank:
                     self._do(now, self._machine.offer(now, push.name, rank, unit, plan.nbytes(rank)))
+
+    def uncomputed(self, now: float, plan: StepPlan, layer: str) -> None:
+        """A layer was not computed in a step: what the step computed of its pushes is incomplete, also where it is pushed later."""
+        for push in plan.pushes:
+            self.abort(now, push.name, "PD-GEO-004", layer)
 
     def staged(self, now: float, item: Staged, strangers: Sequence[list[int]], sums: Sequence[Sums]) -> None:
         """An exchange is done; bytes of pushes that ended or started over meanwhile are dropped. By slot: `strangers`
@@ -348,9 +354,9 @@ class Pushes:
         me = self._site.contributor
         self._first_layer = sum(len(names) for names in engine.stages[: me.stage])
         self._orders = OrderBook(engine, self._own, me.rank, self._config.regroup, self._room)
-        self._planner = StepPlanner(engine, me.rank)
+        self._planners = [StepPlanner(kind, me.rank) for kind in engine.kinds]
         if self._staging is not None and self._room is not None:
-            self.exchanges = Exchanges.of(engine, me.rank, len(self._own.layers), self._staging, self._room)
+            self.exchanges = Exchanges.of(engine, self._own, me.rank, self._staging, self._room)
         self._sender = self.sender_type(
             incarnation=self._site.incarnation,
             contributor=me,
@@ -376,14 +382,15 @@ class Pushes:
     def _plan(self, now: float, step: PrefillStep) -> StepPlan:
         """Plan the step once for all its pushes; the plans wait for the layers."""
         planned = StepPlan(step.rotation)
-        direct: list[tuple[Push, Job]] = []
-        exchanged: list[tuple[Push, Job]] = []
+        direct: dict[int, list[tuple[Push, int, Job]]] = {}  # by P's kind of layer
+        exchanged: dict[int, list[tuple[Push, Job]]] = {}
         instances: dict[tuple[Endpoint, ...], int] = {}
         for piece in step.slices:
             push = self._pushes.get(piece.push)
             if push is None or not self._takes_part(push):
                 continue
             push.extend(step.rotation, piece)
+            planned.pushes.append(push)
             if piece.final:
                 planned.final.append(push)
             r = push.reservation
@@ -391,25 +398,28 @@ class Pushes:
             facts = {"step": step.rotation, "before": piece.before, "after": piece.after, "tokens": hi - lo}
             self._effects.append(act.Note("step", {"transfer": push.transfer, **facts}))
             if hi > lo:
-                job = push.job(lo, hi, instances.setdefault(r.endpoints, len(instances)))
-                if push.exchanges:
-                    exchanged.append((push, job))
-                elif not self.dead:  # else nothing would use the plan
-                    direct.append((push, job))
-        if direct and self._planner is not None:
-            plans = self._planner.plan([job for _, job in direct], step.rotation)
-            for (push, _), plan in zip(direct, plans, strict=True):
-                push.plans[step.rotation] = plan
-            self._direct[step.rotation] = [push for push, _ in direct]
+                instance = instances.setdefault(r.endpoints, len(instances))
+                for index, pair in enumerate(push.pairings):
+                    job = push.job(index, lo, hi, instance)
+                    if index in push.exchanged:
+                        exchanged.setdefault(pair.kind, []).append((push, job))
+                    elif not self.dead:  # else nothing would use the plan
+                        direct.setdefault(pair.kind, []).append((push, index, job))
+        for kind, work in sorted(direct.items()):
+            plans = self._planners[kind].plan([job for _, _, job in work], step.rotation)
+            for (push, index, _), plan in zip(work, plans, strict=True):
+                push.plans[step.rotation, index] = plan
+        if direct:
+            pushes = [push for work in direct.values() for push, _, _ in work]
+            self._direct[step.rotation] = list(dict.fromkeys(pushes))
             planned.direct = True
         if exchanged and self.exchanges is not None:
-            pushes = [push for push, _ in exchanged]
-            planned.parts = self.exchanges.plan(step.rotation, pushes, [job for _, job in exchanged])
+            planned.parts = self.exchanges.plan(step.rotation, exchanged)
         return planned
 
     def _takes_part(self, push: Push) -> bool:
         """Whatever this rank knows of the push: ranks share the tokens of all jobs, so all must plan the same jobs."""
-        return push.fits
+        return bool(push.pairings)
 
     def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Of what the scheduler orders again: all, also what this rank has, because other ranks need its part."""
@@ -477,7 +487,7 @@ class Pushes:
         unit = unit_of(claim)
         values = staged(push, claim).checksums if unit.part else self._digest(push, unit, claim.d_rank)
         if values is not None:
-            self._machine.checksum(claim.push, claim.d_rank, push.layer_index[unit.layer], values)
+            self._machine.checksum(claim.push, claim.d_rank, push.index(unit.layer), values)
 
     def _unwritten(self, now: float, claim: Claim, code: str, why: str) -> None:
         """Nothing of the claim is out: its push fails, and waits for nothing."""

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models through real pairs, `verify: full`: the text is the single engine's, and so is what D accepts of its drafts.
+
+Right text proves nothing here: a draft model without its cache of the prompt only guesses worse. So D itself is the reference,
+asked without a transfer: it computes the prompt, its draft model too. The models (scripts/support/drafts.py) are made so that
+drafts are mostly right with that cache, and mostly wrong without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_metaserver import Answer as Said
+from fake_metaserver import fake_metaserver
+from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
+
+from scripts.support.checks import Drafted, drafted, fresh_salt
+from scripts.support.client import body_of, complete, post
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+TOKENS = 32
+LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; behind each its drafts
+ENOUGH = 100  # drafted tokens, that a rate may be told
+
+
+def drafts_of(engine: Engine, url: str, prompts: Sequence[Sequence[int]], **more: Any) -> Drafted:
+    """What the engine drafts for these prompts, asked at `url`, one after the other: in a batch each request waits for others."""
+    with drafted(engine) as found:
+        for prompt in prompts:
+            complete(url, body_of(prompt, TOKENS, cache_salt=fresh_salt("drafts"), **more))
+    return found()
+
+
+def padded(alone: Drafted, prompts: Sequence[Sequence[int]]) -> Drafted:
+    """The same as vLLM counts it where the prompt was loaded: the step that computes its last token again is padded to the size
+    of a step with drafts, and what it is padded with counts as drafts that were not accepted."""
+    loaded = sum(len(prompt) > 1 for prompt in prompts)
+    return Drafted(alone.steps + loaded, alone.tokens + loaded * alone.tokens // alone.steps, alone.accepted)
+
+
+def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], None]) -> None:
+    """Tokens of a single engine, and drafts as good as those of a D that has computed the prompt itself."""
+    (d,) = pair.decode
+    prompts = [fresh_prompt(length) for length in lengths]
+    alone = drafts_of(d, d.url, prompts)
+    with drafted(d) as found:
+        for prompt in prompts:
+            pair.check([prompt], TOKENS, name=name)
+    pushed = found()
+    told(
+        f"figure: {name}: {pushed.accepted} of {pushed.tokens} drafted tokens accepted, {alone.accepted} of {alone.tokens} alone"
+    )
+    assert alone.tokens > ENOUGH and alone.rate > 0.2, f"drafts that are never right prove nothing: {alone}"
+    assert pushed == padded(alone, prompts), f"with the prompt's KV from P {pushed}, alone {alone}"
+    batch = [fresh_prompt(25 + 40 * i) for i in range(8)]
+    pair.check(batch, TOKENS, name=f"{name}, 8 at once")
+
+
+@contextmanager
+def running(
+    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
+) -> Iterator[Pair]:
+    """A pair of these, the first one P, and of engines that are there already; stopped also where a test fails."""
+    started = cluster.start(*specs)
+    pair = make_pair(*started, *beside)
+    try:
+        yield pair
+    finally:
+        cluster.stop(pair.front, *started)
+
+
+def mtp(name: str, tokens: int, **more: Any) -> EngineSpec:
+    return EngineSpec(name, ensure("mtp"), draft={"method": "mtp", "num_speculative_tokens": tokens}, **more)
+
+
+@pytest.fixture(scope="module")
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    (d,) = cluster.start(mtp("mtp-d", 3, role="kv_consumer", policy="fail", extra=cluster.push_config(*allowed)))
+    yield d
+    cluster.stop(d)
+
+
+@pytest.fixture(scope="class")
+def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+    """P drafts one token, D three."""
+    spec = mtp("mtp-p", 1, role="kv_producer", extra=cluster.push_config())
+    with running(cluster, make_pair, spec, beside=[decode]) as made:
+        yield made
+
+
+class TestMtp:
+    def test_text_and_accepted_drafts_are_a_single_engines(self, pair: Pair, told: Callable[[str], None]) -> None:
+        check(pair, LENGTHS, "MTP 1→1, 1 token drafted on P and 3 on D", told)
+
+    def test_what_p_drafts_behind_its_own_first_token_is_not_used(self, pair: Pair, ports: list[int]) -> None:
+        """The draft layer's KV at the last prompt position is made of the first token. Whatever P's was, D computes that
+        position again with its own."""
+        (d,) = pair.decode
+        prompts = [fresh_prompt(length) for length in (64, 65, 200)]
+        alone = drafts_of(d, d.url, prompts)
+        expected = reference_answers(pair.prefill, prompts, TOKENS)
+        firsts: list[int] = []
+
+        def wrong_first(body: dict[str, Any]) -> Said:
+            if "reservation" not in body:
+                return 204, []  # how a load ended
+            prompt, answer = prompts[int(body["ticket"])], expected[int(body["ticket"])]
+            other = (answer.tokens[0] + 7) % 500
+            params = {"do_remote_decode": True, "reservation": body["reservation"]}
+            given = post(pair.prefill.url, body_of(prompt, 1, kv_transfer_params=params, allowed_token_ids=[other]))
+            firsts.extend(given["choices"][0]["token_ids"])
+            return 200, [{"event": "accepted", "prefill": "127.0.0.1:1"}, {"event": "prefilled"}]
+
+        loaded = pair.loaded_tokens()
+        with fake_metaserver(ports[-1], wrong_first), drafted(d) as found:
+            for index, prompt in enumerate(prompts):
+                url = f"http://127.0.0.1:{ports[-1]}"
+                got = complete(d.url, transfer_request(url, str(index), prompt, TOKENS))
+                pair.compare([prompt], [got], "another first token on P")
+        assert pair.loaded_tokens() - loaded == sum(map(len, prompts))
+        assert all(first != answer.tokens[0] for first, answer in zip(firsts, expected, strict=True))
+        assert found() == padded(alone, prompts)
+
+
+@pytest.mark.slow
+class TestMtpShapes:
+    def test_from_tp_2(
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
+    ) -> None:
+        spec = mtp("mtp-p2", 3, role="kv_producer", tp=2, extra=cluster.push_config())
+        with running(cluster, make_pair, spec, beside=[decode]) as pair:
+            check(pair, LENGTHS, "MTP 2→1, 3 tokens on both", told)
+
+    def test_without_a_draft_model_on_p_the_text_is_right_and_the_drafts_are_not(
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
+    ) -> None:
+        """Also what the comparison above is worth: the draft layer's push left out is seen."""
+        prompts = [fresh_prompt(length) for length in (100, 333, 700)]
+        alone = drafts_of(decode, decode.url, prompts)
+        spec = EngineSpec("mtp-p0", ensure("mtp"), role="kv_producer", extra=cluster.push_config())
+        with running(cluster, make_pair, spec, beside=[decode]) as pair, drafted(decode) as found:
+            for prompt in prompts:
+                pair.check([prompt], TOKENS, name="no drafts on P")
+        pushed = found()
+        told(
+            f"figure: MTP on D alone: {pushed.accepted} of {pushed.tokens} accepted, {alone.accepted} of {alone.tokens} alone"
+        )
+        assert pushed.rate < alone.rate / 2, f"with the prompt's KV from P {pushed}, alone {alone}"
+        assert "has no such draft model" in decode.log.read_text(errors="replace")
+
+    def test_a_draft_model_on_p_alone_is_not_pushed(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
+        config = cluster.push_config(*allowed)
+        specs = (
+            mtp("mtp-p1", 1, role="kv_producer", extra=cluster.push_config()),
+            EngineSpec("mtp-d0", ensure("mtp"), role="kv_consumer", tp=2, policy="fail", extra=config),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            for length in LENGTHS:
+                pair.check([fresh_prompt(length)], name="MTP on P alone, 1→2")
+
+
+def own(method: str, draft: str, **more: Any) -> dict[str, Any]:
+    return {"method": method, "model": str(ensure(draft)), **more}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1)])
+def test_a_draft_model_of_another_shape(
+    p_tp: int,
+    d_tp: int,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    told: Callable[[str], None],
+) -> None:
+    """Eagle3 with twice as many KV heads as its target, chunked prefill on P. With TP 2→1 the ranks exchange both kinds of layers."""
+    draft = own("eagle3", "spec-eagle3", num_speculative_tokens=1)
+    target: Path = ensure("spec")
+    more = {"regroup": "always"} if p_tp > 1 else {}
+    p_config, d_config = cluster.push_config(**more), cluster.push_config(*allowed)
+    # Chunks alike: D, asked alone, is compared to the last draft, and sums in other chunks round otherwise.
+    common: dict[str, Any] = {"chunk": 96}
+    specs = (
+        EngineSpec("own-p", target, role="kv_producer", tp=p_tp, draft=draft, extra=p_config, **common),
+        EngineSpec("own-d", target, role="kv_consumer", tp=d_tp, policy="fail", draft=draft, extra=d_config, **common),
+    )
+    with running(cluster, make_pair, *specs) as pair:
+        check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", told)

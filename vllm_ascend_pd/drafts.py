@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models: which are proven, what tells them apart, and which layers are theirs.
+
+vLLM runs a draft model after the target and puts its layers into the target's cache, in the same group. How many tokens it
+drafts is each engine's own affair.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+_WITH_CACHE = ("mtp", "eagle3")
+_WITHOUT: tuple[str, ...] = ()
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def told(speculative: Mapping[str, Any]) -> Any:
+    """A --speculative-config as vLLM names things in its own, where there is no model to ask. What it does not say is None."""
+    method = speculative.get("method")
+    flags = ("disable_padded_drafter_batch", "parallel_drafting", "num_speculative_tokens_per_batch_size")
+    given = {name: speculative.get(name) not in (None, False, "false", "False") for name in flags}
+    kind = "mtp" if isinstance(method, str) and method.endswith("_mtp") else method
+    return SimpleNamespace(method=kind, draft_model_config=None, **given)
+
+
+def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
+    """What an engine does not start with, and what to do."""
+    if speculative is None or speculative.method is None or speculative.method in _WITHOUT:
+        return
+    if speculative.method not in _WITH_CACHE:
+        yield f"Speculative decoding with {speculative.method}", f"Use {', '.join((*_WITH_CACHE, *_WITHOUT))}, or none."
+        return
+    model = speculative.draft_model_config
+    modules = (model and getattr(model.hf_config, "num_nextn_predict_layers", None)) or 1
+    if speculative.method == "mtp" and modules > 1:
+        # vLLM runs the second and later ones on what they draft alone: nobody computes their cache of the prompt.
+        yield f"A draft model of {modules} MTP layers", "Start without it."
+    if getattr(speculative, "disable_padded_drafter_batch", False):
+        yield "disable_padded_drafter_batch", "Leave it out."
+    if getattr(speculative, "parallel_drafting", False):
+        yield "parallel_drafting", "Leave it out."
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
+        # Where that says none, the draft model does not run, and a prompt that is prefilled then has no cache of it.
+        yield "num_speculative_tokens_per_batch_size", "Use one num_speculative_tokens."
+    if parallel.pipeline_parallel_size > 1:
+        yield "A draft model with pipeline parallelism", "Start prefill with -pp 1, or without a draft model."
+
+
+def drafter(speculative: Any) -> str:
+    """The draft model, as the one side's must be the other's; empty where there is none, or none with a cache."""
+    if speculative is None or speculative.method not in _WITH_CACHE:
+        return ""
+    model = speculative.draft_model_config
+    facts = {
+        "method": speculative.method,
+        "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ["?"]),
+        "layers": getattr(model.hf_config, "num_hidden_layers", "?"),
+        "hidden": model.get_hidden_size(),
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head": model.get_head_size(),
+        "quantization": model.quantization or "none",
+    }
+    return " ".join(f"{key}={value}" for key, value in facts.items())
+
+
+def layers(config: Any, names: Iterable[str]) -> frozenset[str]:
+    """vLLM counts a draft model's layers on from the target's, or puts a prefix before them. A layer of the target is never taken
+    for one: P may lack a draft model's."""
+    if not drafter(config.speculative_config):
+        return frozenset()
+    own = int(config.model_config.hf_text_config.num_hidden_layers)
+
+    def is_draft(name: str) -> bool:
+        number = _LAYER.search(name)
+        return name.startswith(("draft_model.", "mtp.")) or (number is not None and int(number[1]) >= own)
+
+    return frozenset(filter(is_draft, names))
