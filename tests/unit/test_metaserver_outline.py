@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +191,7 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
         got.extend(message.get("body", b""))
         written.append(len(message.get("body", b"")))
 
-    calling = SimpleNamespace(calling=contextlib.nullcontext)  # of a caller that stays
+    calling = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None)  # of a caller that stays
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": None}
     scope["extensions"] = {CONNECTION: calling}
     counting = asyncio.create_task(count())

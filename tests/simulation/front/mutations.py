@@ -53,15 +53,12 @@ async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: A
     self._front.fleet.prove(Proof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
 
 
-@contextmanager
-def _leg_keeps_its_load(self: fleet.Fleet, instance: Any, cost: float) -> Iterator[fleet.Trial]:
-    trial = fleet.Trial(instance, instance.circuit.sent(0.0))
-    instance.load += cost
-    instance.requests += 1
-    yield trial
-    self.returned(trial)
-    instance.requests -= 1
-    instance.load = instance.load - cost if instance.requests else 0.0
+def _keeps_its_load(self: fleet.Trial, *failed: object) -> None:
+    if failed[0] is None:
+        _EXIT(self, *failed)
+
+
+_EXIT = fleet.Trial.__exit__
 
 
 def _not_stripped(shared_: Any, answer: Any) -> Any:
@@ -90,7 +87,7 @@ ALL = {
         Mutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
         Mutation("a place is never given back", ((front.Turnstile, "leave", _nothing),)),
-        Mutation("a leg that failed keeps its load", ((fleet.Fleet, "leg", _leg_keeps_its_load),)),
+        Mutation("a leg that failed keeps its load", ((fleet.Trial, "__exit__", _keeps_its_load),)),
         Mutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
         Mutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
         Mutation("heartbeats never end", ((reserve.Heart, "remove", _nothing),)),

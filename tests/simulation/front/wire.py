@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
 import httptools
@@ -202,16 +201,14 @@ class Call:
         self._sent = False
         self.task: asyncio.Task[None] | None = None
 
-    @contextmanager
-    def calling(self, when_gone: Callable[[], None]) -> Iterator[None]:
+    def watch(self, when_gone: Callable[[], None]) -> None:
         """As `intake.Protocol` does."""
         self._when_gone = when_gone
         if self.left:
             when_gone()
-        try:
-            yield
-        finally:
-            self._when_gone = None
+
+    def unwatch(self, when_gone: Callable[[], None]) -> None:
+        self._when_gone = None
 
     async def receive(self) -> MutableMapping[str, Any]:
         if self._sent or self.left:

@@ -296,13 +296,16 @@ class Endpoint:
 async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; it is interrupted when the caller leaves before its end."""
     connection: Protocol = scope["extensions"][CONNECTION]
-    with connection.calling(interrupt.client_left):
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not interrupt.left:
-                raise
-            uncancel(interrupt.task)
+    gone = interrupt.client_left
+    connection.watch(gone)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not interrupt.left:
+            raise
+        uncancel(interrupt.task)
+    finally:
+        connection.unwatch(gone)
 
 
 def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:

@@ -11,7 +11,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -159,11 +158,28 @@ class Instance:
 
 @dataclass(slots=True)
 class Trial:
-    """What a request is to its instance's circuit (number 0: nothing special)."""
+    """A request at an instance, for as long as it is entered, and what it is to the circuit (number 0: nothing special)."""
 
     instance: Instance
     number: int
+    cost: float = 0.0
     kept: bool = False  # its answer says too little: it goes on until D has told of the load
+
+    def __enter__(self) -> Trial:
+        self.instance.load += self.cost
+        self.instance.requests += 1
+        return self
+
+    def __exit__(self, *failed: object) -> None:
+        if not self.kept:
+            self.returned()
+        instance = self.instance
+        instance.requests -= 1
+        instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
+
+    def returned(self) -> None:
+        """Whatever the request could show of its instance it has shown."""
+        self.instance.circuit.returned(time.monotonic(), self.number)
 
 
 Fits = Callable[[Instance], bool]
@@ -311,23 +327,9 @@ class Fleet:
 
     # -- load and evidence
 
-    @contextmanager
-    def leg(self, instance: Instance, cost: float) -> Iterator[Trial]:
-        """A request is at the instance."""
-        trial = Trial(instance, instance.circuit.sent(time.monotonic()))
-        instance.load += cost
-        instance.requests += 1
-        try:
-            yield trial
-        finally:
-            if not trial.kept:
-                self.returned(trial)
-            instance.requests -= 1
-            instance.load = instance.load - cost if instance.requests else 0.0  # no drift from rounding
-
-    def returned(self, trial: Trial) -> None:
-        """Whatever a request could show of its instance it has shown."""
-        trial.instance.circuit.returned(time.monotonic(), trial.number)
+    def leg(self, instance: Instance, cost: float) -> Trial:
+        """A request to the instance, which counts while it is entered."""
+        return Trial(instance, instance.circuit.sent(time.monotonic()), cost)
 
     def failed(self, instance: Instance, failure: Failure, why: str) -> None:
         """A request to it did not work out; what went wrong on our side says nothing about it."""

@@ -202,7 +202,7 @@ class Front(Shared):
         if attempt.watch is not None:
             attempt.watch.cancel()
         for trial in attempt.trials.values():  # should D never tell, another request is to try that P
-            asyncio.get_running_loop().call_later(_LATE_REPORT_S, self.fleet.returned, trial)
+            asyncio.get_running_loop().call_later(_LATE_REPORT_S, trial.returned)
         if not attempt.legs:
             return
         if well:

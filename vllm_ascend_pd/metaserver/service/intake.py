@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -126,17 +125,15 @@ class Protocol(HttpToolsProtocol):
     _gone = False
     _when_gone: Callable[[], None] | None = None
 
-    @contextmanager
-    def calling(self, when_gone: Callable[[], None]) -> Iterator[None]:
+    def watch(self, when_gone: Callable[[], None]) -> None:
         """Call it once if the caller of the request under way goes, or has gone."""
         self._when_gone = when_gone
         if self._gone:
             when_gone()
-        try:
-            yield
-        finally:
-            if self._when_gone is when_gone:  # the next request of this connection may have begun
-                self._when_gone = None
+
+    def unwatch(self, when_gone: Callable[[], None]) -> None:
+        if self._when_gone is when_gone:  # else the next request of this connection has begun
+            self._when_gone = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.most_connections:

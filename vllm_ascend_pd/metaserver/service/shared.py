@@ -44,7 +44,7 @@ class Shared:
             prefill.life = prefill.life.heard(report.prefill, asked)
         self._judge(attempt, report, prefill)
         if (trial := attempt.trials.pop(report.transfer, None)) is not None:
-            self.fleet.returned(trial)
+            trial.returned()
         attempt.news.set()
         self.journal.told(attempt)
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import __version__
@@ -25,14 +25,12 @@ _CONTEXT = (b"traceparent", b"tracestate")
 class NoSpans:
     """Nobody wants them."""
 
-    @contextmanager
-    def request(self, exchange: Exchange) -> Iterator[None]:
-        yield
+    def request(self, exchange: Exchange) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    @contextmanager
-    def leg(self, exchange: Exchange, kind: str, instance: str, **facts: str | int) -> Iterator[Headers]:
-        """A request to an engine; yields the headers that it is to be sent with."""
-        yield exchange.headers
+    def leg(self, exchange: Exchange, kind: str, instance: str, **facts: str | int) -> AbstractContextManager[Headers]:
+        """A request to an engine, with the headers that it is to be sent with."""
+        return nullcontext(exchange.headers)
 
     def close(self) -> None:
         """Blocks until what is left has been sent, for seconds at most."""
