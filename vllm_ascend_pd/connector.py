@@ -76,9 +76,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: vLLM asks without a role, and D, which has no layer hooks, would lose its full graphs. P refuses them
-        (admission.py): they replay without the hooks."""
-        return False
+        """For P, whose layer hooks full graphs would skip. vLLM asks without a role: a configuration that names metaservers
+        is D's, which calls nobody without, and keeps its full graphs. A P that names them too is refused (admission.py)."""
+        return "metaserver_urls" not in extra_config
 
     # -- worker
 

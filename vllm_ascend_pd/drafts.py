@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_WITH_CACHE = ("mtp", "eagle3")
-_WITHOUT: tuple[str, ...] = ()
+_PROVEN = ("mtp", "eagle3")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -28,10 +27,10 @@ def told(speculative: Mapping[str, Any]) -> Any:
 
 def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
     """What an engine does not start with, and what to do."""
-    if speculative is None or speculative.method is None or speculative.method in _WITHOUT:
+    if speculative is None or speculative.method is None:
         return
-    if speculative.method not in _WITH_CACHE:
-        yield f"Speculative decoding with {speculative.method}", f"Use {', '.join((*_WITH_CACHE, *_WITHOUT))}, or none."
+    if speculative.method not in _PROVEN:
+        yield f"Speculative decoding with {speculative.method}", f"Use {', '.join(_PROVEN)}, or none."
         return
     model = speculative.draft_model_config
     modules = (model and getattr(model.hf_config, "num_nextn_predict_layers", None)) or 1
@@ -51,7 +50,7 @@ def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
 
 def drafter(speculative: Any) -> str:
     """The draft model, as the one side's must be the other's; empty where there is none, or none with a cache."""
-    if speculative is None or speculative.method not in _WITH_CACHE:
+    if speculative is None or speculative.method not in _PROVEN:
         return ""
     model = speculative.draft_model_config
     facts = {

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError, PdError
@@ -344,11 +345,15 @@ def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, 
 
 
 def _graphs(parsed: Any) -> Any:
-    """The mode that vLLM settles on: none where eager, else what is told, else the default of its optimization level."""
+    """The mode that vLLM settles on: none where eager, else what is told, else the default of its optimization level; in place
+    of full graphs those that the connector can have."""
     eager = OPTIMIZATION_LEVEL_TO_CONFIG[0]["compilation_config"]["cudagraph_mode"]
     default = OPTIMIZATION_LEVEL_TO_CONFIG[int(parsed.optimization_level)]["compilation_config"]["cudagraph_mode"]
     told = parsed.compilation_config.cudagraph_mode
-    return eager if parsed.enforce_eager else default if told is None else told
+    mode = eager if parsed.enforce_eager else default if told is None else told
+    extra = parsed.kv_transfer_config.kv_connector_extra_config
+    piecewise = AscendPushConnector.requires_piecewise_for_cudagraph(extra)
+    return type(mode).PIECEWISE if mode.has_full_cudagraphs() and piecewise else mode
 
 
 def _groups(config: Any, model: Model, caches: Sequence[str]) -> list[SimpleNamespace]:

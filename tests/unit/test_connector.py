@@ -21,6 +21,7 @@ import torch
 from fake_engine import Served
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -53,7 +54,7 @@ for absent in ("mooncake", "torch_npu", "vllm_ascend"):
     sys.modules[absent] = None
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is False
+assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
 assert supports_hma(AscendPushConnector)
 for name in ("vllm_ascend_pd.transport.wire", "vllm_ascend_pd.device.npu", "vllm_ascend_pd.metaserver.service.app"):
     assert name not in sys.modules, name
@@ -89,8 +90,14 @@ def test_a_vllm_without_connectors_is_told_about_not_broken(monkeypatch: pytest.
     plugin.register()
 
 
-def test_full_graphs_would_skip_the_hooks_so_piecewise_ones_are_required() -> None:
-    assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is False
+def test_full_graphs_would_skip_the_hooks_so_p_gets_piecewise_ones_and_d_keeps_its_own() -> None:
+    """vLLM asks the class, with the extra configuration alone; behind a MultiConnector each child."""
+    asked = AscendPushConnector.requires_piecewise_for_cudagraph
+    p, d = {"secret_file": "/s"}, {"secret_file": "/s", "metaserver_urls": ["http://127.0.0.1:8000"]}
+    assert asked(p) is True and asked(d) is False
+    for extra, wanted in ((p, True), (d, False)):
+        child = {"kv_connector": "AscendPushConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        assert MultiConnector.requires_piecewise_for_cudagraph({"connectors": [child]}) is wanted
     assert issubclass(AscendPushConnector, SupportsHMA)
 
 

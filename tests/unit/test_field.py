@@ -57,6 +57,9 @@ def transfer(role: str, connector: str = "MooncakeLayerwiseConnector", **extra: 
     }
 
 
+SHARED = transfer(P, metaserver_urls=["http://127.0.0.1:8000"])  # P's, and as good as D's
+
+
 def line(role: str, *flags: str, connector: dict[str, Any] | None = None, eager: bool = True) -> list[str]:
     told = json.dumps(connector or transfer(role))
     graphs = ["--enforce-eager"] if eager and role == P else []
@@ -132,9 +135,9 @@ def test_what_admission_reads_is_what_vllms_own_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("flags", "mode"),
     [
-        ([], "FULL_AND_PIECEWISE"),
+        ([], "PIECEWISE"),
         (["--enforce-eager"], "NONE"),
-        (["--compilation_config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'], "FULL_DECODE_ONLY"),
+        (["--compilation_config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'], "PIECEWISE"),
         (["--compilation-config", '{"cudagraph_capture_sizes": [1]}', "-O1"], "PIECEWISE"),
     ],
     ids=["nothing told", "eager", "told", "another level"],
@@ -143,6 +146,13 @@ def test_the_graph_mode_is_the_one_that_vllm_settles_on(flags: list[str], mode: 
     words = ["--kv-transfer-config", json.dumps(field.replaced(transfer(P), "/s")[0]), *flags]
     config = field.as_configured(field.parse(words).parsed, KNOWN.models["me/gqa"])
     assert config.compilation_config.cudagraph_mode.name == mode
+
+
+def test_d_keeps_its_full_graphs() -> None:
+    words = ["--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}', "--kv-transfer-config"]
+    parsed = field.parse([*words, json.dumps(field.replaced(transfer(D), "/s")[0])]).parsed
+    config = field.as_configured(parsed, KNOWN.models["me/gqa"])
+    assert config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
 
 
 # -- the connector
@@ -214,7 +224,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         [],
         ["PD-CONF-005 A KV cache of kind UniformTypeKVCacheSpecs"],
     ),
-    "full graphs": ({"p": line(P, eager=False)}, [MODE], []),
+    "full graphs become piecewise": ({"p": line(P, eager=False)}, [], []),
+    "full graphs of one configuration for both": ({"p": line(P, eager=False, connector=SHARED)}, [MODE], []),
     "int8 on D": ({"model": "me/gqa-c8"}, [], ["PD-CONF-005 A quantised KV cache (torch.int8)"]),
     "by flag": ({"p": line(P, "--kv-cache-dtype", "fp8")}, ["PD-CONF-005 A quantised KV cache (fp8)"], []),
     "indexer": ({"model": "me/sparse"}, [INDEXER], [INDEXER]),
@@ -286,7 +297,9 @@ def three() -> list[field.Verdict]:
     texts = {
         "nightly/a/one.yaml": written(line(P), line(D)),
         "nightly/a/two.yaml": written(line(P, "--speculative-config", UNPROVEN), line(D)),
-        "weekly/one.yaml": written(line(P, "--speculative-config", UNPROVEN, eager=False), line(D, "--theirs", "1")),
+        "weekly/one.yaml": written(
+            line(P, "--speculative-config", UNPROVEN, eager=False, connector=SHARED), line(D, "--theirs", "1")
+        ),
         "weekly/alone.yaml": "model: me/gqa",
     }
     return field_page.verdicts(texts, KNOWN)
