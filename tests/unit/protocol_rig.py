@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
 from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
 from vllm_ascend_pd.protocol.messages import (
     Ack,
@@ -25,6 +27,7 @@ from vllm_ascend_pd.protocol.messages import (
     Ready,
     Refused,
     Renew,
+    Reservation,
     Which,
     memory_hash,
 )
@@ -170,6 +173,25 @@ def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushOrder:
         "destinations": to,
     }
     return PushOrder(**{**values, **changes})
+
+
+def reservation(cache: CacheGeometry, end: int, first: int = 0, **changes: Any) -> Reservation:
+    """Of tokens [first, end), with as many endpoints as the cache has ranks."""
+    size = cache.block_size
+    values: dict[str, Any] = {
+        "version": PROTOCOL_VERSION,
+        "transfer": T,
+        "model": MODEL,
+        "first": first,
+        "end": end,
+        "blocks": np.arange(1, 1 - (-end // size) - first // size, dtype="<i4").tobytes(),
+        "geometry": cache,
+        "endpoints": tuple(Endpoint("127.0.0.1", 4711 + rank) for rank in range(cache.tp_size)),
+        "deadline_s": 60.0,
+        "prompt_length": end,
+        "prompt_hash": "h",
+    }
+    return Reservation(**{**values, **changes})
 
 
 def claim_of(sender: Sender, now: float) -> Claim:

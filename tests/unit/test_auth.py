@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_rig import ADDRESSES, D, T, ack, begin, cancel, done, failed, ready, refused, which
+from protocol_rig import ADDRESSES, D, ack, begin, cancel, done, failed, ready, refused, reservation, which
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import (
@@ -31,8 +31,8 @@ from vllm_ascend_pd.protocol.auth import (
     sessions,
     unseal,
 )
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Memory, Reservation
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Memory
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
 KEY = b"k" * 32
@@ -49,20 +49,7 @@ MESSAGES = [
 ]
 
 
-def reservation() -> Reservation:
-    return Reservation(
-        version=PROTOCOL_VERSION,
-        transfer=T,
-        model="model",
-        first=0,
-        end=40,
-        blocks=b"\1\0\0\0" * 3,
-        geometry=D,
-        endpoints=(Endpoint("127.0.0.1", 4711),),
-        deadline_s=300.0,
-        prompt_length=40,
-        prompt_hash="00",
-    )
+RESERVED = reservation(D, 40)
 
 
 # ---- sessions
@@ -131,7 +118,7 @@ ROTATION = (Secrets(OLD), Secrets(OLD, NEW), Secrets(NEW, OLD), Secrets(NEW))
 def test_neighbouring_steps_of_a_rotation_understand_each_other(one: Secrets, other: Secrets) -> None:
     """docs/security.md: while engines are restarted one after another there are always two kinds of them."""
     for ours, theirs in ((one, other), (other, one)):
-        assert unseal(seal(reservation(), ours), theirs) == reservation()
+        assert unseal(seal(RESERVED, ours), theirs) == RESERVED
         frame = sessions(ours, DIALER, LISTENER, as_dialer=True)[0].protect(b"hello")
         opened = 0
         for candidate in sessions(theirs, DIALER, LISTENER, as_dialer=False):
@@ -142,9 +129,9 @@ def test_neighbouring_steps_of_a_rotation_understand_each_other(one: Secrets, ot
 
 def test_who_skips_the_first_step_is_refused_meanwhile() -> None:
     with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
-        unseal(seal(reservation(), Secrets(NEW, OLD)), Secrets(OLD))
+        unseal(seal(RESERVED, Secrets(NEW, OLD)), Secrets(OLD))
     with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
-        unseal(seal(reservation(), Secrets(OLD)), Secrets(NEW))
+        unseal(seal(RESERVED, Secrets(OLD)), Secrets(NEW))
 
 
 def test_a_short_nonce_or_secret_is_refused() -> None:
@@ -231,27 +218,27 @@ def test_a_frame_of_an_impossible_size_is_refused_before_it_is_hashed(size: int)
 
 
 def test_a_reservation_survives_its_envelope() -> None:
-    assert unseal(seal(reservation(), Secrets(NEW)), Secrets(NEW)) == reservation()
-    assert unseal(seal(reservation(), None), None) == reservation()
+    assert unseal(seal(RESERVED, Secrets(NEW)), Secrets(NEW)) == RESERVED
+    assert unseal(seal(RESERVED, None), None) == RESERVED
 
 
 def test_reservations_are_opened_with_either_secret_and_with_no_other() -> None:
-    sealed = seal(reservation(), Secrets(OLD))
-    assert unseal(sealed, Secrets(NEW, OLD)) == reservation()
+    sealed = seal(RESERVED, Secrets(OLD))
+    assert unseal(sealed, Secrets(NEW, OLD)) == RESERVED
     with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
         unseal(sealed, Secrets(NEW, OTHER))
 
 
 def test_an_unsigned_reservation_is_refused_where_a_secret_is_configured_and_the_other_way_round() -> None:
     with pytest.raises(RemoteProtocolError, match="not signed"):
-        unseal(seal(reservation(), None), Secrets(NEW))
+        unseal(seal(RESERVED, None), Secrets(NEW))
     with pytest.raises(RemoteProtocolError, match="no secret_file"):
-        unseal(seal(reservation(), Secrets(NEW)), None)
+        unseal(seal(RESERVED, Secrets(NEW)), None)
 
 
 @given(st.data())
 def test_a_sealed_reservation_changed_anywhere_is_refused(data: st.DataObject) -> None:
-    sealed = bytearray(seal(reservation(), Secrets(NEW)))
+    sealed = bytearray(seal(RESERVED, Secrets(NEW)))
     at = data.draw(st.integers(0, len(sealed) - 1))
     sealed[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RemoteProtocolError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import protocol_rig
 import pytest
 from geometry_reference import geometry
 from hypothesis import settings
@@ -26,20 +27,7 @@ OPAQUE = geometry("opaque", heads=2, tp=2, block=BLOCK)
 
 
 def reservation(tokens: int = 10, first: int = 0, n: int = 1, **changes: Any) -> Reservation:
-    blocks = np.arange(-(-tokens // BLOCK) - first // BLOCK, dtype="<i4").tobytes()
-    made = Reservation(
-        version=PROTOCOL_VERSION,
-        transfer=TransferId("d", n, f"u{n}"),
-        model="m",
-        first=first,
-        end=tokens,
-        blocks=blocks,
-        geometry=D,
-        endpoints=(Endpoint("127.0.0.1", 1), Endpoint("127.0.0.1", 2)),
-        deadline_s=30.0,
-        prompt_length=tokens,
-        prompt_hash="h",
-    )
+    made = protocol_rig.reservation(D, tokens, first, transfer=TransferId("d", n, f"u{n}"), model="m")
     return msgspec.structs.replace(made, **changes)
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import protocol_rig
 import pytest
 from fake_engine import Served
 from geometry_reference import geometry
@@ -27,7 +28,7 @@ from vllm_ascend_pd.metaserver.reports import ROUTE, LoadReport, read_posted
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, push_id, pushed_by
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
 
 TOKENS = list(range(100, 110))
@@ -46,20 +47,13 @@ def request(name: str = "r", params: Any = None, tokens: Any = TOKENS, **more: A
 
 
 def reservation(asked: Request, **changes: Any) -> Reservation:
-    made = Reservation(
-        version=PROTOCOL_VERSION,
-        transfer=TransferId("d", 1, "u"),
-        model="m",
-        first=0,
-        end=len(TOKENS),
-        blocks=b"\0" * 12,
-        geometry=CACHE,
-        endpoints=ENDPOINTS,
-        deadline_s=30.0,
-        prompt_length=len(TOKENS),
-        prompt_hash=request_hash(asked),
-    )
-    return msgspec.structs.replace(made, **changes)
+    facts = {
+        "transfer": TransferId("d", 1, "u"),
+        "model": "m",
+        "endpoints": ENDPOINTS,
+        "prompt_hash": request_hash(asked),
+    }
+    return protocol_rig.reservation(CACHE, len(TOKENS), **{**facts, **changes})
 
 
 def remote_decode(sealed: bytes) -> dict[str, Any]:

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from protocol_rig import P, geometry
+from protocol_rig import P, geometry, reservation
 
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.layout import Kind as Unlike
 from vllm_ascend_pd.protocol.auth import decode_reservation
 from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
+from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.layouts import (
     Group,
     Held,
@@ -38,19 +37,7 @@ TOLD = Told("model/1", P, ENDPOINTS)
 LAYOUT = layout_of(TOLD)
 STAGES = (("a", "b"), (), ("c",))
 UNLIKE = Unlike(1, "int8/float32", "", (Region("k", 1, 0, 3, 4), Region("scale", 5, 0, 6, 8)), ("a", "c"))
-RESERVATION = Reservation(
-    version=PROTOCOL_VERSION,
-    transfer=TransferId("decode-1", 7, "u-7"),
-    model="model/1",
-    first=20,
-    end=40,
-    blocks=np.array([3, 4], dtype="<i4").tobytes(),
-    geometry=P,
-    endpoints=ENDPOINTS,
-    deadline_s=60.0,
-    prompt_length=41,
-    prompt_hash="h",
-)
+RESERVATION = reservation(P, 40, 20, endpoints=ENDPOINTS, prompt_length=41)
 
 
 def encoded(layout: Layout, **changes: Any) -> bytes:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import base64
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from channel_kit import LOOPBACK, Ear, Mouth, until
-from protocol_rig import ack, begin, cancel, done, failed, ready, refused, renew, which
+from protocol_rig import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
 from test_channel_hostile import Raw, still_works
 
 from vllm_ascend_pd.errors import RemoteProtocolError
@@ -33,18 +32,8 @@ GEOMETRY = CacheGeometry(
     regions=(Region("kv", 4096, 2048, 128, 128),),
     stages=(("l.0", "l.1"),),
 )
-RESERVATION = Reservation(
-    version=PROTOCOL_VERSION,
-    transfer=TransferId("decode-1", 7, "u-7"),
-    model="m",
-    first=0,
-    end=20,
-    blocks=struct.pack("<2i", 1, 2),
-    geometry=GEOMETRY,
-    endpoints=(Endpoint(LOOPBACK, 9),),
-    deadline_s=60.0,
-    prompt_length=20,
-    prompt_hash="h",
+RESERVATION = reservation(
+    GEOMETRY, 20, transfer=TransferId("decode-1", 7, "u-7"), model="m", endpoints=(Endpoint(LOOPBACK, 9),)
 )
 MESSAGES: dict[str, Message] = {
     "begin": begin(),
