@@ -53,7 +53,7 @@ def _admitted(asked: Asked) -> Check:
 
 
 def _engine(asked: Asked) -> SimpleNamespace:
-    """vLLM's configuration as far as the operator told it. What he did not tell offends no rule."""
+    """vLLM's configuration as far as the operator told it. What was not told offends no rule."""
     side = "decode" if asked.role == "kv_consumer" else "prefill"
     sizes = asked.push.sizes.get(side, {})
     parallel = SimpleNamespace(
@@ -66,6 +66,7 @@ def _engine(asked: Asked) -> SimpleNamespace:
         kv_transfer_config=SimpleNamespace(kv_role=asked.role or None, engine_id=""),
         parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(),
         speculative_config=_speculative(asked.speculative),
     )
 
