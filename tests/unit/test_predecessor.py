@@ -219,9 +219,8 @@ DEFECTS: dict[int, Defect] = {
     22: Defect(
         "full graphs on P leave the layer hooks out, silently",
         (
-            f"{UNIT}/test_connector.py::test_full_graphs_would_skip_the_hooks_so_piecewise_ones_are_required",
-            f"{UNIT}/test_runtime.py::test_layers_whose_hook_is_called_oddly_are_pushed",
-            f"{UNIT}/test_runtime.py::test_one_layer_without_a_hook_is_swept_up_at_the_end_of_the_step",
+            f"{UNIT}/test_connector.py::test_full_graphs_would_skip_the_hooks_so_p_gets_piecewise_ones_and_d_keeps_its_own",
+            f"{UNIT}/test_runtime.py::test_what_no_hook_said_was_computed_is_not_pushed",
         ),
     ),
     # -- who gets in
