@@ -19,7 +19,7 @@ KNOWN = {
     "cancel not acknowledged": 24,
     "quarantine skipped": 7,
     "cancel answered at once": 5,
-    "DONE from a lost source": 94,
+    "DONE from a lost source": 849,
     "sealed push restarted": 107,
     "hold runs while D is stopped": 16,
     "answer believed right after a stop": 4,

@@ -37,10 +37,10 @@ class Prober:
             await asyncio.gather(*self._probes.values(), return_exceptions=True)
 
     def _adjust(self) -> None:
-        members = set(self._fleet)
-        for gone in set(self._probes) - members:
+        members = dict.fromkeys(self._fleet)  # in their order
+        for gone in [instance for instance in self._probes if instance not in members]:
             self._probes.pop(gone).cancel()
-        for new in members - set(self._probes):
+        for new in [instance for instance in members if instance not in self._probes]:
             self._probes[new] = asyncio.create_task(self._watch(new), name=f"probe {new.name}")
 
     async def _watch(self, instance: Instance) -> None:
