@@ -120,10 +120,10 @@ class Exchanger:
             error = error or failed
         with self._deciding() as core:
             core.made(run)
-        self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
-        if trace.enabled():
+        if trace.enabled():  # before anything can follow from it
             facts = {**run.unit._asdict(), "bytes": sum(run.part.rows.send_splits), "waited": outcome.waited}
             trace.emit("exchanged", **facts, again=run.again, ok=error is None)
+        self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
 
     def _take_slots(self, run: Run, slots: list[StagingSlot | None]) -> Exception | None:
         try:
