@@ -51,23 +51,15 @@ class Contender:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-SIZES = {side: {"dp_size": 1, "tp_size": 1} for side in ("prefill", "decode")}
+THEIRS = (
+    {"kv_port": 26700, "engine_id": "p"},
+    {"kv_port": 26800, "engine_id": "d"},
+    {side: {"dp_size": 1, "tp_size": 1} for side in ("prefill", "decode")},
+)
 CONTENDERS = (
     Contender("AscendPushConnector", ""),
-    Contender(
-        "MooncakeLayerwiseConnector",
-        "load_balance_proxy_layerwise_server_example.py",
-        {"kv_port": 26700, "engine_id": "p"},
-        {"kv_port": 26800, "engine_id": "d"},
-        SIZES,
-    ),
-    Contender(
-        "MooncakeConnectorV1",
-        "load_balance_proxy_server_example.py",
-        {"kv_port": 26700, "engine_id": "p"},
-        {"kv_port": 26800, "engine_id": "d"},
-        SIZES,
-    ),
+    Contender("MooncakeLayerwiseConnector", "load_balance_proxy_layerwise_server_example.py", *THEIRS),
+    Contender("MooncakeConnectorV1", "load_balance_proxy_server_example.py", *THEIRS),
 )
 
 

@@ -98,9 +98,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
         total = 1 if _is_latent(of) else int(model.get_total_num_kv_heads())
         return LayerShape(max(1, total // tp), total, of.head_size)
 
-    specs = _by_layer(spec)
-    if not specs:
-        specs = dict.fromkeys(group.layer_names, spec)
+    specs = _by_layer(spec) or dict.fromkeys(group.layer_names, spec)
     shapes = {name: shape(name, of) for name, of in specs.items()}
     first = next(iter(shapes.values()), None) or shape("", spec)
     unlike = {name: one for name, one in shapes.items() if one != first}

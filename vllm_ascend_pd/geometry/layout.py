@@ -106,11 +106,10 @@ class CacheGeometry(msgspec.Struct, frozen=True):
 @lru_cache(maxsize=256)
 def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
     apart = {name for kind in geometry.others for name in kind.layers}
-    drafts = set(geometry.drafts)
 
     def only(names: set[str], **changes: object) -> CacheGeometry:
         stages = tuple(tuple(name for name in stage if name in names) for stage in geometry.stages)
-        own = tuple(name for name in geometry.drafts if name in names & drafts)
+        own = tuple(name for name in geometry.drafts if name in names)
         return msgspec.structs.replace(geometry, stages=stages, drafts=own, others=(), **changes)
 
     first = only({name for name in geometry.layers if name not in apart})

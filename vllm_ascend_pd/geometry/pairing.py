@@ -14,7 +14,7 @@ from vllm_ascend_pd.geometry import shard
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 
 
-class Pairing(msgspec.Struct, frozen=True, eq=False):
+class Pairing(msgspec.Struct, frozen=True):
     """Layers that are of one kind on P, and of one kind on D."""
 
     kind: int  # P's

@@ -224,11 +224,9 @@ def _contradiction(layout: Layout) -> str:
         return "two of its layers have one name"
     if list(layout.drafts) != sorted(set(layout.drafts)) or any(i >= len(layout.layers) for i in layout.drafts):
         return "its draft layers are not some of its layers, in order"
-    return (
-        ""
-        if bool(layout.drafter) == bool(layout.drafts)
-        else "it has draft layers without a draft model, or one without"
-    )
+    if bool(layout.drafter) != bool(layout.drafts):
+        return "it has draft layers without a draft model, or one without"
+    return ""
 
 
 class Layouts:

@@ -109,7 +109,7 @@ class Exchange:
         self.seconds = 0.0  # inside collectives
         self.nbytes = 0  # sent to other ranks
 
-    def prepare(self, plan: RegroupPlan, slot: torch.Tensor, layer: int = 0) -> ExchangeRows:
+    def prepare(self, plan: RegroupPlan, slot: torch.Tensor, layer: int) -> ExchangeRows:
         """Make a plan ready. `slot` is any slot's memory: all are alike; so are the layers of a plan, `layer` is one of them."""
         cache = (*self._caches[layer], self._tag)
         sends, receives = _Tagged(plan.send_splits), _Tagged(plan.receive_splits)

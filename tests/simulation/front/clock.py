@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 import selectors
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,7 +91,6 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         "time.monotonic": loop.time,
         "time.time": lambda: WALL + loop.now,
     }
-    assert secrets and time  # patched by name
     asyncio.set_event_loop(loop)
     patches = [mock.patch(name, new) for name, new in names.items()]
     try:

@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -411,6 +410,3 @@ def _prompts(body: dict[str, Any]) -> list[object]:
         return [body["messages"]]
     prompt = body["prompt"]
     return prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-
-
-Draw = Callable[[random.Random], Kind]

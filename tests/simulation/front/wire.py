@@ -113,14 +113,12 @@ class Network:
 class Request:
     """What an engine was asked, and how it answers."""
 
-    def __init__(self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+    def __init__(self, connection: Connection, path: str, headers: dict[str, str], body: bytes) -> None:
         self.connection = connection
-        self.method, self.path, self.headers, self.body = method, path, headers, body
-        self.ended = False
+        self.path, self.headers, self.body = path, headers, body
 
     def whole(self, status: int, body: bytes, kind: bytes = b"application/json") -> None:
         self.connection.write(_head(status, kind, b"content-length: %d" % len(body)) + body)
-        self.ended = True
 
     def begin(self) -> None:
         self.connection.write(_head(200, b"text/event-stream", b"transfer-encoding: chunked"))
@@ -130,7 +128,6 @@ class Request:
 
     def end(self) -> None:
         self.connection.write(b"0\r\n\r\n")
-        self.ended = True
 
     def tear(self, after: bytes = b"") -> None:
         """The connection breaks, perhaps in the middle of an answer."""
@@ -174,7 +171,7 @@ class Connection(asyncio.Protocol):
         self._body += piece
 
     def on_message_complete(self) -> None:
-        request = Request(self, self._parser.get_method().decode(), self._url.decode(), self._headers, self._body)
+        request = Request(self, self._url.decode(), self._headers, self._body)
         self._url, self._headers, self._body = b"", {}, b""
         if self.handle is not None:
             self.task = self.transport.loop.create_task(self.handle(request), name="engine's request")

@@ -162,7 +162,7 @@ class Trial:
 
     instance: Instance
     number: int
-    cost: float = 0.0
+    cost: float
     kept: bool = False  # its answer says too little: it goes on until D has told of the load
 
     def __enter__(self) -> Trial:

@@ -119,7 +119,7 @@ def _refused(status: int, code: str, retry_after_s: float | None = None, **value
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's, with limits for the head of a request, and a word when its caller has gone: to wait for that as ASGI has it
-    takes a task for each request, which costs as much as to relay a tenth of it."""
+    takes a task for each request, a tenth of what it costs to relay it."""
 
     most_connections = CONNECTIONS
     _gone = False

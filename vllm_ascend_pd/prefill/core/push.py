@@ -85,9 +85,7 @@ class Push:
     sealed_at: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
     pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D rank; the protocol's own records
-    plans: dict[tuple[int, int], JobPlan] = field(
-        default_factory=dict
-    )  # of what is pushed directly, by step and pairing
+    plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
     pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D rank and unit
     owed: set[Share] = field(default_factory=set)  # exchanges that have not brought everything yet
     held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
