@@ -2,7 +2,8 @@
 """The metaserver's speed: requests per second, added time to the first byte, CPU per request, memory.
 
 All systems stand before the same instant engines; the measured process has a core of its own, load and engines have
-another; rounds are interleaved and medians are shown. The full way of a request is measured (D first, D asks for its
+another; rounds are interleaved and medians are shown. Each round starts the processes anew: one is up to a tenth faster than
+the next, for all its life. The full way of a request is measured (D first, D asks for its
 prefill, P prefills), and the relay alone, where nginx shows what a proxy in C does.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,16 +140,11 @@ def measured(system: System, process: psutil.Process | None, **flags: float) -> 
 
 
 Rows = dict[tuple[str, str], dict[str, float]]
+Running = tuple[System, psutil.Process | None]
+Seen = dict[tuple[int, str], dict[tuple[str, str], list[dict[str, float]]]]  # by clients and kind of load
 
 
-def rounds(
-    running: list[tuple[System, psutil.Process | None]], count: int, measure: Callable[..., dict[str, float]]
-) -> Rows:
-    """Interleaved; the median of each figure."""
-    seen: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for _ in range(count):
-        for system, process in running:
-            seen.setdefault((system.way, system.name), []).append(measure(system, process))
+def medians(seen: dict[tuple[str, str], list[dict[str, float]]]) -> Rows:
     return {
         key: {figure: statistics.median(r.get(figure, 0.0) for r in results) for figure in results[0]}
         for key, results in seen.items()
@@ -211,35 +207,55 @@ def main() -> None:
 
 
 def bench(args: argparse.Namespace, chosen: list[System]) -> None:
-    def all_of(rest: list[System], running: list[tuple[System, psutil.Process | None]]) -> None:
-        """Start them one inside the other, so that each is stopped whatever happens."""
-        if not rest:
-            everything(args, running)
-        elif not rest[0].command:
-            all_of(rest[1:], [*running, (rest[0], None)])
-        else:
-            with started(0, rest[0].command, rest[0].port, rest[0].root) as process:
-                until(lambda: serves(rest[0].port), f"{rest[0].name} does not serve")
-                all_of(rest[1:], [*running, (rest[0], process)])
-
-    all_of(chosen, [])
+    seen: Seen = {}
+    for number in range(1, args.rounds + 1):
+        print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
+        with running(chosen if number % 2 else chosen[::-1]) as processes:
+            one_round(args, processes, seen)
+            if number == args.rounds:
+                tables(args, seen)
+                for system, process in processes:
+                    if "memory" not in args.skip and (system.name, system.way) == ("metaserver", "full") and process:
+                        memory(system, process, args.memory_requests)
 
 
-def everything(args: argparse.Namespace, running: list[tuple[System, psutil.Process | None]]) -> None:
+@contextmanager
+def running(chosen: list[System]) -> Iterator[list[Running]]:
+    """All of them, each stopped whatever happens."""
+    with ExitStack() as stack:
+        processes: list[Running] = []
+        for system in chosen:
+            process = None
+            if system.command:
+                process = stack.enter_context(started(0, system.command, system.port, system.root))
+                until(lambda s=system: serves(s.port), f"{system.name} does not serve")
+            processes.append((system, process))
+        yield processes
+
+
+def one_round(args: argparse.Namespace, processes: list[Running], seen: Seen) -> None:
     for streams in args.streams:
-        if "saturation" not in args.skip:
-            rows = rounds(running, args.rounds, lambda s, p, n=streams: measured(s, p, streams=n, seconds=args.seconds))
+        for kind in ("saturation", "paced"):
+            for system, process in processes if kind not in args.skip else ():
+                if kind == "saturation":
+                    figures = measured(system, process, streams=streams, seconds=args.seconds)
+                elif streams < 1000 or "httpx" not in system.name:
+                    flags = {"streams": streams, "pieces": 20, "gap_ms": 50, "ramp_s": 1.0, "seconds": args.seconds + 2}
+                    figures = measured(system, process, **flags)
+                else:
+                    continue
+                seen.setdefault((streams, kind), {}).setdefault((system.way, system.name), []).append(figures)
+
+
+def tables(args: argparse.Namespace, seen: Seen) -> None:
+    for streams in args.streams:
+        if results := seen.get((streams, "saturation")):
+            rows = medians(results)
             alone = rows.get(("relay", "engine alone")) if streams == 1 else None  # more wait for each other
             show(f"Saturation: {streams} clients, one request after the other, 8 pieces at once", rows, alone)
-        if "paced" not in args.skip:
-            fast = [r for r in running if streams < 1000 or "httpx" not in r[0].name]
-            flags = {"streams": streams, "pieces": 20, "gap_ms": 50, "ramp_s": 1.0, "seconds": args.seconds + 2}
-            rows = rounds(fast, args.rounds, lambda s, p, f=flags: measured(s, p, **f))
+        if results := seen.get((streams, "paced")):
+            rows = medians(results)
             show(f"Paced: {streams} streams open, 20 pieces, 50 ms apart", rows, rows.get(("relay", "engine alone")))
-    if "memory" not in args.skip:
-        for system, process in running:
-            if system.name == "metaserver" and system.way == "full" and process is not None:
-                memory(system, process, args.memory_requests)
 
 
 if __name__ == "__main__":

@@ -539,7 +539,10 @@ def _clients() -> Run:
             return REFUSED
         _free_of_parameters(bodies.for_decode(request, None))
         mine = {"do_remote_decode": True}
-        for route, made in (bodies.for_prefill(request, mine, None), bodies.for_prefill(request, mine, [1])):
+        for route, made in (
+            bodies.for_prefill(request, mine, None),
+            bodies.for_prefill(request, mine, msgspec.Raw(b"[1]")),
+        ):
             try:
                 sent = json.loads(made)
             except (ValueError, RecursionError):

@@ -103,7 +103,7 @@ def test_chat_on_p_is_limited_by_its_own_field() -> None:
 
 def test_token_ids_go_to_p_as_a_completion_with_what_changes_their_kv() -> None:
     request = parse(CHAT, messages=[], model="lora-a", cache_salt="s", tools=[], tool_choice="required", temperature=1)
-    route, body = bodies.for_prefill(request, {}, [1, 2])
+    route, body = bodies.for_prefill(request, {}, msgspec.Raw(b"[1,2]"))
     assert route == COMPLETIONS
     assert {k: json.loads(body).get(k) for k in ("model", "cache_salt", "prompt")} == {
         "model": "lora-a",

@@ -12,6 +12,7 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -106,6 +107,26 @@ async def test_an_ordinary_request_gets_through() -> None:
         assert (await talk(port, HEAD + b"content-length: 5\r\n\r\nhello")).endswith(b"\r\n\r\n5")
         chunks = b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
         assert (await talk(port, HEAD + chunks)).endswith(b"\r\n\r\n7")
+
+
+async def test_the_head_of_an_answer_leaves_with_its_body_or_without_one() -> None:
+    written: list[bytes] = []
+    raw = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"), name="of the transport itself")
+    transport = intake.HeadWithBody(raw)  # type: ignore[arg-type]
+    head, informed = b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
+    for data in (informed, head, b"one", b"two", head):
+        transport.write(data)
+    assert written == [informed, head + b"one", b"two"] and transport.name == "of the transport itself"
+    transport.flush()
+    transport.flush()
+    transport.write(head)
+    transport.close()
+    assert written[3:] == [head, head, b"closed"]
+    async with door() as port:  # no body follows the head of an answer to HEAD
+        asked = HEAD.replace(b"POST", b"HEAD") + b"content-length: 0\r\n\r\n"
+        assert (await talk(port, asked)).endswith(b"content-length: 1\r\n\r\n")
+        asked = HEAD + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+        assert (await talk(port, asked)).endswith(b"100 Continue\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +299,7 @@ def test_parameters_do_not_come_in_by_the_side_door(forged: object) -> None:
     body = {"prompt": "p", "vllm_xargs": {"kv_transfer_params": forged, "mine": 1}}
     request = bodies.parse(bodies.COMPLETIONS, json.dumps(body).encode())
     for made in (bodies.for_decode(request, None), bodies.for_prefill(request, {"m": 1}, None)[1],
-                 bodies.for_prefill(request, {"m": 1}, [1, 2])[1]):  # fmt: skip
+                 bodies.for_prefill(request, {"m": 1}, msgspec.Raw(b"[1,2]"))[1]):  # fmt: skip
         assert json.loads(made)["vllm_xargs"] == {"mine": 1}
     assert json.loads(bodies.strip(json.dumps(body).encode())) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
     assert json.loads(bodies.strip(json.dumps([body]).encode())) == [{"prompt": "p", "vllm_xargs": {"mine": 1}}]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -102,6 +102,7 @@ class Request(msgspec.Struct, frozen=True):
 
     route: str
     fields: dict[str, msgspec.Raw]
+    size: int  # bytes that it came in
     stream: bool
     shape: Shape
     copies: int  # transfers that it may bring: prompts × choices
@@ -135,6 +136,7 @@ def parsing(route: str, body: Buffer) -> Steps[Request]:
     return Request(
         route=route,
         fields=fields,
+        size=len(body),
         stream=_flag(fields, "stream"),
         shape=shape,
         copies=prompts * choices,
@@ -163,25 +165,26 @@ def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
     """D's body: the client's, and where to ask for a prefill (None: D prefills by itself)."""
-    return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params})
+    return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params}, request.size)
 
 
-def for_prefill(
-    request: Request, params: Mapping[str, Any], token_ids: Sequence[int] | msgspec.Raw | None
-) -> tuple[str, Payload]:
+def for_prefill(request: Request, params: Mapping[str, Any], token_ids: msgspec.Raw | None) -> tuple[str, Payload]:
     """P's route and body: the same prompt, one token, no stream."""
     if token_ids is not None:
         beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
-        return COMPLETIONS, object_of({**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, FORBIDDEN: params})
+        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, FORBIDDEN: params}
+        return COMPLETIONS, object_of(fields, max(request.size, len(memoryview(token_ids))))
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
     unwanted = (Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
-    return request.route, object_of({**kept, limit: 1, **_ONE_TOKEN, FORBIDDEN: params})
+    return request.route, object_of({**kept, limit: 1, **_ONE_TOKEN, FORBIDDEN: params}, request.size)
 
 
-def object_of(fields: Mapping[str, Any]) -> Payload:
-    """The object as JSON. What is long of it is not copied."""
-    long = {key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE}
+def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
+    """The object as JSON. What is long of it is not copied; no value that is still JSON has more than `longest` bytes."""
+    if longest <= SLICE:
+        return msgspec.json.encode(fields)
+    long = [key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE]
     if not long:
         return msgspec.json.encode(fields)
     pieces: list[bytes | memoryview] = [
@@ -294,9 +297,11 @@ _SHORT = 64  # characters of a value that can be a count
 
 
 def _small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
-    raw = _word(fields, key) if key in fields else b""
+    if key not in fields:
+        return None
+    raw = _word(fields, key)
     try:
-        return msgspec.json.decode(raw) if 0 < len(raw) <= _SHORT else None
+        return msgspec.json.decode(raw) if len(raw) <= _SHORT else None
     except UNREADABLE:
         return None
 

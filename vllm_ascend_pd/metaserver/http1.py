@@ -97,6 +97,11 @@ class Reply:
     ) -> None:
         self.close()
 
+    @property
+    def at_end(self) -> bool:
+        """Whether it is known that the regular end comes next."""
+        return self._ended and self._error is None and not self._pieces
+
     async def read(self, timeout_s: float | None = None) -> bytes:
         """What has come since the last read, b"" at the regular end. Raises UpstreamError when it broke off."""
         while not self._pieces:

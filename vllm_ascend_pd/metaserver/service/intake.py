@@ -117,6 +117,35 @@ def _refused(status: int, code: str, retry_after_s: float | None = None, **value
     return Refused(answer)
 
 
+class HeadWithBody:
+    """A transport on which the head of an answer leaves with the first piece of its body, as ASGI allows: uvicorn writes them
+    one after the other, a system call and a packet more for each answer."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 100 "):
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """No body follows."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's, with limits for the head of a request, and a word when its caller has gone: to wait for that as ASGI has it
     takes a task for each request, a tenth of what it costs to relay it."""
@@ -143,6 +172,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
         self._patience: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        self.transport = HeadWithBody(transport)  # type: ignore[assignment]  # what uvicorn uses of one
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -172,6 +202,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
+        self.transport.flush()  # type: ignore[attr-defined]  # ours
         super().on_response_complete()
 
     def on_message_begin(self) -> None:
@@ -179,14 +210,11 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]  # ours is no dictionary
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers come here as well, and are no headers of the request that is being answered
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         self._in_head, self._unread = False, 0
         self._stop_waiting()
         super().on_headers_complete()
+        self.headers = []  # trailers go there, and are no headers of the request that is being answered
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0

@@ -68,7 +68,7 @@ class Call:
 
     def request(self) -> bodies.Request:
         """As the journal keeps it."""
-        return bodies.Request(self.route, {}, False, bodies.Shape.ONE, 1, 0, 1, False, False, b"")
+        return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, b"")
 
 
 def plain(path: str) -> bool:

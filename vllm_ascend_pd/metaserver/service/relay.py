@@ -152,7 +152,7 @@ def _stripping(shared: Shared, answer: Buffer) -> Steps[Payload]:
     except bodies.UNREADABLE as problem:  # another version's: it says nothing, and the client gets none of it either
         log.warning("a decode engine's report is not understood: %s", problem)
     fields[bodies.FORBIDDEN] = msgspec.Raw(b"null")
-    return bodies.object_of(fields)
+    return bodies.object_of(fields, len(answer))
 
 
 def _first_said(stream: bytes) -> bytes:
@@ -220,8 +220,11 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
             if dropped(piece):
                 code, problem = "PD-META-022", PdError("PD-META-022").sentence
                 piece, held = _before_drop(piece), b""
+            last = reply.at_end and not (held or problem)
             if piece:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": not last})
+                if last:
+                    return
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
