@@ -310,7 +310,7 @@ async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[An
 
 def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
     """The client's headers for an engine, and the request's id: the client's own, or a new one."""
-    drop = _NOT_FORWARDED
+    named: list[bytes] = []
     request_id = kind = None
     authorised = False
     for name, value in scope["headers"]:
@@ -323,7 +323,8 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
         elif name == OWN_MARK:
             raise Refused(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            drop = drop.union(part.strip().lower() for part in value.split(b","))
+            named += (part.strip().lower() for part in value.split(b","))
+    drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
     headers = [(name, value) for name, value in scope["headers"] if name not in drop]
     if request_id is None:
         request_id = secrets.token_hex(16).encode()
