@@ -64,7 +64,7 @@ class Step:
     meta: PrefillStep
     fills: list[Fill]
     layer_s: float
-    waiting: set[str] = field(default_factory=set)  # preempted pushes that still drain
+    begun: float = 0.0  # what was preempted is drained from then on
     computing: int = 0  # layers that the device has not come to
     ended: bool = False  # every hook has fired
     behind: list[Event] = field(default_factory=list)  # reached when the device has come to the end
@@ -200,13 +200,13 @@ class PrefillRank:
         if self._ended():
             return
         step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
-        step.waiting = set(step.meta.preempted)
-        self._step = step
-        if step.waiting:
-            with self.deciding() as core:
-                core.hold(step.waiting)
-            self.process.post(self.engine.cluster.settings.timers.preempt_drain_s, self._drained, step, True)
-        self._drained(step, False)
+        if not step.meta.preempted:
+            self._compute(step)
+            return
+        self._step, step.begun = step, self.process.world.now
+        with self.deciding() as core:
+            core.preempt(self.process.clock(), step.meta.preempted)
+        self._drain(step)
 
     def _ended(self) -> bool:
         """An engine whose writer has died ends at its next step, once its pushes are over."""
@@ -217,13 +217,29 @@ class PrefillRank:
             return True
         return False
 
-    def _drained(self, step: Step, late: bool) -> None:
-        if self._step is step and (late or not self.core.out(step.waiting)):
+    def _drain(self, step: Step) -> None:
+        """The engine's thread waits here: until what is asked for again has come home, or for so many seconds."""
+        if self._step is not step:
+            return
+        with self.deciding() as core:
+            left = core.draining(self.process.clock())
+        if left > 0:
+            self.process.post(left, self._drain, step)
+        else:
             self._step = None
-            if step.waiting:
-                with self.deciding() as core:
-                    core.start_over(self.process.clock(), step.waiting)
+            self._check_drained(step)
             self._compute(step)
+
+    def _check_drained(self, step: Step) -> None:
+        """P's forward waits for writes that read what it will overwrite, and only so long."""
+        patience, waited = self.engine.cluster.settings.timers.preempt_drain_s, self.process.world.now - step.begun
+        if waited > patience + 0.01 and self.process.disturbed < step.begun:
+            raise Violation(f"promise 4: {self.process.name} waited {waited:.2f} s for preempted blocks")
+        reads = {
+            push for flight in self.flights if flight.outcome is WriteState.PENDING for push, _, _ in flight.pieces
+        }
+        if waited < patience - 0.01 and not self._writer_died and not reads.isdisjoint(step.meta.preempted):
+            raise Violation(f"promise 2: {self.process.name} does not wait for writes that read preempted blocks")
 
     def _compute(self, step: Step) -> None:
         """Hooks fire layer by layer; the device is behind them."""
@@ -333,6 +349,12 @@ class PrefillRank:
             step.ended = False
             self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
 
+    def finished(self, ended: Sequence[str]) -> None:
+        """Requests have ended; those whose pushes are over here are told to the scheduler."""
+        for request in sorted(self.core.take_finished(ended)):
+            delay = self.process.world.rng.uniform(0.0002, 0.02)
+            self.engine.scheduler.post(delay, self.engine.sent, request, self.index)
+
     def missed(self) -> list[Exchanged]:
         """Told to the scheduler with each step."""
         return self.core.take_missed()
@@ -395,11 +417,7 @@ class PrefillRank:
         flight.outcome = state
         self._look_again()
         if self._step is not None:
-            self.process.post(0.002, self._drained_perhaps)
-
-    def _drained_perhaps(self) -> None:
-        if self._step is not None:
-            self._drained(self._step, False)
+            self.process.post(0.002, self._drain, self._step)
 
     def readable(self, staged: bool) -> tuple[NDArray[np.uint8], int]:
         """What writes read, and where it begins."""
@@ -445,8 +463,7 @@ class PrefillRank:
             self.engine.cluster.to_decode(self, peer, effect.message)
         elif isinstance(effect, Closed):
             self._check_closed(effect)
-            delay = world.rng.uniform(0.0002, 0.02)
-            self.engine.scheduler.post(delay, self.engine.closed, effect.push, self.index)
+            self.finished(())
         elif isinstance(effect, Note):
             if effect.stage == "drain":
                 world.gave_up("P", str(effect.facts["why"]))
@@ -471,6 +488,7 @@ class PrefillRank:
             "flights": sum(flight.target.process.alive for flight in self.flights),
             "steps pushed directly": len(self.core._direct) if not self._writer_died else 0,
             "timers": int(self.core.next_wake() is not None),
+            "requests not told as finished": len(self.core._reported_to),
         }
         parts, stats = self.exchanging, self.core.stats()
         if parts is not None and stats:

@@ -110,12 +110,10 @@ class PushRuntime:
 
     def preempt(self, pushes: Collection[str]) -> None:
         """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
-        deadline = time.monotonic() + self._config.timers.preempt_drain_s
         with self.deciding() as core:
-            core.hold(pushes)
-            while core.out(pushes) and (left := deadline - time.monotonic()) > 0:
+            core.preempt(time.monotonic(), pushes)
+            while (left := core.draining(time.monotonic())) > 0:
                 self._changed.wait(left)
-            core.start_over(time.monotonic(), pushes)
 
     def missed_exchanges(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""

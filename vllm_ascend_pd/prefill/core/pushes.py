@@ -103,6 +103,8 @@ class Pushes:
         self._reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
         self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
         self._failures: list[tuple[str, str]] = []  # transfer and code, not told to the scheduler yet
+        self._preempted: list[str] = []  # pushes that are drained
+        self._drained_by = 0.0  # at the latest
         self._direct: dict[int, list[Push]] = {}  # by step: whose layers are pushed without an exchange
         self._effects: list[Effect] = []
         self._sender: Sender | None = None
@@ -141,16 +143,23 @@ class Pushes:
                 self._effects.append(Told("exchanges_repeated", len(plan.again)))
         return plan
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Before blocks are overwritten: nothing of these pushes is submitted until they start over."""
-        for push in self._open(names):
+    def preempt(self, now: float, names: Iterable[str]) -> None:
+        """The blocks of these pushes will be overwritten: nothing of them is submitted until they start over."""
+        self._preempted, self._drained_by = list(names), now + self._config.timers.preempt_drain_s
+        for push in self._open(self._preempted):
             push.held = True
 
-    def out(self, names: Iterable[str]) -> int:
-        """Writes of these pushes that have not come home."""
-        return sum(push.out for push in self._open(names))
+    def draining(self, now: float) -> float:
+        """For how many seconds at most to wait for a write that reads what was preempted; then ask again. 0: the pushes
+        have started over or failed, and their blocks may be overwritten."""
+        left = self._drained_by - now
+        if left > 0 and any(push.out for push in self._open(self._preempted)):
+            return left
+        names, self._preempted = self._preempted, []
+        self._start_over(now, names)
+        return 0.0
 
-    def start_over(self, now: float, names: Iterable[str]) -> None:
+    def _start_over(self, now: float, names: Iterable[str]) -> None:
         """The blocks are lost: what was pushed is pushed again. A push that still writes fails instead."""
         for push in self._named(names):
             push.held = False
