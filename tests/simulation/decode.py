@@ -145,7 +145,14 @@ class DecodeRank:
 
     def _act(self, action: Action) -> None:
         world = self.engine.cluster.world
-        if isinstance(action, Send):
+        if isinstance(action, Note):
+            if action.stage == "undrafted":
+                self._without_drafts(action)
+            if action.stage == "fencing":
+                world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
+            if world.tracing:
+                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
+        elif isinstance(action, Send):
             self.engine.cluster.to_prefill(self.process, action.peer, action.message)
         elif isinstance(action, Report):
             self._report(action)
@@ -158,13 +165,6 @@ class DecodeRank:
             world.stats["revocations"] += 1
             world.log(self.process.name, "REVOKES")
             self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
-        elif isinstance(action, Note):
-            if action.stage == "undrafted":
-                self._without_drafts(action)
-            if action.stage == "fencing":
-                world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
-            if world.tracing:
-                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
 
     def _without_drafts(self, note: Note) -> None:
         found = [

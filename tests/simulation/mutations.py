@@ -18,7 +18,7 @@ from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
+from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums, Writable
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
@@ -386,6 +386,14 @@ class ReservedTooLittle(LoadBook):
         return replace(bind, end=bind.end - 1) if bind.end - bind.first > 1 else bind
 
 
+class ReadyUnheeded(Pushes):
+    """P does not wake its writer when D has said READY."""
+
+    def message(self, now: float, peer: Any, message: Message) -> None:
+        super().message(now, peer, message)
+        self._effects = [effect for effect in self._effects if not isinstance(effect, Writable)]
+
+
 class PrivatePlans(Pushes):
     """A P rank plans a step without the pushes that have failed on this rank."""
 
@@ -602,5 +610,6 @@ MORE = (
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
+    Mutation("READY wakes nobody", core=ReadyUnheeded),
 )
 ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

@@ -25,11 +25,11 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.prefill.core.batches import Batch, spans_of, unit_of
-from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite
+from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
+from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
-from vllm_ascend_pd.prefill.writer import News, Writer
+from vllm_ascend_pd.prefill.writer import News, Sealed, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
 from vllm_ascend_pd.protocol.messages import Message
@@ -97,14 +97,19 @@ class RankWire:
         """A batch was claimed. Everything in it goes through one session, and to where the claims say."""
         rank = self._rank
         flight = Flight(rank, rank.engine.cluster.decode_rank(batch.peer), batch.peer, batch.session)
+        src, dst, size = np.array(batch.src), np.array(batch.dst), np.array(batch.size)
+        end = 0
         for claim in batch.claims:
             theirs = rank.core._machine.addresses(claim.push, claim.d_rank)
             if theirs is None or theirs.session != batch.session:
                 raise Violation(f"promise 1: {rank.process.name}: one batch, two sessions")
-            spans = spans_of(rank.core._pushes[claim.push], claim, rank.memory.bases, theirs)
+            push, unit, start = rank.core._pushes[claim.push], unit_of(claim), end
+            plan = None if unit.part else push.plan(unit.step, unit.layer)
+            end += sum(map(len, staged(push, claim).writes if plan is None else plan.by_rank[claim.d_rank]))
             flight.claims.append(claim)
+            spans = Triples(src[start:end], dst[start:end], size[start:end])
             flight.pieces.append((claim.push, rank.serials[claim.push], spans))
-        if sum(len(spans.dst) for _, _, spans in flight.pieces) != len(batch.dst):
+        if end != len(batch.dst):
             raise Violation(f"{rank.process.name} writes something else than it has claimed")
         self._taken.append(flight)
 
@@ -368,14 +373,17 @@ class PrefillRank:
     def put(self, item: News) -> None:
         if not self._writer_died:
             self.writer.put(item)
-            self._wake()
+            self._look_again()
 
     def stream_moved(self) -> None:
         self._look_again()
 
     def _look_again(self) -> None:
-        if self.writer.busy:
-            self._wake()
+        """Wake the writer if what it waits for next has come; else its turn would change nothing."""
+        for queue in (self.writer._computed, self.writer._exchanged):
+            if queue and (isinstance(queue[0], Sealed) or queue[0].event.done()):
+                self._wake()
+                return
 
     def _wake(self) -> None:
         if not self._waking and not self._writer_died:
@@ -387,8 +395,7 @@ class PrefillRank:
         self.guarded(self.writer.turn)
         self._turning = False
         self._alarm.set()
-        if not self.writer.busy and not self._writer_died:
-            self._check_asleep()
+        self._check_asleep()
 
     def guarded(self, act: Callable[..., None], *args: Any) -> None:
         """What the thread does when something raises."""
@@ -402,6 +409,8 @@ class PrefillRank:
 
     def _check_asleep(self) -> None:
         """A writer that waits for news must not have anything to write."""
+        if self._waking or self.writer.busy or self._writer_died:
+            return
         now = self.process.clock()
         for push in self.core.pushes():
             for pair in push.pairs.values():
@@ -415,7 +424,7 @@ class PrefillRank:
         if state is not WriteState.LANDED:
             self.trouble = self.process.world.now
         flight.outcome = state
-        self._look_again()
+        self._wake()
         if self._step is not None:
             self.process.post(0.002, self._drain, self._step)
 
@@ -430,7 +439,7 @@ class PrefillRank:
     def deliver(self, peer: Endpoint, message: Message) -> None:
         with self.deciding() as core:
             core.message(self.process.clock(), peer, message)
-        self._wake()
+        self._check_asleep()
 
     def unreachable(self, peer: Endpoint) -> None:
         with self.deciding() as core:
@@ -439,7 +448,7 @@ class PrefillRank:
     def _tick(self) -> None:
         with self.deciding() as core:
             core.tick(self.process.clock())
-        self._wake()
+        self._check_asleep()
 
     # -- what the core wants done
 
@@ -458,17 +467,19 @@ class PrefillRank:
 
     def _act(self, effect: Effect) -> None:
         world = self.process.world
-        if isinstance(effect, Send):
-            peer: Any = effect.peer
-            self.engine.cluster.to_decode(self, peer, effect.message)
-        elif isinstance(effect, Closed):
-            self._check_closed(effect)
-            self.finished(())
-        elif isinstance(effect, Note):
+        if isinstance(effect, Note):
             if effect.stage == "drain":
                 world.gave_up("P", str(effect.facts["why"]))
             if world.tracing:
                 world.log(self.process.name, effect.stage, *(f"{k}={v}" for k, v in effect.facts.items()))
+        elif isinstance(effect, Send):
+            peer: Any = effect.peer
+            self.engine.cluster.to_decode(self, peer, effect.message)
+        elif isinstance(effect, Writable):
+            self._wake()
+        elif isinstance(effect, Closed):
+            self._check_closed(effect)
+            self.finished(())
 
     def _check_closed(self, closed: Closed) -> None:
         for flight in self.flights:

@@ -19,7 +19,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.prefill.core.batches import Bases, Batch, grouped, joined, spans_of, staged, unit_of
+from vllm_ascend_pd.prefill.core.batches import Bases, Batch, Triples, grouped, joined, spans_of, staged, unit_of
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
@@ -51,7 +51,12 @@ class Told:
     value: float
 
 
-Effect: TypeAlias = act.Action | Told
+@dataclass(frozen=True, slots=True)
+class Writable:
+    """The writer must look: it may write what it did not know of."""
+
+
+Effect: TypeAlias = act.Action | Told | Writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +274,9 @@ class Pushes:
 
     def claim(self, now: float, flying: Sequence[Batch]) -> list[Batch]:
         """What may be written now, by destination and layer; destinations with enough in flight wait."""
-        if self._sender is None:
+        if self._sender is None or not self._sender.anything_claimable:
             return []
-        busy: Counter[object] = Counter()
-        if self._sender.anything_claimable:
-            busy.update(batch.peer for batch in flying)
+        busy: Counter[object] = Counter(batch.peer for batch in flying)
         claims: list[Claim] = []
         for claim in self._sender.claim(now, lambda peer: busy[peer] < IN_FLIGHT):
             if self._pushes[claim.push].held:
@@ -319,6 +322,8 @@ class Pushes:
     def message(self, now: float, peer: Endpoint, message: Message) -> None:
         if self._sender is not None:  # else it is for whoever lived at our address before
             self._do(now, self._sender.message(now, peer, message))
+            if self._sender.anything_claimable:  # READY may have said so
+                self._effects.append(Writable())
 
     def unreachable(self, now: float, peer: Endpoint, detail: str) -> None:
         self._do(now, self._machine.unreachable(now, peer, detail))
@@ -466,7 +471,8 @@ class Pushes:
 
     def _batch(self, now: float, peer: Endpoint, claims: list[Claim]) -> Batch | None:
         """The spans of these claims as one batch. A claim that cannot be written fails its push."""
-        parts, taken, session = [], [], ""
+        parts: list[Triples] = []
+        taken, session = [], ""
         for claim in claims:
             push, theirs = self._pushes[claim.push], self._machine.addresses(claim.push, claim.d_rank)
             try:
@@ -481,7 +487,7 @@ class Pushes:
                 log.exception("a write for push %s cannot be prepared", claim.push)
                 self._unwritten(now, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MOST_WORDS])
                 continue
-            parts.append(spans)
+            parts += spans
             session = theirs.session
             taken.append(claim)
         if not taken:
@@ -536,14 +542,18 @@ class Pushes:
         """The protocol's actions are effects; what it says of this worker's own records is done at once."""
         for action in actions:
             self._effects.append(action)
-            if isinstance(action, act.Closed):
+            if isinstance(action, act.Note):
+                self._noted(action)
+            elif isinstance(action, act.Closed):
                 self._close(now, action)
-            elif isinstance(action, act.Note) and action.stage == "drain":
-                self._let_go(self._pushes[str(action.facts["push"])])
-            elif isinstance(action, act.Note) and action.stage == "ready" and self._site.leads:
-                waited = action.facts.get("waited")
-                if isinstance(waited, float):
-                    self._effects.append(Told("ready_wait_seconds", waited))
+
+    def _noted(self, note: act.Note) -> None:
+        if note.stage == "drain":
+            self._let_go(self._pushes[str(note.facts["push"])])
+        elif note.stage == "ready" and self._site.leads:
+            waited = note.facts.get("waited")
+            if isinstance(waited, float):
+                self._effects.append(Told("ready_wait_seconds", waited))
 
     def _close(self, now: float, closed: act.Closed) -> None:
         push = self._pushes.get(closed.push)
