@@ -128,6 +128,11 @@ class Broker:
         if call is not None:
             self._cancel_leg(call)
 
+    def decode_died(self, engine: DecodeEngine) -> None:
+        """With it all its connections."""
+        for transfer in [t for t, call in self.calls.items() if call.decode is engine]:
+            self.hung_up(transfer)
+
     # -- the metaserver
 
     def kill(self) -> None:

@@ -21,6 +21,7 @@ from vllm_ascend_pd.protocol.timing import hold_s
 if TYPE_CHECKING:
     from simulation.prefill import PrefillRank
 
+IDLE_S = 1.0  # within which a load ends that failed before any P began to push
 SLACK_S = 10.0  # for what is not the protocol's: steps, delivery, one revocation
 
 
@@ -261,6 +262,8 @@ class Cluster:
         bound = t.recv_deadline_s + self.hold_s + self.settings.quiet_s + SLACK_S
         took = self.world.now - request.started
         self.world.stats["longest ms"] = max(self.world.stats["longest ms"], int(1000 * (took - stopped)))
+        if request.hopeless is not None and self.world.now - request.hopeless - stopped > IDLE_S:
+            raise Violation(f"promise 4: {request.name} waited, though it knew that no KV would come")
         if took - stopped > bound:
             raise Violation(
                 f"promise 4: {request.name} took {took:.1f} s ({stopped:.1f} stopped), allowed are {bound:.1f}"
@@ -308,12 +311,15 @@ class Cluster:
             left = {
                 "prompts": len(prefill.waiting) + len(prefill.running) + len(prefill.holding),
                 "pushes": prefill.book.open_count(),
+                "reports": len(prefill.reports),
                 "blocks": self.settings.prefill[prefill.index].blocks - len(prefill.free),
             }
             _nothing(f"P{prefill.index}", left)
             for worker in prefill.ranks:
                 _nothing(worker.process.name, worker.left())
         _nothing("M", {"calls": len(self.broker.calls)})
+        if self.settings.kind and self.world.stats["transfers ok"] < self.transfers:
+            raise Violation(f"promise 3: of {self.transfers} transfers some failed, though nothing has gone wrong")
         for request in self.requests:
             if request.state in ("waiting", "loading", "decoding"):
                 raise Violation(f"promise 4: {request.name} never ended: {request.state}")

@@ -14,11 +14,11 @@ from simulation.exchange import Event
 from simulation.memory import NOISE, Content, Memory, shade
 from simulation.settings import DRAFT, MODEL, Shape
 from simulation.world import Alarm, Process, Violation
-from vllm_ascend_pd.decode.core.loads import Loads
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadBook, Ticket, read_ticket
+from vllm_ascend_pd.decode.core.loads import Loaded, Loads
+from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, Ticket, read_ticket
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
-from vllm_ascend_pd.protocol.messages import Message, Reservation
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.states import ReservationState
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ class Request:
     first: int = 0
     started: float = 0.0
     stopped_before: float = 0.0  # seconds that its engine's processes had been stopped when it started
-    reports: dict[int, bool] = field(default_factory=dict)
+    reports: set[int] = field(default_factory=set)
     left: bool = False
+    hopeless: float | None = None  # when its engine was told that its prefill has failed, and no P had begun to push
     params: dict[str, object] = field(default_factory=dict)
     state: str = "waiting"
 
@@ -134,13 +135,24 @@ class DecodeRank:
             for effect in effects:
                 told += isinstance(effect, Report)
                 self._act(effect)
-        if len(self.core.take_reports()) != told:
+        reports = self.core.take_reports()
+        if len(reports) != told:
             raise Violation(f"{self.process.name} does not tell its scheduler what it has reported")
+        for loaded in reports:
+            delay = self.engine.cluster.world.rng.uniform(0.0002, 0.02)
+            self.engine.scheduler.post(delay, self.engine.reported, loaded, self.rank)
         self._alarm.set()
 
     def _act(self, action: Action) -> None:
         world = self.engine.cluster.world
-        if isinstance(action, Send):
+        if isinstance(action, Note):
+            if action.stage == "undrafted":
+                self._without_drafts(action)
+            if action.stage == "fencing":
+                world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
+            if world.tracing:
+                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
+        elif isinstance(action, Send):
             self.engine.cluster.to_prefill(self.process, action.peer, action.message)
         elif isinstance(action, Report):
             self._report(action)
@@ -153,13 +165,6 @@ class DecodeRank:
             world.stats["revocations"] += 1
             world.log(self.process.name, "REVOKES")
             self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
-        elif isinstance(action, Note):
-            if action.stage == "undrafted":
-                self._without_drafts(action)
-            if action.stage == "fencing":
-                world.gave_up("D", f"{action.facts['code']} {action.facts['detail']}")
-            if world.tracing:
-                world.log(self.process.name, action.stage, *(f"{k}={v}" for k, v in action.facts.items()))
 
     def _without_drafts(self, note: Note) -> None:
         found = [
@@ -180,10 +185,6 @@ class DecodeRank:
             raise Violation(f"{self.process.name} reported {report.transfer} twice, or never had it")
         self.reported.add(report.transfer)
         self.owner[self.owner == request.serial] = 0
-        scheduler = self.engine.scheduler
-        scheduler.post(
-            self.engine.cluster.world.rng.uniform(0.0002, 0.02), self.engine.reported, request, self.rank, report.ok
-        )
 
     def waits_for(self) -> list[str]:
         """Incarnations of the writers that fences on this rank wait for."""
@@ -215,7 +216,7 @@ class DecodeEngine:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
-        self.book = LoadBook(self.incarnation)
+        self.book = self.cluster.mutation.loads(self.incarnation)
         self.free = list(range(self.shape.blocks))
         self.waiting: deque[Request] = deque()
         self.loading: dict[str, Request] = {}
@@ -235,8 +236,7 @@ class DecodeEngine:
         for request in (*self.waiting, *self.loading.values(), *self.decoding.values()):
             request.state = "died with its engine"
             world.stats["requests died with their engine"] += 1
-        for transfer in self._by_transfer:
-            self.cluster.broker.hung_up(transfer)
+        self.cluster.broker.decode_died(self)
 
     def stopped_s(self) -> float:
         return sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
@@ -273,10 +273,9 @@ class DecodeEngine:
         self._stepping = False
         while self.outcomes:
             transfer, kind = self.outcomes.popleft()
-            if kind == "prefilled":
-                self.book.prefilled(transfer)
-            else:
-                self.book.failed(transfer, "PD-META-006", kind)
+            self.book.answered(transfer, kind, "PD-META-006", kind)
+            if kind != "prefilled" and (request := self._by_transfer.get(transfer)) is not None:
+                request.hopeless = self.cluster.world.now
         while self.waiting and self._start(self.waiting[0]):
             self.waiting.popleft()
         step = self.book.take_step(None)
@@ -313,39 +312,31 @@ class DecodeEngine:
         self.loading[request.name] = request
         self._by_transfer[bind.transfer] = request
         request.serial = self.cluster.new_transfer(bind.transfer)
-        self.cluster.broker.reserve(self, request, self._reservation(request, bind, deadline))
+        endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(self.shape.tp))
+        reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
+        self.cluster.broker.reserve(self, request, reservation)
         return True
 
-    def _reservation(self, request: Request, bind: Bind, deadline: float) -> Reservation:
-        return Reservation(
-            version=PROTOCOL_VERSION,
-            transfer=bind.transfer,
-            model=MODEL,
-            first=bind.first,
-            end=bind.end,
-            blocks=bind.blocks.astype("<i4").tobytes(),
-            geometry=self.geometry,
-            endpoints=tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(self.shape.tp)),
-            deadline_s=deadline,
-            prompt_length=request.tokens,
-            prompt_hash=str(request.seed),
-        )
-
-    def reported(self, request: Request, rank: int, ok: bool) -> None:
-        """One worker's finished_recving; vLLM acts when all have reported."""
-        if rank in request.reports:
-            raise Violation(f"D{self.index}: rank {rank} reported {request.name} twice")
-        request.reports[rank] = ok
+    def reported(self, loaded: Loaded, rank: int) -> None:
+        """One worker's finished_recving, and what it says of it; vLLM acts when all have reported."""
+        request = self.loading.get(loaded.request_id)
+        if request is None or rank in request.reports:
+            raise Violation(f"D{self.index}: rank {rank} reported {loaded.request_id} twice")
+        request.reports.add(rank)
+        self.book.ended((loaded.end,))
+        if loaded.push:
+            request.hopeless = None
         if len(request.reports) < self.shape.tp:
             return
-        transfer = self.book.received(request.name)
+        verdict, transfer = self.book.verdict(request.name), self.book.received(request.name)
         if transfer is None or transfer != request.transfer:
             raise Violation(f"D{self.index}: {request.name} is reported under {transfer}, loads {request.transfer}")
-        self.cluster.broker.hung_up(transfer)
+        if verdict.hangs_up:
+            self.cluster.broker.hung_up(transfer)
         del self.loading[request.name]
         del self._by_transfer[transfer]
         self.cluster.check_duration(self, request)
-        if all(request.reports.values()):
+        if not verdict.code:
             self._check_content(request)
             self.cluster.world.stats["transfers ok"] += 1
         else:

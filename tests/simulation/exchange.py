@@ -189,10 +189,17 @@ class Group:
     def __init__(self, world: World, name: str) -> None:
         self.streams: list[Stream] = []
         self._world, self._name = world, name
+        self._looking = False
 
     def soon(self) -> None:
         """Look in an event of its own: a violation must not end in the caller's handler for errors."""
-        self._world.after(0.0, self.advance)
+        if not self._looking:
+            self._looking = True
+            self._world.after(0.0, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        self.advance()
 
     def advance(self) -> None:
         """Start what can start. A rank reads its cache when its stream gets there, not when the last rank comes."""

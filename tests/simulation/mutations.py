@@ -14,10 +14,11 @@ import msgspec
 from simulation.prefill import SimulatedWriter
 from simulation.settings import Faults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
+from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
+from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums, Writable
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
@@ -25,6 +26,7 @@ from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import PairGuards, ReservationGuards
+from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
 from vllm_ascend_pd.protocol.pair import Claim, Pair
 from vllm_ascend_pd.protocol.push import Sender
@@ -47,6 +49,7 @@ class Mutation:
     receiver: Callable[..., Receiver] = Receiver
     sender: Callable[..., Sender] = Sender
     book: Callable[..., PushBook] = PushBook
+    loads: Callable[..., LoadBook] = LoadBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
@@ -325,12 +328,70 @@ class StaysAway(Pushes):
 class NotDrained(Pushes):
     """P overwrites preempted blocks without waiting for what reads them, or telling anybody."""
 
-    def hold(self, names: Iterable[str]) -> None:
-        pass
-
-    def start_over(self, now: float, names: Iterable[str]) -> None:
+    def preempt(self, now: float, names: Iterable[str]) -> None:
         for push in self._named(names):
             push.forget()
+
+    def draining(self, now: float) -> float:
+        return 0.0
+
+
+class DrainedAtOnce(Pushes):
+    """P gives up pushes that still write at their preemption, although it may wait for them."""
+
+    def draining(self, now: float) -> float:
+        return super().draining(self._drained_by)
+
+
+class DrainedForEver(Pushes):
+    """P's forward waits for preempted blocks as long as somebody reads them."""
+
+    def draining(self, now: float) -> float:
+        return super().draining(min(now, self._drained_by - 1.0))
+
+
+class ReportedBeforeClosed(Pushes):
+    """P's workers report a request as soon as it ends, whatever still reads its blocks."""
+
+    def take_finished(self, ended: Iterable[str]) -> set[str]:
+        return {request for request in ended if self._reported_to.pop(request, None) is not None}
+
+
+class EndsSwallowed(LoadBook):
+    """D takes a load that failed on some ranks for a complete one."""
+
+    def ended(self, ends: Iterable[LoadEnd]) -> None:
+        super().ended(end for end in ends if not end.code)
+
+
+class EveryAnswerGood(LoadBook):
+    """D waits for KV although the metaserver has said that none will come."""
+
+    def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
+        super().answered(transfer, "prefilled")
+
+
+class NoAnswerGood(LoadBook):
+    """D gives a load up although the metaserver has said that P has finished."""
+
+    def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
+        super().answered(transfer, "failed", code, detail)
+
+
+class ReservedTooLittle(LoadBook):
+    """D tells P a token less than it has bound."""
+
+    def reserve(self, *args: Any) -> Bind:
+        bind = super().reserve(*args)
+        return replace(bind, end=bind.end - 1) if bind.end - bind.first > 1 else bind
+
+
+class ReadyUnheeded(Pushes):
+    """P does not wake its writer when D has said READY."""
+
+    def message(self, now: float, peer: Any, message: Message) -> None:
+        super().message(now, peer, message)
+        self._effects = [effect for effect in self._effects if not isinstance(effect, Writable)]
 
 
 class PrivatePlans(Pushes):
@@ -461,6 +522,19 @@ def _preempted(settings: Settings) -> Settings:
     )
 
 
+def _preempted_patiently(settings: Settings) -> Settings:
+    """The same, and P waits for what reads them."""
+    return replace(_preempted(settings), timers=replace(settings.timers, preempt_drain_s=1.0))
+
+
+def _kind(settings: Settings) -> Settings:
+    """Nothing goes wrong, and nobody is in a hurry."""
+    timers = replace(
+        settings.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0, preempt_drain_s=1.0
+    )
+    return replace(settings, timers=timers, faults=Faults())
+
+
 def _broken_writers(settings: Settings) -> Settings:
     """Transfer engines that break, or take nothing, while writes are slow."""
     return replace(settings, faults=Faults(unissued=0.05, writer_dies=0.01, write_slow=0.1))
@@ -515,6 +589,13 @@ MORE = (
     Mutation("gone is quiet", receiver=GoneIsQuiet, world=_killed_after_a_stop),
     Mutation("time alone frees", receiver=TimeAloneFrees),
     Mutation("preempted blocks not drained", core=NotDrained),
+    Mutation("preempted blocks given up at once", core=DrainedAtOnce, world=_preempted_patiently),
+    Mutation("the forward waits for ever", core=DrainedForEver, world=_preempted_patiently),
+    Mutation("reported before it is closed", core=ReportedBeforeClosed),
+    Mutation("a rank's failure is not heard", loads=EndsSwallowed),
+    Mutation("every answer is good", loads=EveryAnswerGood),
+    Mutation("no answer is good", loads=NoAnswerGood, world=_kind),
+    Mutation("a token less is reserved", loads=ReservedTooLittle, world=_kind),
     Mutation("ranks plan what they know", core=PrivatePlans),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
@@ -529,5 +610,6 @@ MORE = (
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
+    Mutation("READY wakes nobody", core=ReadyUnheeded),
 )
 ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

@@ -25,11 +25,11 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.prefill.core.batches import Batch, spans_of, unit_of
-from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite
+from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
+from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
-from vllm_ascend_pd.prefill.writer import News, Writer
+from vllm_ascend_pd.prefill.writer import News, Sealed, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
 from vllm_ascend_pd.protocol.messages import Message
@@ -64,7 +64,7 @@ class Step:
     meta: PrefillStep
     fills: list[Fill]
     layer_s: float
-    waiting: set[str] = field(default_factory=set)  # preempted pushes that still drain
+    begun: float = 0.0  # what was preempted is drained from then on
     computing: int = 0  # layers that the device has not come to
     ended: bool = False  # every hook has fired
     behind: list[Event] = field(default_factory=list)  # reached when the device has come to the end
@@ -97,14 +97,19 @@ class RankWire:
         """A batch was claimed. Everything in it goes through one session, and to where the claims say."""
         rank = self._rank
         flight = Flight(rank, rank.engine.cluster.decode_rank(batch.peer), batch.peer, batch.session)
+        src, dst, size = np.array(batch.src), np.array(batch.dst), np.array(batch.size)
+        end = 0
         for claim in batch.claims:
             theirs = rank.core._machine.addresses(claim.push, claim.d_rank)
             if theirs is None or theirs.session != batch.session:
                 raise Violation(f"promise 1: {rank.process.name}: one batch, two sessions")
-            spans = spans_of(rank.core._pushes[claim.push], claim, rank.memory.bases, theirs)
+            push, unit, start = rank.core._pushes[claim.push], unit_of(claim), end
+            plan = None if unit.part else push.plan(unit.step, unit.layer)
+            end += sum(map(len, staged(push, claim).writes if plan is None else plan.by_rank[claim.d_rank]))
             flight.claims.append(claim)
+            spans = Triples(src[start:end], dst[start:end], size[start:end])
             flight.pieces.append((claim.push, rank.serials[claim.push], spans))
-        if sum(len(spans.dst) for _, _, spans in flight.pieces) != len(batch.dst):
+        if end != len(batch.dst):
             raise Violation(f"{rank.process.name} writes something else than it has claimed")
         self._taken.append(flight)
 
@@ -200,13 +205,13 @@ class PrefillRank:
         if self._ended():
             return
         step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
-        step.waiting = set(step.meta.preempted)
-        self._step = step
-        if step.waiting:
-            with self.deciding() as core:
-                core.hold(step.waiting)
-            self.process.post(self.engine.cluster.settings.timers.preempt_drain_s, self._drained, step, True)
-        self._drained(step, False)
+        if not step.meta.preempted:
+            self._compute(step)
+            return
+        self._step, step.begun = step, self.process.world.now
+        with self.deciding() as core:
+            core.preempt(self.process.clock(), step.meta.preempted)
+        self._drain(step)
 
     def _ended(self) -> bool:
         """An engine whose writer has died ends at its next step, once its pushes are over."""
@@ -217,13 +222,29 @@ class PrefillRank:
             return True
         return False
 
-    def _drained(self, step: Step, late: bool) -> None:
-        if self._step is step and (late or not self.core.out(step.waiting)):
+    def _drain(self, step: Step) -> None:
+        """The engine's thread waits here: until what is asked for again has come home, or for so many seconds."""
+        if self._step is not step:
+            return
+        with self.deciding() as core:
+            left = core.draining(self.process.clock())
+        if left > 0:
+            self.process.post(left, self._drain, step)
+        else:
             self._step = None
-            if step.waiting:
-                with self.deciding() as core:
-                    core.start_over(self.process.clock(), step.waiting)
+            self._check_drained(step)
             self._compute(step)
+
+    def _check_drained(self, step: Step) -> None:
+        """P's forward waits for writes that read what it will overwrite, and only so long."""
+        patience, waited = self.engine.cluster.settings.timers.preempt_drain_s, self.process.world.now - step.begun
+        if waited > patience + 0.01 and self.process.disturbed < step.begun:
+            raise Violation(f"promise 4: {self.process.name} waited {waited:.2f} s for preempted blocks")
+        reads = {
+            push for flight in self.flights if flight.outcome is WriteState.PENDING for push, _, _ in flight.pieces
+        }
+        if waited < patience - 0.01 and not self._writer_died and not reads.isdisjoint(step.meta.preempted):
+            raise Violation(f"promise 2: {self.process.name} does not wait for writes that read preempted blocks")
 
     def _compute(self, step: Step) -> None:
         """Hooks fire layer by layer; the device is behind them."""
@@ -333,6 +354,12 @@ class PrefillRank:
             step.ended = False
             self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
 
+    def finished(self, ended: Sequence[str]) -> None:
+        """Requests have ended; those whose pushes are over here are told to the scheduler."""
+        for request in sorted(self.core.take_finished(ended)):
+            delay = self.process.world.rng.uniform(0.0002, 0.02)
+            self.engine.scheduler.post(delay, self.engine.sent, request, self.index)
+
     def missed(self) -> list[Exchanged]:
         """Told to the scheduler with each step."""
         return self.core.take_missed()
@@ -346,14 +373,17 @@ class PrefillRank:
     def put(self, item: News) -> None:
         if not self._writer_died:
             self.writer.put(item)
-            self._wake()
+            self._look_again()
 
     def stream_moved(self) -> None:
         self._look_again()
 
     def _look_again(self) -> None:
-        if self.writer.busy:
-            self._wake()
+        """Wake the writer if what it waits for next has come; else its turn would change nothing."""
+        for queue in (self.writer._computed, self.writer._exchanged):
+            if queue and (isinstance(queue[0], Sealed) or queue[0].event.done()):
+                self._wake()
+                return
 
     def _wake(self) -> None:
         if not self._waking and not self._writer_died:
@@ -365,8 +395,7 @@ class PrefillRank:
         self.guarded(self.writer.turn)
         self._turning = False
         self._alarm.set()
-        if not self.writer.busy and not self._writer_died:
-            self._check_asleep()
+        self._check_asleep()
 
     def guarded(self, act: Callable[..., None], *args: Any) -> None:
         """What the thread does when something raises."""
@@ -380,6 +409,8 @@ class PrefillRank:
 
     def _check_asleep(self) -> None:
         """A writer that waits for news must not have anything to write."""
+        if self._waking or self.writer.busy or self._writer_died:
+            return
         now = self.process.clock()
         for push in self.core.pushes():
             for pair in push.pairs.values():
@@ -393,13 +424,9 @@ class PrefillRank:
         if state is not WriteState.LANDED:
             self.trouble = self.process.world.now
         flight.outcome = state
-        self._look_again()
+        self._wake()
         if self._step is not None:
-            self.process.post(0.002, self._drained_perhaps)
-
-    def _drained_perhaps(self) -> None:
-        if self._step is not None:
-            self._drained(self._step, False)
+            self.process.post(0.002, self._drain, self._step)
 
     def readable(self, staged: bool) -> tuple[NDArray[np.uint8], int]:
         """What writes read, and where it begins."""
@@ -412,7 +439,7 @@ class PrefillRank:
     def deliver(self, peer: Endpoint, message: Message) -> None:
         with self.deciding() as core:
             core.message(self.process.clock(), peer, message)
-        self._wake()
+        self._check_asleep()
 
     def unreachable(self, peer: Endpoint) -> None:
         with self.deciding() as core:
@@ -421,7 +448,7 @@ class PrefillRank:
     def _tick(self) -> None:
         with self.deciding() as core:
             core.tick(self.process.clock())
-        self._wake()
+        self._check_asleep()
 
     # -- what the core wants done
 
@@ -440,18 +467,19 @@ class PrefillRank:
 
     def _act(self, effect: Effect) -> None:
         world = self.process.world
-        if isinstance(effect, Send):
-            peer: Any = effect.peer
-            self.engine.cluster.to_decode(self, peer, effect.message)
-        elif isinstance(effect, Closed):
-            self._check_closed(effect)
-            delay = world.rng.uniform(0.0002, 0.02)
-            self.engine.scheduler.post(delay, self.engine.closed, effect.push, self.index)
-        elif isinstance(effect, Note):
+        if isinstance(effect, Note):
             if effect.stage == "drain":
                 world.gave_up("P", str(effect.facts["why"]))
             if world.tracing:
                 world.log(self.process.name, effect.stage, *(f"{k}={v}" for k, v in effect.facts.items()))
+        elif isinstance(effect, Send):
+            peer: Any = effect.peer
+            self.engine.cluster.to_decode(self, peer, effect.message)
+        elif isinstance(effect, Writable):
+            self._wake()
+        elif isinstance(effect, Closed):
+            self._check_closed(effect)
+            self.finished(())
 
     def _check_closed(self, closed: Closed) -> None:
         for flight in self.flights:
@@ -471,6 +499,7 @@ class PrefillRank:
             "flights": sum(flight.target.process.alive for flight in self.flights),
             "steps pushed directly": len(self.core._direct) if not self._writer_died else 0,
             "timers": int(self.core.next_wake() is not None),
+            "requests not told as finished": len(self.core._reported_to),
         }
         parts, stats = self.exchanging, self.core.stats()
         if parts is not None and stats:

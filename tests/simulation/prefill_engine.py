@@ -14,13 +14,13 @@ from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import MODEL, Shape
 from simulation.world import Process, Violation
-from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.decisions import Exchanged
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.regroup.staging import exchanges_possible
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -39,12 +39,9 @@ class Prompt:
     blocks: list[int] = field(default_factory=list)
     known: int = 0  # blocks that the workers were told of
     fresh: bool = True  # nothing of it was scheduled since it was (re)started
-    admitted: bool = False
-    error: PdError | None = None
     aborted: bool = False
     ended: float | None = None
     stopped_before: float = 0.0
-    closed: set[int] = field(default_factory=set)
 
 
 class PrefillEngine:
@@ -66,6 +63,7 @@ class PrefillEngine:
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
         self.holding: dict[str, Prompt] = {}
+        self.reports: dict[str, set[int]] = {}  # of finished requests: which ranks have told so
         self._by_transfer: dict[TransferId, Prompt] = {}
         self._stepping = False
         self._poked = False
@@ -83,7 +81,7 @@ class PrefillEngine:
     def _room(self) -> Room | None:
         """What slots and buffers hold: a few blocks, so that long steps are cut. None where nothing is ever exchanged."""
         settings = self.cluster.settings
-        if self.shape.tp == 1 or settings.kv_heads == 1 or settings.regroup.regroup == "never":
+        if not exchanges_possible(settings.regroup, self.geometry, self.shape.tp):
             return None
         theirs = [settings.geometry(shape) for shape in settings.decode]
         needs = [room_for_a_block(self.geometry, d) for d in theirs if not mismatches(self.geometry, d)]
@@ -200,10 +198,9 @@ class PrefillEngine:
         return True
 
     def _chunk(self, prompt: Prompt, count: int) -> Fill:
-        if not prompt.admitted:
-            prompt.admitted = True
+        if not self.book.knows(prompt.name):
             r = prompt.reservation
-            prompt.error = self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
+            self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
         new = prompt.blocks if prompt.fresh else prompt.blocks[prompt.known :]
         self.book.scheduled(prompt.name, prompt.computed, count, new, replaces=prompt.fresh)
         # A prefix hit: what is cached was computed before this step.
@@ -274,32 +271,33 @@ class PrefillEngine:
         if self._by_transfer.get(prompt.reservation.transfer) is prompt:
             del self._by_transfer[prompt.reservation.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
+        error = self.book.refusal(prompt.name)
         held = self.book.finished(prompt.name, holds_blocks=bool(prompt.blocks), why=why)
         if held and not self.cluster.mutation.hasty_release:
-            self.holding[prompt.push] = prompt
-            self._release_if_closed(prompt)
+            self.holding[prompt.name] = prompt
         else:
             self._release(prompt)
+        for rank in self.ranks:  # with the metadata of the next step
+            rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (prompt.name,))
         if why == "ended":
-            kind = "prefilled" if prompt.error is None else prompt.error.code
+            kind = "prefilled" if error is None else error.code
             self.cluster.broker.prefill_ended(self, prompt.reservation.transfer, kind)
 
-    def closed(self, push: str, rank: int) -> None:
-        """A worker reports that this push has closed on its side."""
-        prompt = self.holding.get(push) or next((p for p in (*self.running, *self.waiting) if p.push == push), None)
-        if prompt is not None:
-            if rank in prompt.closed:
-                raise Violation(f"P{self.index}: rank {rank} reported push {push} twice")
-            prompt.closed.add(rank)
-            self._release_if_closed(prompt)
-
-    def _release_if_closed(self, prompt: Prompt) -> None:
-        if prompt.push in self.holding and len(prompt.closed) == len(self.ranks):
-            del self.holding[prompt.push]
-            if not self.book.released(prompt.name):
-                raise Violation(f"P{self.index}: nobody waits for the report of {prompt.name}")
+    def sent(self, request: str, rank: int) -> None:
+        """One worker's finished_sending; vLLM acts when all have reported."""
+        told = self.reports.setdefault(request, set())
+        if rank in told:
+            raise Violation(f"P{self.index}: rank {rank} reported {request} twice")
+        told.add(rank)
+        if len(told) < len(self.ranks):
+            return
+        del self.reports[request]
+        prompt = self.holding.pop(request, None)
+        if self.book.released(request) and prompt is not None:
             self.cluster.check_hold(self, prompt)
             self._release(prompt)
+        elif prompt is not None:
+            raise Violation(f"P{self.index}: nobody waits for the report of {request}")
 
     def _release(self, prompt: Prompt) -> None:
         self.free.extend(prompt.blocks)

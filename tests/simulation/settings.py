@@ -84,6 +84,11 @@ class Settings:
     room: int = 8  # D blocks in a slot
     faults: Faults = field(default_factory=Faults)
 
+    @property
+    def kind(self) -> bool:
+        """Whether every transfer must end well: nothing goes wrong, and no deadline is near."""
+        return self.faults == Faults() and self.timers.recv_deadline_s >= 600.0 and self.timers.preempt_drain_s >= 1.0
+
     def push(self) -> PushConfig:
         """What P's workers are configured with."""
         wire = WireConfig(transfer_timeout_s=self.transfer_timeout_s, fuse_layers=FUSED)

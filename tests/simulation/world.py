@@ -30,25 +30,32 @@ class World:
         self.reasons: Counter[str] = Counter()  # why pushes were given up and transfers fenced
         self.tracing = tracing
         self.trace: list[str] = []
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._names = 0
 
     def at(self, when: float, fn: Callable[..., None], *args: Any) -> None:
-        self._serial += 1
-        heapq.heappush(self._heap, (when, self._serial, fn, args))
+        self.push(when, None, fn, args)
 
     def after(self, delay: float, fn: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + delay, fn, *args)
+        self.push(self.now + delay, None, fn, args)
+
+    def push(self, when: float, process: Process | None, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """`process`: in which it happens, if it is not the world's."""
+        self._serial += 1
+        heapq.heappush(self._heap, (when, self._serial, process, fn, args))
 
     def run(self, until: float) -> None:
         """Handle events up to `until`, or until there are none."""
         heap, pop, handled = self._heap, heapq.heappop, 0
         try:
             while heap and heap[0][0] <= until:
-                self.now, _, fn, args = pop(heap)
+                self.now, _, process, fn, args = pop(heap)
                 handled += 1
-                fn(*args)
+                if process is None or (process.alive and not process.paused):
+                    fn(*args)
+                else:
+                    process.run(fn, *args)
         finally:
             self.stats["events"] += handled
 
@@ -105,7 +112,7 @@ class Process:
 
     def post(self, delay: float, fn: Callable[..., None], *args: Any) -> None:
         """Do it in this process after `delay`, or when it runs again; never if it is dead by then."""
-        self.world.at(self.world.now + delay, self.run, fn, *args)
+        self.world.push(self.world.now + delay, self, fn, args)
 
     def run(self, fn: Callable[..., None], *args: Any) -> None:
         if not self.alive:
@@ -156,13 +163,19 @@ class Alarm:
         wake = self._wake()
         if wake is None:
             return
-        world = self._process.world
-        when = max(self._process.when(wake) + 1e-9, world.now)
+        when = self._process.when(wake) + 1e-9
         if when < self._armed:
-            self._armed = when
-            world.at(when, self._process.run, self._rang, when)
+            world = self._process.world
+            self._armed = when = max(when, world.now)
+            world.push(when, self._process, self._rang, (when,))
 
     def _rang(self, when: float) -> None:
-        if when == self._armed:
-            self._armed = float("inf")
+        """What it was set for may have moved on since, or gone."""
+        if when != self._armed:
+            return
+        self._armed = float("inf")
+        wake = self._wake()
+        if wake is not None and self._process.when(wake) <= self._process.world.now:
             self._ring()
+        else:
+            self.set()

@@ -6,7 +6,7 @@ Pure: the adapter in scheduler.py translates vLLM's objects and makes the HTTP c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Reservation
 
 MAX_TICKET = 256
 
@@ -39,6 +41,29 @@ class Bind:
     blocks: NDArray[np.int32]
     deadline_s: float
 
+    def reservation(
+        self,
+        model: str,
+        geometry: CacheGeometry,
+        endpoints: tuple[Endpoint, ...],
+        prompt_length: int,
+        prompt_hash: str,
+    ) -> Reservation:
+        """What P is told of it."""
+        return Reservation(
+            version=PROTOCOL_VERSION,
+            transfer=self.transfer,
+            model=model,
+            first=self.first,
+            end=self.end,
+            blocks=self.blocks.astype("<i4").tobytes(),
+            geometry=geometry,
+            endpoints=endpoints,
+            deadline_s=self.deadline_s,
+            prompt_length=prompt_length,
+            prompt_hash=prompt_hash,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
@@ -47,6 +72,19 @@ class LoadEnd:
     request_id: str
     code: str  # empty: the KV is complete here
     push: str  # empty: no P began to push here
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a load ended as a whole."""
+
+    code: str = ""  # why the KV did not come, in the words of whoever said so first
+    push: str = ""
+
+    @property
+    def hangs_up(self) -> bool:
+        """Whether the metaserver's call is of no use any more. That of a complete load ends by itself: P is finishing."""
+        return bool(self.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +117,7 @@ class _Load:
     blocks: int
     answered: bool = False  # the metaserver's call has ended
     cancelled: bool = False
+    ends: list[LoadEnd] = field(default_factory=list)  # of the ranks, as they come
 
 
 @dataclass(slots=True)
@@ -144,6 +183,13 @@ class LoadBook:
         self._pending.binds.append(bind)
         return bind
 
+    def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
+        """The metaserver's call has ended."""
+        if kind == "prefilled":
+            self.prefilled(transfer)
+        else:
+            self.failed(transfer, code, detail)
+
     def prefilled(self, transfer: TransferId) -> None:
         """The metaserver says that P has finished: what is missing must come soon."""
         load = self._by_transfer.get(transfer)
@@ -167,6 +213,20 @@ class LoadBook:
             return None
         self._cancel(load, "PD-XFER-002", "the request ended on decode")
         return load.transfer
+
+    def ended(self, ends: Iterable[LoadEnd]) -> None:
+        """Workers tell how their parts of loads ended, before the load as a whole is reported."""
+        for end in sorted(ends, key=lambda end: (end.request_id, end.code)):
+            load = self._loads.get(end.request_id)
+            if load is not None:
+                load.ends.append(end)
+
+    def verdict(self, request_id: str) -> Verdict:
+        """What the ranks said of a load; to be asked before it is `received`."""
+        load = self._loads.get(request_id)
+        ends = load.ends if load is not None else []
+        code = next((end.code for end in ends if end.code), "")
+        return Verdict(code, next((end.push for end in ends if end.push), ""))
 
     def received(self, request_id: str) -> TransferId | None:
         """All workers reported the load; None if vLLM must not hear of it (again)."""

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
@@ -22,8 +22,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId, pushed_by
-from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
@@ -40,14 +39,8 @@ class _Asked:
 
     ticket: Ticket
     tokens: int
-    ends: list[LoadEnd] = field(default_factory=list)  # of the ranks, as they come
     report: LoadReport | None = None  # once the load is over
     request_over: bool = False
-
-    @property
-    def code(self) -> str:
-        """Why the KV did not come; the first reason that was heard counts."""
-        return next((end.code for end in self.ends if end.code), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +102,8 @@ class DecodeScheduler(SchedulerRole):
         deadline = self._engine.config.timers.recv_deadline_s
         size = online.geometry.block_size
         bind = self._book.reserve(request.request_id, count, blocks, size, deadline, uuid.uuid4().hex)
-        reservation = Reservation(
-            version=PROTOCOL_VERSION,
-            transfer=bind.transfer,
-            model=self._engine.model,
-            first=bind.first,
-            end=bind.end,
-            blocks=bind.blocks.astype("<i4").tobytes(),
-            geometry=online.geometry,
-            endpoints=online.endpoints,
-            deadline_s=deadline,
-            prompt_length=request.num_prompt_tokens,
-            prompt_hash=request_hash(request),
-        )
+        prompt = request.num_prompt_tokens, request_hash(request)
+        reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(ticket, count)
         sealed = seal(reservation, self._engine.secrets)
         body: dict[str, Any] = {
@@ -153,28 +135,21 @@ class DecodeScheduler(SchedulerRole):
     def build_step(self) -> DecodeStep:
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
-            if outcome.kind == "prefilled":
-                self._book.prefilled(transfer)
-            else:
-                self._book.failed(transfer, outcome.code, outcome.detail)
+            self._book.answered(transfer, outcome.kind, outcome.code, outcome.detail)
         return self._book.take_step(self._online.wake if self._online is not None else None)
 
     def heard(self, news: WorkerNews) -> None:
         self.ended(news.ends)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
-        """Workers tell how their parts of loads ended, before the load as a whole is reported."""
-        for end in sorted(ends, key=lambda end: (end.request_id, end.code)):
-            asked = self._asked.get(end.request_id)
-            if asked is not None:
-                asked.ends.append(end)
+        self._book.ended(ends)
 
     def received(self, request_id: str) -> bool:
         """All workers reported this load. False if vLLM must not hear of it."""
-        transfer, asked = self._book.received(request_id), self._asked.get(request_id)
+        verdict = self._book.verdict(request_id)
+        transfer, asked, code = self._book.received(request_id), self._asked.get(request_id), verdict.code
         if transfer is None or asked is None:
             return False
-        code = asked.code
         if code:
             self.tally.count("num_failed_recvs", code)
             if code == EXPIRED:
@@ -182,8 +157,8 @@ class DecodeScheduler(SchedulerRole):
             if self._recomputes:
                 self.tally.count("num_recomputed_reqs", code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
-        if code and self._online is not None:
-            self._online.client.forget(transfer)  # a call whose load is complete ends by itself: P is finishing
+        if verdict.hangs_up and self._online is not None:
+            self._online.client.forget(transfer)
         if asked.request_over:
             del self._asked[request_id]
             return True
@@ -194,7 +169,7 @@ class DecodeScheduler(SchedulerRole):
             received=0 if code else asked.tokens,
             recomputed=asked.tokens if code else 0,
             code=code,
-            prefill=next((pushed_by(end.push) for end in asked.ends if end.push), ""),
+            prefill=pushed_by(verdict.push) if verdict.push else "",
             fingerprint=self._engine.fingerprint,
         )
         if self._online is not None:

@@ -58,7 +58,7 @@ class DecodeWorker(WorkerRole):
 
     def reports(self) -> list[Loaded]:
         found = [] if self._runtime is None else self._runtime.take_reports()
-        self._ends += [LoadEnd(report.request_id, report.code, report.push) for report in found]
+        self._ends += [report.end for report in found]
         return found
 
     def news(self) -> WorkerNews:

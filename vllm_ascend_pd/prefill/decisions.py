@@ -102,6 +102,7 @@ class PushBook:
     def __init__(self, *, model: str, remembered: int = 65536) -> None:
         self._model = model
         self._tracked: dict[str, _Tracked] = {}
+        self._refused: dict[str, PdError] = {}  # by request id, until it ends
         self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report
         self._seen: dict[TransferId, None] = {}  # oldest first, bounded
         self._remembered = remembered
@@ -118,10 +119,27 @@ class PushBook:
         push: str,
         engine: CacheGeometry | None = None,
     ) -> PdError | None:
-        """Take a reservation for a request. A refusal is returned, not raised: the request itself may go on.
+        """Take a reservation for a request, once. A refusal is returned, not raised: the request itself may go on.
 
         `engine` is this engine's cache: what cannot be pushed there is said at once, not by D's deadline.
         """
+        refusal = self._refusal(reservation, prompt_length, prompt_hash, engine)
+        if refusal is not None:
+            return self.refuse(request_id, refusal)
+        self._seen[reservation.transfer] = None
+        while len(self._seen) > self._remembered:
+            del self._seen[next(iter(self._seen))]
+        self._tracked[request_id] = _Tracked(request_id, push, reservation)
+        return None
+
+    def refuse(self, request_id: str, why: PdError) -> PdError:
+        """The request is prefilled, and not pushed."""
+        self._refused[request_id] = why
+        return why
+
+    def _refusal(
+        self, reservation: Reservation, prompt_length: int, prompt_hash: str, engine: CacheGeometry | None
+    ) -> PdError | None:
         refusal = OURS.refusal(reservation.version, reservation.needs)
         if refusal is not None:
             return refusal
@@ -139,16 +157,18 @@ class PushBook:
         if why:
             return PdError("PD-META-005", why=why)
         differences = mismatches(engine, reservation.geometry) if engine is not None else ()
-        if differences:
-            return differences[0].error()
-        self._seen[reservation.transfer] = None
-        while len(self._seen) > self._remembered:
-            del self._seen[next(iter(self._seen))]
-        self._tracked[request_id] = _Tracked(request_id, push, reservation)
-        return None
+        return differences[0].error() if differences else None
+
+    def knows(self, request_id: str) -> bool:
+        """Whether its reservation was taken or refused: vLLM tells of a request again when it comes back."""
+        return request_id in self._tracked or request_id in self._refused
 
     def tracks(self, request_id: str) -> bool:
         return request_id in self._tracked
+
+    def refusal(self, request_id: str) -> PdError | None:
+        """Why it is not pushed; to be asked before it has `finished`."""
+        return self._refused.get(request_id)
 
     def scheduled(
         self, request_id: str, computed: int, count: int, blocks: Sequence[int], *, replaces: bool
@@ -192,6 +212,7 @@ class PushBook:
 
     def finished(self, request_id: str, *, holds_blocks: bool, why: str) -> bool:
         """The request ended. Returns whether its blocks must be held until the workers report it."""
+        self._refused.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or not tracked.started:
             return False  # the workers never heard of it: D learns from the end of the HTTP call

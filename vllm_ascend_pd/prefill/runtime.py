@@ -23,7 +23,7 @@ from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Told
+from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Told, Writable
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
@@ -110,12 +110,10 @@ class PushRuntime:
 
     def preempt(self, pushes: Collection[str]) -> None:
         """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
-        deadline = time.monotonic() + self._config.timers.preempt_drain_s
         with self.deciding() as core:
-            core.hold(pushes)
-            while core.out(pushes) and (left := deadline - time.monotonic()) > 0:
+            core.preempt(time.monotonic(), pushes)
+            while (left := core.draining(time.monotonic())) > 0:
                 self._changed.wait(left)
-            core.start_over(time.monotonic(), pushes)
 
     def missed_exchanges(self) -> list[Exchanged]:
         """Exchanges that this worker wants to be made again."""
@@ -206,6 +204,8 @@ class PushRuntime:
     def _act(self, effect: Effect) -> None:
         if isinstance(effect, act.Send):
             self._loop.post(self._dialer.send, effect.peer, effect.message)
+        elif isinstance(effect, Writable):
+            self._writing.nudge()
         elif isinstance(effect, act.Note) and effect.stage != CLOSED:
             trace.emit(effect.stage, **effect.facts)
 
@@ -214,7 +214,6 @@ class PushRuntime:
     def _on_message(self, endpoint: Endpoint, message: Message) -> None:
         with self.deciding() as core:
             core.message(time.monotonic(), endpoint, message)
-        self._writing.nudge()
 
     def _on_unreachable(self, endpoint: Endpoint, detail: str) -> None:
         with self.deciding() as core:
@@ -224,7 +223,6 @@ class PushRuntime:
         self._timer, self._armed = None, float("inf")
         with self.deciding() as core:
             core.tick(time.monotonic())
-        self._writing.nudge()
 
     def _arm(self, wake: float) -> None:
         """Only ever earlier: two threads that decide one after the other may post in the other order."""

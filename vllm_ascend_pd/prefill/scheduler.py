@@ -34,7 +34,6 @@ class PrefillScheduler(SchedulerRole):
         self._engine = engine
         self._book = PushBook(model=engine.model)
         self._geometry: CacheGeometry | None = None
-        self._refused: dict[str, PdError] = {}  # by request id, until it ends
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
 
@@ -49,11 +48,11 @@ class PrefillScheduler(SchedulerRole):
             return  # a client can reach this engine without a router: it may be anything that JSON can say
         if params.get("do_remote_decode") is not True or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
-        if self._book.tracks(request_id) or request_id in self._refused:
+        if self._book.knows(request_id):
             return
         error = self._admit(request, params)
         if error is not None:
-            self._refused[request_id] = error
+            self._book.refuse(request_id, error)
             log.warning("request %s is prefilled but not pushed: %s", request_id, error)
 
     def metadata(self, output: Any) -> StepMetadata:
@@ -88,7 +87,7 @@ class PrefillScheduler(SchedulerRole):
     def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: whether its blocks are held, and what its HTTP answer says of the push."""
         request_id = request.request_id
-        error, pushed = self._refused.pop(request_id, None), self._book.tracks(request_id)
+        error, pushed = self._book.refusal(request_id), self._book.tracks(request_id)
         held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill")
         if error is not None:
             return held, params_of(self._report(error.code, error.sentence))

@@ -29,7 +29,7 @@ from vllm_ascend_pd.protocol.messages import (
     Renew,
     Which,
 )
-from vllm_ascend_pd.protocol.pair import Pair
+from vllm_ascend_pd.protocol.pair import OPEN, Pair
 from vllm_ascend_pd.protocol.states import (
     Heard,
     PairEvent,
@@ -199,7 +199,6 @@ class ReservationGuards:
         return ReservationEvent.CUT if cut else ReservationEvent.REVOKED
 
 
-OPEN = (PairState.ASK, PairState.PUSH)
 Memories = OrderedDict[Hashable, tuple[str, Memory]]  # by peer: what its addresses are called, and where they are
 
 

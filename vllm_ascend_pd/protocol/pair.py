@@ -12,6 +12,7 @@ from vllm_ascend_pd.protocol.messages import Done, Failed, Memory
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import Backoff
 
+OPEN = (PairState.ASK, PairState.PUSH)  # D may still give or take authority
 MAX_SENT = 128  # BEGINs whose sending time is remembered; older ones could not extend anything
 
 
@@ -98,6 +99,10 @@ class Pair:
     acknowledged: bool = False
     speak: Backoff | None = None
     speak_until: float = 0.0
+    key: tuple[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = (self.push.order.push, self.destination.d_rank)
 
     def __repr__(self) -> str:
         """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; says DONE, not heard>"""
@@ -110,8 +115,14 @@ class Pair:
         return f"<Pair {words}>"
 
     @property
-    def key(self) -> tuple[str, int]:
-        return (self.push.order.push, self.destination.d_rank)
+    def due(self) -> float | None:
+        """When to look at it again at the latest, on the wall clock."""
+        at = None
+        if self.state in OPEN:
+            at = min(self.begin.at, self.ready_by if self.authority is None else self.authority)
+        if self.speak is not None and self.speaking:
+            at = self.speak.at if at is None else min(at, self.speak.at)
+        return at
 
     @property
     def speaking(self) -> bool:

@@ -15,15 +15,15 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.guards import OPEN, TO_PREFILL, PairGuards
+from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.layouts import Told, layout_hash, written
 from vllm_ascend_pd.protocol.messages import Memory, Message
-from vllm_ascend_pd.protocol.pair import Claim, Destination, Offer, Pair, Push, PushOrder
+from vllm_ascend_pd.protocol.pair import OPEN, Claim, Destination, Offer, Pair, Push, PushOrder
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
-from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock
+from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock, earliest
 from vllm_ascend_pd.protocol.words import PrefillWords
 
 __all__ = ["Claim", "Destination", "PushOrder", "Sender"]
@@ -38,29 +38,41 @@ class PushAgenda:
         self._clock, self._stall_s = clock, stall_timeout_s
         self._wall: Agenda[tuple[str, int | None]] = Agenda()
         self._settling: Agenda[tuple[str, int]] = Agenda()
+        self._touched: dict[str, tuple[Push, bool]] = {}
 
-    def schedule(self, push: Push, *, known: bool) -> None:
+    def touch(self, push: Push, *, known: bool) -> None:
+        """Its timers may have changed: they are put on the agendas before anybody looks."""
+        self._touched[push.order.push] = push, known
+
+    def _update(self) -> None:
+        touched, self._touched = self._touched, {}
+        for push, known in touched.values():
+            self._schedule(push, known=known)
+
+    def _schedule(self, push: Push, *, known: bool) -> None:
         """Put every timer of this push on the agendas."""
         running = known and not push.closed and push.failure is None
         last = min(push.deadline, push.progress + self._stall_s) if running else None
         self._wall.set((push.order.push, None), last)
+        settling = len(self._settling) > 0
         for pair in push.pairs.values():
-            times: list[float] = []
-            if pair.state in OPEN:
-                times = [pair.begin.at, pair.ready_by if pair.authority is None else pair.authority]
-            if pair.speaking and pair.speak is not None:
-                times.append(pair.speak.at)
-            self._wall.set(pair.key, min(times, default=None) if known else None)
-            waiting = pair.state is PairState.DRAIN and not pair.coverage.out
-            self._settling.set(pair.key, pair.quiet_at if waiting else None)
+            self._wall.set(pair.key, pair.due if known else None)
+            if pair.state is PairState.DRAIN and not pair.coverage.out:
+                self._settling.set(pair.key, pair.quiet_at)
+            elif settling:
+                self._settling.set(pair.key, None)
 
     def wall_due(self, now: float) -> list[tuple[str, int | None]]:
+        self._update()
         return self._wall.due(now)
 
     def settled(self) -> list[tuple[str, int]]:
+        self._update()
         return self._settling.due(self._clock.seconds)
 
     def next(self) -> tuple[float | None, float | None]:
+        if self._touched:
+            self._update()
         settling = self._settling.next()
         return self._wall.next(), None if settling is None else self._clock.wake(settling)
 
@@ -264,8 +276,7 @@ class Sender:
 
     def next_wake(self) -> float | None:
         """When `tick` must be called at the latest; None while nothing is open."""
-        wall, settling = self._agenda.next()
-        return wall if settling is None else settling if wall is None else min(wall, settling)
+        return earliest(*self._agenda.next())
 
     # -- what the runtime asks
 
@@ -307,9 +318,9 @@ class Sender:
     # -- finding and telling
 
     def _local(self, event: PairEvent, now: float, push: str, d_rank: int, came: object) -> list[Action]:
-        self._clock.observe(now)
         record = self._record(push)
         if record is None:
+            self._clock.observe(now)
             return self._taken()
         pair = record.pairs.get(d_rank)
         if pair is None:
@@ -374,11 +385,11 @@ class Sender:
                 self._machine.repeat(now, pair, None)
 
     def _schedule(self, push: Push) -> None:
-        """Put its timers on the agendas, or forget it."""
+        """Look at its timers again, or forget it."""
         name = push.order.push
         if push.closed and not any(pair.speaking for pair in push.pairs.values()):
             self._pushes.pop(name, None)
             self._finished[name] = None
             if len(self._finished) > MAX_FINISHED:
                 self._finished.popitem(last=False)
-        self._agenda.schedule(push, known=name in self._pushes)
+        self._agenda.touch(push, known=name in self._pushes)

@@ -22,7 +22,7 @@ from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, Messag
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Heard, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
-from vllm_ascend_pd.protocol.timing import Agenda
+from vllm_ascend_pd.protocol.timing import Agenda, earliest
 from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 
 _CLOSED = (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED)
@@ -38,15 +38,21 @@ class ReservationAgenda:
 
     def schedule(self, record: Transfer, *, known: bool) -> None:
         """Put every timer of this transfer on the agendas."""
-        wall, running, leased = [record.expires], [], record.leased()
-        wall += [writer.cancel_at for writer in leased]
+        if not known:
+            self._wall.set(record.transfer, None)
+            self._running.set(record.transfer, None)
+            return
+        running: list[float] = []
+        leased = record.leased()
+        wall = [at for writer in leased if (at := writer.cancel_at) is not None]
+        if (expires := record.expires) is not None:
+            wall.append(expires)
         if record.state is ReservationState.OPEN:
             running = [writer.lapse_at for writer in leased]
         elif record.state is ReservationState.FENCING:
             running = [at for writer in leased if (at := self._proof_due(writer)) is not None]
-        times = [at for at in wall if known and at is not None]
-        self._wall.set(record.transfer, min(times, default=None))
-        self._running.set(record.transfer, min(running, default=None) if known else None)
+        self._wall.set(record.transfer, min(wall, default=None))
+        self._running.set(record.transfer, min(running, default=None))
 
     def _proof_due(self, writer: Writer) -> float | None:
         """When to look at this silent writer again: its proof, or its hold, after which access is revoked."""
@@ -61,9 +67,9 @@ class ReservationAgenda:
     def running_due(self) -> list[TransferId]:
         return self._running.due(self._fence_of.clock.seconds)
 
-    def next(self) -> list[float | None]:
+    def next(self) -> tuple[float | None, float | None]:
         running = self._running.next()
-        return [self._wall.next(), None if running is None else self._fence_of.clock.wake(running)]
+        return self._wall.next(), None if running is None else self._fence_of.clock.wake(running)
 
 
 class Receiver:
@@ -201,8 +207,7 @@ class Receiver:
 
     def next_wake(self) -> float | None:
         """When `tick` must be called at the latest; None while there is nothing to wait for."""
-        times = [at for at in (*self._agenda.next(), self._parking.next()) if at is not None]
-        return min(times, default=None)
+        return earliest(earliest(*self._agenda.next()), self._parking.next())
 
     # -- what the runtime asks
 

@@ -21,7 +21,13 @@ E = TypeVar("E", bound=enum.Enum)
 M = TypeVar("M", bound=Message, covariant=True)
 
 
-class ReservationState(enum.Enum):
+class Named(enum.Enum):
+    """A member is itself only: tables are asked all the time, and need no hash of its name."""
+
+    __hash__ = object.__hash__
+
+
+class ReservationState(Named):
     """D: one transfer on one D rank."""
 
     UNBOUND = "unbound"  # its number is above the watermark: this worker has not heard of it yet
@@ -34,7 +40,7 @@ class ReservationState(enum.Enum):
     OVER = "over"  # at or below the watermark and no record: long finished
 
 
-class ReservationEvent(enum.Enum):
+class ReservationEvent(Named):
     # a BEGIN. Only an open transfer tells them apart; elsewhere each is the first
     BEGIN = "begin"  # asks for a lease that it may have
     FIRST_BEGIN = "first_begin"  # the same, and it is the one that binds the push, its plan and its set
@@ -78,7 +84,7 @@ class ReservationEvent(enum.Enum):
     ALL_QUIET = "all_quiet"  # nobody is leased any more
 
 
-class WriterState(enum.Enum):
+class WriterState(Named):
     """D: one contributor of one transfer."""
 
     AWAITED = "awaited"  # has never been granted anything
@@ -88,7 +94,7 @@ class WriterState(enum.Enum):
     QUIET = "quiet"  # nothing of it can land any more
 
 
-class WriterEvent(enum.Enum):
+class WriterEvent(Named):
     GRANTED = "granted"  # a READY leaves
     DONE = "done"
     ANSWER = "answer"  # FAILED(quiescent)
@@ -96,7 +102,7 @@ class WriterEvent(enum.Enum):
     REVOKED = "revoked"
 
 
-class PairState(enum.Enum):
+class PairState(Named):
     """P: one push towards one D rank."""
 
     UNATTACHED = "unattached"  # source or reservation is still missing, or all is over: no record
@@ -106,7 +112,7 @@ class PairState(enum.Enum):
     CLOSED = "closed"
 
 
-class PairEvent(enum.Enum):
+class PairEvent(Named):
     # a READY. Only a pair that asks or writes tells them apart; elsewhere each is the first
     READY = "ready"
     READY_UNASKED = "ready_unasked"  # to no BEGIN that we know of

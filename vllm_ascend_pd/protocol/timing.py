@@ -39,6 +39,11 @@ def settled_s(quiet_s: float) -> float:
     return quiet_s * (1 + 2 * DRIFT)
 
 
+def earliest(one: float | None, other: float | None) -> float | None:
+    """Of two times that may be unset."""
+    return other if one is None else one if other is None else min(one, other)
+
+
 class RunningClock:
     """Time during which this process was seen to run.
 
@@ -53,12 +58,18 @@ class RunningClock:
 
     def observe(self, now: float) -> bool:
         """Look at the clock. True if it shows that the process was stopped since the last look."""
-        gap = 0.0 if self._last is None else max(0.0, now - self._last)
-        self._last = now if self._last is None else max(now, self._last)
-        self.seconds += min(gap, OBSERVED_GAP_S)
-        stopped = gap > OBSERVED_GAP_S
-        self.stopped += OBSERVED_GAP_S if stopped else 0.0
-        return stopped
+        if self._last is None:
+            self._last = now
+        gap = now - self._last
+        if gap <= 0.0:
+            return False
+        self._last = now
+        if gap <= OBSERVED_GAP_S:
+            self.seconds += gap
+            return False
+        self.seconds += OBSERVED_GAP_S
+        self.stopped += OBSERVED_GAP_S
+        return True
 
     def wake(self, due: float) -> float:
         """When to look next, if something is due when `seconds` reaches `due`."""
@@ -99,10 +110,11 @@ class Agenda(Generic[K]):
         return len(self._entries)
 
     def set(self, key: K, at: float | None) -> None:
-        before = self._entries.get(key)
         if at is None:
             self._entries.pop(key, None)
-        elif before is None or before[0] != at:
+            return
+        before = self._entries.get(key)
+        if before is None or before[0] != at:
             self._serial += 1
             self._entries[key] = (at, self._serial)
             heapq.heappush(self._heap, (at, self._serial, key))
@@ -120,6 +132,11 @@ class Agenda(Generic[K]):
         return found
 
     def next(self) -> float | None:
-        while self._heap and self._entries.get(self._heap[0][2]) != self._heap[0][:2]:
-            heapq.heappop(self._heap)  # moved or removed meanwhile
-        return self._heap[0][0] if self._heap else None
+        heap, entries = self._heap, self._entries
+        while heap:
+            at, serial, key = heap[0]
+            entry = entries.get(key)
+            if entry is not None and entry[1] == serial:
+                return at
+            heapq.heappop(heap)  # moved or removed meanwhile
+        return None

@@ -16,7 +16,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.regroup.exchange import Exchange, new_group, tags_of
 from vllm_ascend_pd.regroup.ops import cell_view, use_kernels
-from vllm_ascend_pd.regroup.staging import Staging
+from vllm_ascend_pd.regroup.staging import Staging, exchanges_possible
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,11 @@ class RegroupParts:
 
 
 def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -> RegroupParts | None:
-    """None where no exchange can ever be needed: TP 1, one KV head for all ranks, or regroup switched off.
+    """None where no exchange can ever be needed.
 
     Every rank of the world must call this: it makes a process group.
     """
-    if (
-        place.tp_size == 1
-        or all(kind.kv_heads == 1 for kind in caches.geometry.kinds)
-        or config.regroup.regroup == "never"
-    ):
+    if not exchanges_possible(config.regroup, caches.geometry, place.tp_size):
         return None
     group = new_group(place.tp_size, place.groups, place.rank, device.collectives, GROUP_TIMEOUT_S)
     return assembled(config.regroup, place, caches, device, group)

@@ -14,9 +14,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 
 PATIENCE_S = 0.05  # how long one step's exchanges may wait for the slots of one destination
+
+
+def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: int) -> bool:
+    """Whether ranks can ever have to exchange: not at TP 1, with one KV head for all ranks, or with regroup switched off."""
+    return tp_size > 1 and any(kind.kv_heads > 1 for kind in geometry.kinds) and config.regroup != "never"
 
 
 class Memory(Protocol):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
+from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadEnd
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol import actions as act
@@ -40,6 +40,11 @@ class Loaded:
     detail: str
     blocks: tuple[int, ...]  # what it loaded into, named only if it failed
     push: str
+
+    @property
+    def end(self) -> LoadEnd:
+        """What the scheduler hears of it."""
+        return LoadEnd(self.request_id, self.code, self.push)
 
 
 class Loads:

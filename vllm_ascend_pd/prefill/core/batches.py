@@ -88,8 +88,8 @@ def grouped(
     return groups
 
 
-def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> Triples:
-    """The absolute spans of a claim: out of the cache, or out of a staging slot."""
+def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Triples]:
+    """The absolute spans of a claim, by component: out of the cache, or out of a staging slot."""
     unit = unit_of(claim)
     if unit.part:
         piece = staged(push, claim)
@@ -107,17 +107,19 @@ def staged(push: Push, claim: Claim) -> Piece:
     return piece
 
 
-def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> Triples:
+def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> list[Triples]:
     """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
     regions = push.d_kind(unit.layer).regions
     parts: list[Triples] = []
     for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.index(unit.layer)], strict=True):
-        outside = (part.dst < 0) | (part.dst + part.size > region.block_stride * theirs.blocks[0])
-        if outside.any():
-            bad = int(np.argmax(outside))
+        if not len(part.dst):
+            continue
+        end = region.block_stride * theirs.blocks[0]
+        if part.dst.min() < 0 or (part.dst + part.size).max() > end:
+            bad = int(np.argmax((part.dst < 0) | (part.dst + part.size > end)))
             raise PdError("PD-WIRE-003", length=int(part.size[bad]), address=int(part.dst[bad]) + dst, side="D's layer")
         parts.append(Triples(part.src + src, part.dst + dst, part.size))
-    return joined(parts)
+    return parts
 
 
 def joined(parts: list[Triples]) -> Triples:

@@ -163,7 +163,7 @@ class Push:
         return self.reservation.endpoints[d_rank]
 
     def extend(self, step: int, piece: PushSlice) -> None:
-        """Take in a step's new blocks. Those of before a preemption were forgotten (`Pushes.start_over`)."""
+        """Take in a step's new blocks. Those of before a preemption were forgotten (`Pushes.preempt`)."""
         if piece.restart and self.known:
             raise LocalProtocolError(f"push {self.name} starts over, but nobody was told that it had lost its blocks")
         end = self.known + len(piece.new_blocks)

@@ -19,7 +19,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.prefill.core.batches import Bases, Batch, grouped, joined, spans_of, staged, unit_of
+from vllm_ascend_pd.prefill.core.batches import Bases, Batch, Triples, grouped, joined, spans_of, staged, unit_of
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
@@ -51,7 +51,12 @@ class Told:
     value: float
 
 
-Effect: TypeAlias = act.Action | Told
+@dataclass(frozen=True, slots=True)
+class Writable:
+    """The writer must look: it may write what it did not know of."""
+
+
+Effect: TypeAlias = act.Action | Told | Writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,8 @@ class Pushes:
         self._reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
         self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
         self._failures: list[tuple[str, str]] = []  # transfer and code, not told to the scheduler yet
+        self._preempted: list[str] = []  # pushes that are drained
+        self._drained_by = 0.0  # at the latest
         self._direct: dict[int, list[Push]] = {}  # by step: whose layers are pushed without an exchange
         self._effects: list[Effect] = []
         self._sender: Sender | None = None
@@ -141,16 +148,23 @@ class Pushes:
                 self._effects.append(Told("exchanges_repeated", len(plan.again)))
         return plan
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Before blocks are overwritten: nothing of these pushes is submitted until they start over."""
-        for push in self._open(names):
+    def preempt(self, now: float, names: Iterable[str]) -> None:
+        """The blocks of these pushes will be overwritten: nothing of them is submitted until they start over."""
+        self._preempted, self._drained_by = list(names), now + self._config.timers.preempt_drain_s
+        for push in self._open(self._preempted):
             push.held = True
 
-    def out(self, names: Iterable[str]) -> int:
-        """Writes of these pushes that have not come home."""
-        return sum(push.out for push in self._open(names))
+    def draining(self, now: float) -> float:
+        """For how many seconds at most to wait for a write that reads what was preempted; then ask again. 0: the pushes
+        have started over or failed, and their blocks may be overwritten."""
+        left = self._drained_by - now
+        if left > 0 and any(push.out for push in self._open(self._preempted)):
+            return left
+        names, self._preempted = self._preempted, []
+        self._start_over(now, names)
+        return 0.0
 
-    def start_over(self, now: float, names: Iterable[str]) -> None:
+    def _start_over(self, now: float, names: Iterable[str]) -> None:
         """The blocks are lost: what was pushed is pushed again. A push that still writes fails instead."""
         for push in self._named(names):
             push.held = False
@@ -260,11 +274,9 @@ class Pushes:
 
     def claim(self, now: float, flying: Sequence[Batch]) -> list[Batch]:
         """What may be written now, by destination and layer; destinations with enough in flight wait."""
-        if self._sender is None:
+        if self._sender is None or not self._sender.anything_claimable:
             return []
-        busy: Counter[object] = Counter()
-        if self._sender.anything_claimable:
-            busy.update(batch.peer for batch in flying)
+        busy: Counter[object] = Counter(batch.peer for batch in flying)
         claims: list[Claim] = []
         for claim in self._sender.claim(now, lambda peer: busy[peer] < IN_FLIGHT):
             if self._pushes[claim.push].held:
@@ -310,6 +322,8 @@ class Pushes:
     def message(self, now: float, peer: Endpoint, message: Message) -> None:
         if self._sender is not None:  # else it is for whoever lived at our address before
             self._do(now, self._sender.message(now, peer, message))
+            if self._sender.anything_claimable:  # READY may have said so
+                self._effects.append(Writable())
 
     def unreachable(self, now: float, peer: Endpoint, detail: str) -> None:
         self._do(now, self._machine.unreachable(now, peer, detail))
@@ -457,7 +471,8 @@ class Pushes:
 
     def _batch(self, now: float, peer: Endpoint, claims: list[Claim]) -> Batch | None:
         """The spans of these claims as one batch. A claim that cannot be written fails its push."""
-        parts, taken, session = [], [], ""
+        parts: list[Triples] = []
+        taken, session = [], ""
         for claim in claims:
             push, theirs = self._pushes[claim.push], self._machine.addresses(claim.push, claim.d_rank)
             try:
@@ -472,7 +487,7 @@ class Pushes:
                 log.exception("a write for push %s cannot be prepared", claim.push)
                 self._unwritten(now, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MOST_WORDS])
                 continue
-            parts.append(spans)
+            parts += spans
             session = theirs.session
             taken.append(claim)
         if not taken:
@@ -527,14 +542,18 @@ class Pushes:
         """The protocol's actions are effects; what it says of this worker's own records is done at once."""
         for action in actions:
             self._effects.append(action)
-            if isinstance(action, act.Closed):
+            if isinstance(action, act.Note):
+                self._noted(action)
+            elif isinstance(action, act.Closed):
                 self._close(now, action)
-            elif isinstance(action, act.Note) and action.stage == "drain":
-                self._let_go(self._pushes[str(action.facts["push"])])
-            elif isinstance(action, act.Note) and action.stage == "ready" and self._site.leads:
-                waited = action.facts.get("waited")
-                if isinstance(waited, float):
-                    self._effects.append(Told("ready_wait_seconds", waited))
+
+    def _noted(self, note: act.Note) -> None:
+        if note.stage == "drain":
+            self._let_go(self._pushes[str(note.facts["push"])])
+        elif note.stage == "ready" and self._site.leads:
+            waited = note.facts.get("waited")
+            if isinstance(waited, float):
+                self._effects.append(Told("ready_wait_seconds", waited))
 
     def _close(self, now: float, closed: act.Closed) -> None:
         push = self._pushes.get(closed.push)
