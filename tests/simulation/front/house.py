@@ -3,7 +3,8 @@
 
 1. A client gets one right answer or one honest error, within its bound.
 2. Nobody is blamed for another's failure: an engine that is only slow never counts as broken.
-3. A pair that works becomes ready within a bound; one that moves no KV never does.
+3. A pair that works becomes ready within a bound, and its proof holds as long as both live; one that moves no KV never does,
+   and no proof outlives an engine once its next life has been heard of.
 4. Nothing stays behind: no leg, ticket, place, load or task.
 5. What a D has finished is not computed again.
 """
@@ -149,7 +150,7 @@ class House:
             self._standing.append(context)
         standing = asyncio.all_tasks()
         chaos = [self.loop.create_task(work) for work in (self._restarts(), self._administers())]
-        watch = self.loop.create_task(self._watch_mute())
+        watch = self.loop.create_task(self._watch())
         await asyncio.sleep(self.rng.random() * 2.0)
         await self._clients()
         for task in chaos:
@@ -244,22 +245,37 @@ class House:
 
     # -- what must hold
 
-    async def _watch_mute(self) -> None:
-        """Promise 3, the other half, and promise 2: at every moment."""
-        mute = {p.address for p in self.prefills if p.kind.mute}
-        sound = {e.address: e for e in self.engines if e.kind.sound}
-        while True:
-            for worker in self.workers:
-                proven = [pair for pair in worker.canary.proven() if pair[0] in mute]
-                if proven:
-                    self.problems.append(f"promise 3: {proven[0]} is proven, and nothing moves over it")
-                    return
+    async def _watch(self) -> None:
+        """Promises 2 and 3, at every moment."""
+        once: list[set[tuple[str, str]]] = [set() for _ in self.workers]
+        while not self.problems:
+            for worker, proven in zip(self.workers, once, strict=True):
+                self.problems += self._wrongly_proven(worker, proven)
                 for instance in worker.fleet:
-                    if instance.name in sound and instance.broke:
-                        kind = sound[instance.name].name
-                        self.problems.append(f"promise 2: sound {kind} is blamed: {instance.last_error}")
-                        return
+                    engine = self._engine(instance.name)
+                    if engine.kind.sound and instance.broke:
+                        self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
             await asyncio.sleep(0.25)
+
+    def _wrongly_proven(self, worker: Worker, once: set[tuple[str, str]]) -> Iterator[str]:
+        """`once`: the pairs of sound engines that were proven before."""
+        proofs = worker.fleet.proven()
+        for proof in proofs:
+            prefill, decode = self._engine(proof.prefill), self._engine(proof.decode)
+            if prefill.kind.mute:
+                yield f"promise 3: {prefill.name} to {decode.name} is proven, and nothing moves over it"
+            for engine, life in ((prefill, proof.prefill_life), (decode, proof.decode_life)):
+                instance = worker.fleet.get(engine.address)
+                told = instance.life.told if instance is not None else ()
+                if life and any(t.incarnation != life and t.at > proof.at for t in told):
+                    yield f"promise 3: a proof of {life} is believed, though {engine.name} has another life"
+            if prefill.kind.sound and decode.kind.sound:
+                once.add((proof.prefill, proof.decode))
+        if void := once - {(proof.prefill, proof.decode) for proof in proofs}:
+            yield f"promise 3: the proof of {sorted(void)[0]} is void, though both live on"
+
+    def _engine(self, address: str) -> Engine:
+        return next(engine for engine in self.engines if engine.address == address)
 
     def _ready(self) -> str:
         good = [p for p in self.prefills if not p.kind.mute]

@@ -3,26 +3,44 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from simulation.front.engines import Kind
+from simulation.front.house import Plan, Result, draw, run_seed
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.bodies import Use
-from vllm_ascend_pd.metaserver.decisions import Circuit, Proof
-from vllm_ascend_pd.metaserver.service import fleet, front, relay, reserve, shared
+from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
+from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.intake import Body
+from vllm_ascend_pd.metaserver.service.probes import Prober
+
+
+def _any_world(plan: Plan) -> Plan:
+    return plan
+
+
+def _hanging_and_idle(plan: Plan) -> Plan:
+    """A sound pair beside engines that fail whatever they are asked; nobody asks but canaries."""
+    bad = Kind(sound=False, fault=1.0)
+    return replace(
+        plan, prefills=[Kind()], decodes=[Kind(), bad, bad, bad], requests=0, restarts_s=0.0, admin_s=0.0, workers=1
+    )
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`changes`: (where, name, what stands there instead)."""
+    """`changes`: (where, name, what stands there instead). `worlds`: of these seeds its lack can be seen."""
 
     name: str
     changes: tuple[tuple[Any, str, Any], ...]
+    worlds: Callable[[Plan], Plan] = _any_world
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -30,6 +48,12 @@ class Mutation:
             for where, name, instead in self.changes:
                 stack.enter_context(mock.patch.object(where, name, instead))
             yield
+
+    def run(self, seed: int, *, taken_out: bool) -> Result:
+        """A seed in this mutation's world: without the rule, or with it."""
+        plan = self.worlds(draw(random.Random(f"plan/{seed}")))
+        with self.applied() if taken_out else nullcontext():
+            return run_seed(seed, plan=plan)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -42,6 +66,20 @@ async def _nothing_awaited(*_: Any, **__: Any) -> None:
 
 def _never(*_: Any) -> bool:
     return False
+
+
+async def _slow_is_another(self: Prober, instance: fleet.Instance) -> None:
+    began = time.monotonic()
+    await _PROBE(self, instance)
+    if time.monotonic() > began + 1.0:
+        instance.life = instance.life.refuses(time.monotonic())
+
+
+_PROBE = Prober.probe
+
+
+def _always(*_: Any) -> bool:
+    return True
 
 
 _ASK: Callable[..., Awaitable[None]] = reserve.Reservations._ask
@@ -70,7 +108,7 @@ def _ticket_kept(self: Journal, attempt: Attempt) -> None:
     """Never void."""
 
 
-# The first six are defects that the service once had.
+# The first nine are defects that the service once had.
 ALL = {
     mutation.name: mutation
     for mutation in (
@@ -80,6 +118,9 @@ ALL = {
         Mutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
         Mutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),
         Mutation("clients' overload stops canaries", ((front, "_MOST_CANARIES", 0),)),
+        Mutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
+        Mutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
+        Mutation("canaries fly one at a time", ((canary, "_AT_ONCE", 1),), _hanging_and_idle),
         Mutation(
             "an answer that its engine ended is passed on",
             ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),

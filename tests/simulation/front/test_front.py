@@ -11,7 +11,7 @@ from simulation.front.house import run_seed
 from simulation.front.mutations import ALL, Mutation
 from simulation.front.run import Total, run_seeds
 
-SEEDS = 140  # of 150 requests
+SEEDS = 750  # of 150 requests, most of which have clients
 SEARCHED = 60
 # Where each was found last; after a change of the service a search finds another.
 KNOWN = {
@@ -30,11 +30,11 @@ def many() -> Total:
     return run_seeds(1000, SEEDS, jobs=2, progress_s=1e9)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3000)
 def test_no_promise_is_broken(many: Total) -> None:
     found = many.violations
     assert not found, f"scripts/simulate.sh --front --seeds 1 --from {found[0].seed}: {found[0].violation}"
-    assert many.requests > 125 * SEEDS
+    assert many.requests > 100_000
     assert many.said["right"] > 0.8 * many.requests and set(many.said) == {"right", "left", "broken off", "error"}
 
 
@@ -52,7 +52,7 @@ def test_every_kind_of_fault_happens(many: Total) -> None:
         "breaks",
     }
     wanted |= {"breaks later", "drops", "drops later", "fails after load", "killed"}
-    assert set(many.faults) == wanted and min(many.faults.values()) > 50
+    assert set(many.faults) == wanted and min(many.faults.values()) > 300
 
 
 def test_a_seed_replays() -> None:
@@ -67,11 +67,10 @@ def test_a_removed_rule_is_found(mutation: Mutation) -> None:
     logging.disable(logging.CRITICAL)
     try:
         for seed in (KNOWN.get(mutation.name, 0), *range(SEARCHED)):
-            with mutation.applied():
-                found = run_seed(seed).violation
+            found = mutation.run(seed, taken_out=True).violation
             if found:
                 assert found.startswith("promise"), found
-                assert not run_seed(seed).violation, "the service itself holds"
+                assert not mutation.run(seed, taken_out=False).violation, "the service itself holds"
                 return
     finally:
         logging.disable(logging.NOTSET)
