@@ -134,8 +134,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 @pytest.mark.parametrize("role", BOTH)
 def test_proven_drafts_start(role: str) -> None:
-    for method in ("mtp", "eagle3"):
+    for method in ("mtp", "eagle3", "eagle", "draft_model"):
         Engine.of(with_drafts(method=method)(role))
+    Engine.of(vllm_config(role, speculative_config=NGRAM))
 
 
 def test_drafts_with_a_pipeline_are_refused() -> None:
@@ -170,7 +171,6 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
         "Decode context parallelism",
         lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
     ),
-    ("Speculative decoding with ngram", lambda role: vllm_config(role, speculative_config=NGRAM)),
     ("Speculative decoding with suffix", with_drafts(method="suffix")),
     ("Speculative decoding with dflash", with_drafts(method="dflash")),
     ("A draft model of 3 MTP layers", with_drafts(modules=3)),
