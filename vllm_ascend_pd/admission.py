@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import drafts
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.geometry.layout import attention_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -100,13 +101,30 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
 
     specs = _by_layer(spec) or dict.fromkeys(group.layer_names, spec)
     shapes = {name: shape(name, of) for name, of in specs.items()}
+    for refusal in _unlike(specs, shapes, layers):
+        raise refusal
     first = next(iter(shapes.values()), None) or shape("", spec)
     unlike = {name: one for name, one in shapes.items() if one != first}
-    if not layers.issuperset(unlike) or len({_is_latent(specs[name]) for name in specs}) > 1:
-        # Shown: a draft model with other heads than its target. Not shown: layers of the model itself that are unlike, or MLA beside them.
-        kind = f"A KV cache of kind {type(spec).__name__}"
-        raise _refused(kind, "Use a model whose layers are alike, and a draft model with the same kind of attention.")
     return CacheShape(spec.block_size, first.local_heads, first.total_heads, first.head_size, tp, which, layers, unlike)
+
+
+def _unlike(
+    specs: Mapping[str, Any], shapes: Mapping[str, LayerShape], drafts: Collection[str]
+) -> Iterator[ConfigError]:
+    """Layers of one group that are unlike in a way that is not proven. Shown are latents of unlike sizes, an indexer's keys among
+    them, and a draft model with heads of its own."""
+    own = {name: shapes[name] for name in specs if name not in drafts}
+    latent = {name for name in specs if _is_latent(specs[name])}
+    if len(latent.intersection(own)) not in (0, len(own)):
+        yield _refused("A model with MLA in some layers only", "Use a model whose layers are alike.")
+    elif len(set(own.values())) > 1 and not latent.issuperset(own):
+        yield _refused("A model whose layers have unlike heads", "Use a model whose layers are alike.")
+    if latent.intersection(drafts) and not latent.intersection(own):
+        yield _refused("A draft model with MLA for a target without", "Use another draft model.")
+    for name in specs:
+        if (attention := attention_of(name)) and attention not in latent:
+            # Its own write has no hook: nobody would say when it is computed.
+            yield _refused(f"An indexer's cache without MLA in the same layer ({name})", "Use another model.")
 
 
 def _by_layer(spec: Any) -> dict[str, Any]:
@@ -179,6 +197,5 @@ def _spec_refusals(spec: Any) -> Iterator[ConfigError]:
     elif str(spec.dtype) not in _PLAIN_DTYPES:
         # A checkpoint may quantise its cache although the command line does not.
         yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
-    elif getattr(spec, "sparse_head_dim", None):
-        # vllm-ascend's spec of an MLA layer with an indexer: more tensors, some of them perhaps quantised (C8).
-        yield _refused("A sparse indexer's cache", "Use a model with full attention or MLA.")
+    elif getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
+        yield _refused("A compressed KV cache (one entry for several tokens)", "Use another model.")

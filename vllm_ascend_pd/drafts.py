@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_PROVEN = ("mtp", "eagle3")
+_WITH_LAYERS = ("mtp", "eagle3", "eagle", "draft_model")
+_PROVEN = (*_WITH_LAYERS, "ngram")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -50,7 +51,7 @@ def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
 
 def drafter(speculative: Any) -> str:
     """The draft model, as the one side's must be the other's; empty where there is none, or none with a cache."""
-    if speculative is None or speculative.method not in _PROVEN:
+    if speculative is None or speculative.method not in _WITH_LAYERS:
         return ""
     model = speculative.draft_model_config
     facts = {

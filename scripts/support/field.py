@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +27,7 @@ import yaml
 from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
@@ -170,16 +170,17 @@ def replaced(transfer: Mapping[str, Any], secret: str) -> tuple[dict[str, Any], 
 class AscendMLAAttentionSpec(MLAAttentionSpec):
     """By the name of vllm-ascend's own class, which all MLA layers have there."""
 
+    parts: tuple[int, ...] = ()  # sizes of latent, rope, index key
     sparse_head_dim: tuple[int, ...] | None = None
+    cache_sparse_sfa_c8: bool = False
+    cache_sparse_li_c8: bool = False
 
 
-# What admission knows by its class's name alone; vLLM puts layers of unlike shapes that need equally many blocks into one group.
+# What admission knows by its class's name alone.
 _BY_NAME = {
     "gdn": "MambaSpec",
-    "compressed": "UniformTypeKVCacheSpecs",
-    "window": "UniformTypeKVCacheSpecs",
-    "state": "UniformTypeKVCacheSpecs",
-    "mixed": "UniformTypeKVCacheSpecs",
+    "window": "AscendSlidingWindowMLASpec",
+    "state": "AscendSlidingWindowMLASpec",
 }
 
 
@@ -190,6 +191,25 @@ class PlainDevice:
 
     def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
         return "plain", False
+
+
+def _full(total: int, size: int, tp: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=max(1, total // tp), head_size=size, head_size_v=size, dtype=dtype
+    )
+
+
+def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
+    """What vllm-ascend registers for a layer, two blocks of it."""
+    if type(spec).__name__ not in ("FullAttentionSpec", "AscendMLAAttentionSpec"):
+        raise NotImplementedError(f"{type(spec).__name__}: admission takes it, and its tensors are not described here")
+    parts = [(size, spec.dtype) for size in getattr(spec, "parts", (spec.head_size, spec.head_size)) if size]
+    if getattr(spec, "cache_sparse_li_c8", False):
+        parts[2:] = [(spec.parts[2], torch.int8), (1, torch.float16)]
+    if getattr(spec, "cache_sparse_sfa_c8", False):
+        latent, rope, *_ = spec.parts  # in one tensor: int8, the rope's bfloat16, a scale for each 128
+        parts[:2] = [(latent + 2 * rope + 4 * latent // 128, torch.int8)]
+    return tuple(torch.empty((2, spec.block_size, spec.num_kv_heads, size), dtype=dtype) for size, dtype in parts)
 
 
 @dataclass(frozen=True)
@@ -208,26 +228,35 @@ class Model:
     def head_size(self) -> int:
         return int(self.facts["head_dim"]) if "head_dim" in self.facts else sum(self.facts.get("mla", ()))
 
-    def spec(self, kind: str, tp: int, block_size: int, role: str) -> Any:
+    def spec(self, kind: str, tp: int, block_size: int, role: str, c8: Collection[str] = ()) -> Any:
         dtype = torch.int8 if self.c8 == role else torch.bfloat16
         if kind == "full":
-            heads = max(1, self.kv_heads // tp)
-            return FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=self.head_size, dtype=dtype)
-        if kind in ("mla", "indexer"):
-            spec = AscendMLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=self.head_size, dtype=dtype)
-            if kind == "indexer":
-                object.__setattr__(spec, "sparse_head_dim", tuple(self.facts["mla"]))
-            return spec
-        return type(_BY_NAME[kind], (), {})()
+            return _full(self.kv_heads, self.head_size, tp, block_size, dtype)
+        if kind in _BY_NAME:
+            return type(_BY_NAME[kind], (), {})()
+        if kind == "compressed":
+            return type("AscendMLAAttentionSpec", (), {"dtype": dtype, "compress_ratio": 4})()
+        return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8)
 
-    def tensors(self, tp: int, block_size: int, drafts: bool) -> dict[str, tuple[torch.Tensor, ...]]:
-        """As vllm-ascend registers them, two blocks of each; all layers look alike, so all share one."""
-        if not set(self.facts["caches"]) <= {"full", "mla", "indexer"}:
-            raise NotImplementedError(f"{self.family}: admission takes it, and its tensors are not described here")
-        heads = max(1, self.kv_heads // tp)
-        dims = self.facts.get("mla") or [self.head_size] * 2
-        parts = tuple(torch.empty((2, block_size, heads, dim), dtype=torch.bfloat16) for dim in dims)
-        return dict.fromkeys(self.layers(drafts=drafts), parts)
+    def by_layer(self, names: Sequence[str], spec: Any, c8: Collection[str] = ()) -> dict[str, Any]:
+        """Where layers use another layer's indexer they have the latent and the rope alone."""
+        every = self.facts.get("index_every", 1)
+        own = [max(int(name.split(".")[2]) - 1, 0) % every == 0 for name in names]
+        if all(own):
+            return dict.fromkeys(names, spec)
+        shared = self._latent("indexer", (*spec.parts[:2], 0), spec.block_size, spec.dtype, {*c8} - {"li"})
+        return {name: spec if has else shared for name, has in zip(names, own, strict=True)}
+
+    def _latent(
+        self, kind: str, parts: tuple[int, ...], block_size: int, dtype: torch.dtype, c8: Collection[str]
+    ) -> Any:
+        spec = AscendMLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=sum(parts), dtype=dtype)
+        told: dict[str, Any] = {"parts": parts}
+        if kind == "indexer":
+            told |= {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
+        for name, value in told.items():
+            object.__setattr__(spec, name, value)
+        return spec
 
     def layers(self, *, drafts: bool) -> list[str]:
         count = self.facts["layers"] + (self.facts["mtp"] if drafts else 0)
@@ -236,7 +265,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Known:
-    """field_models.json: models by name, and the kinds of cache of an engine with a draft that is a model of its own."""
+    """field_models.json: models by name, and drafts that are models of their own."""
 
     models: Mapping[str, Model]
     drafts: Mapping[str, Mapping[str, Any]]
@@ -250,11 +279,6 @@ class Known:
             for name, entry in told["models"].items()
         }
         return cls(models, told["drafts"])
-
-    def caches(self, model: Model, speculative: Mapping[str, Any] | None) -> Sequence[str]:
-        draft = (speculative or {}).get("model")
-        caches: Sequence[str] = model.facts["caches"] if draft is None else self.drafts[draft]["caches"]
-        return caches
 
 
 @lru_cache(maxsize=1)
@@ -288,8 +312,8 @@ def judge(command: Command, known: Known) -> Judged:
         asked = line.parsed.speculative_config
         own = known.drafts[asked["model"]] if asked and "model" in asked else {}
         config = as_configured(line.parsed, model, own)
-        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, known.caches(model, asked)))
-        refusals, geometry = _refusals(config, groups, model)
+        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, own, _c8(line.parsed)))
+        refusals, geometry = _refusals(config, groups)
     parallel = config.parallel_config
     role = _ROLES.get(config.kv_transfer_config.kv_role, "?")
     size, ranks = parallel.tensor_parallel_size, parallel.data_parallel_size
@@ -338,8 +362,8 @@ def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, 
         hf_config=config,
         quantization=None,
         get_hidden_size=lambda: model.facts["hidden"],
-        get_total_num_kv_heads=lambda: model.kv_heads,
-        get_head_size=lambda: model.head_size,
+        get_total_num_kv_heads=lambda: draft.get("kv_heads", model.kv_heads),
+        get_head_size=lambda: draft.get("head_dim", model.head_size),
     )
     return speculative
 
@@ -356,14 +380,29 @@ def _graphs(parsed: Any) -> Any:
     return type(mode).PIECEWISE if mode.has_full_cudagraphs() and piecewise else mode
 
 
-def _groups(config: Any, model: Model, caches: Sequence[str]) -> list[SimpleNamespace]:
+def _c8(parsed: Any) -> set[str]:
+    """What vllm-ascend's own configuration quantises of a cache with an indexer: the latent (sfa), the index key (li)."""
+    additional = parsed.additional_config or {}
+    return {one for one in ("sfa", "li") if additional.get(f"enable_sparse_{one}_c8")}
+
+
+def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[str]) -> list[SimpleNamespace]:
+    """As vLLM makes them: layers of unlike shapes that need equally many blocks are one group, of a spec for each layer."""
     tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
-    role = config.kv_transfer_config.kv_role
-    names = model.layers(drafts=config.speculative_config is not None)
-    return [SimpleNamespace(kv_cache_spec=model.spec(kind, tp, size, role), layer_names=names) for kind in caches]
+    names = model.layers(drafts=config.speculative_config is not None and not draft)
+    groups = []
+    for kind in model.facts["caches"]:
+        spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8)
+        specs = model.by_layer(names, spec, c8)
+        if draft and not groups:
+            specs[f"model.layers.{len(names)}.self_attn.attn"] = _full(draft["kv_heads"], draft["head_dim"], tp, size)
+        if any(one != spec for one in specs.values()):
+            spec = UniformTypeKVCacheSpecs(block_size=size, kv_cache_specs=specs)
+        groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=list(specs)))
+    return groups
 
 
-def _refusals(config: Any, groups: Any, model: Model) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
+def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
     """In the order of an engine: its configuration, its cache's groups, then the tensors."""
     try:
         our_connector(config.kv_transfer_config.kv_connector)
@@ -375,9 +414,11 @@ def _refusals(config: Any, groups: Any, model: Model) -> tuple[tuple[PdError, ..
         Engine.of(config)
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
-        drafting = config.speculative_config is not None
-        tensors = model.tensors(shape.tp_size, shape.block_size, drafting)
-        geometry = describe(tensors, shape, PlainDevice()).geometry  # type: ignore[arg-type]
+        (group,) = groups.kv_cache_groups
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
+        made = {id(spec): tensors(spec) for spec in specs.values()}  # layers that are alike share one
+        caches = {name: made[id(spec)] for name, spec in specs.items()}
+        geometry = describe(caches, shape, PlainDevice()).geometry  # type: ignore[arg-type]
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]
         return (refused, *rest), None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+INDEX_DIM = 24  # nothing else has this size
 FORMAT = 1  # raised when a recipe's meaning changes, so that old directories are rewritten
 
 
@@ -26,7 +27,7 @@ FORMAT = 1  # raised when a recipe's meaning changes, so that old directories ar
 class Recipe:
     """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
 
-    family: str  # llama | deepseek_v2 | deepseek_v3 | qwen3_moe | eagle | eagle3
+    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3_moe | eagle | eagle3
     layers: int
     heads: int
     kv_heads: int
@@ -41,6 +42,8 @@ class Recipe:
     # as long as its own cache is.
     one_layer_decides: bool = False
     target: str = ""  # of a draft model of its own
+    indexers: int = 0  # of the first so many layers; `latent` alone
+    int8: bool = False  # the cache, of `latent` alone
 
     @property
     def mla(self) -> bool:
@@ -62,6 +65,11 @@ RECIPES = {
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     # targets and their drafts; `mtp` has its draft layer inside
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
+    # one KV head, kept as MLA keeps its latent; in plain torch (tests/integration/plugins/kinds)
+    "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
+    "indexed-int8": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3, int8=True),
+    "spec-indexed": Recipe("latent", 4, 8, 1, 32, hidden=256, intermediate=512, one_layer_decides=True, indexers=2),
+    "spec-indexed-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec-indexed"),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
     "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
@@ -109,7 +117,13 @@ def _write(recipe: Recipe, directory: Path) -> None:
         drafts.write(recipe.family, recipe.kv_heads, ensure(recipe.target, directory.parent), directory)
         return
     with torch.no_grad():
-        families = {"llama": _llama, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "qwen3_moe": _qwen3_moe}
+        families = {
+            "llama": _llama,
+            "latent": _llama,
+            "deepseek_v2": _deepseek,
+            "deepseek_v3": _deepseek,
+            "qwen3_moe": _qwen3_moe,
+        }
         model = families[recipe.family](recipe).to(torch.float32)
         if recipe.one_layer_decides:
             drafts.let_one_layer_decide(model)
@@ -117,6 +131,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
     _write_tokenizer(directory, recipe.vocab)
     if recipe.family == "deepseek_v3":
         drafts.add_mtp_layer(directory)
+    if recipe.family == "latent":
+        _make_latent(recipe, directory)
 
 
 def _llama(recipe: Recipe) -> Any:
@@ -139,6 +155,22 @@ def _llama(recipe: Recipe) -> Any:
             initializer_range=recipe.spread,
         )
     )
+
+
+def _make_latent(recipe: Recipe, directory: Path) -> None:
+    """The llama's own weights, and an indexer's two in the first layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights, config = load_file(directory / "model.safetensors"), directory / "config.json"
+    for layer in range(recipe.indexers):
+        for name in ("wq", "wk"):
+            weight = torch.randn(INDEX_DIM, recipe.hidden) * recipe.spread
+            weights[f"model.layers.{layer}.self_attn.indexer.{name}.weight"] = weight
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    more = {"indexers": list(range(recipe.indexers)), "index_dim": INDEX_DIM, "int8": recipe.int8}
+    told = {**json.loads(config.read_text()), **more, "architectures": ["PdTestLatentForCausalLM"]}
+    config.write_text(json.dumps(told, indent=1))
 
 
 def _deepseek(recipe: Recipe) -> Any:

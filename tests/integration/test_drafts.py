@@ -197,3 +197,46 @@ def test_a_draft_model_of_another_shape(
     )
     with running(cluster, make_pair, *specs) as pair:
         check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "draft"), [("eagle", "spec-eagle"), ("draft_model", "spec")])
+def test_other_draft_models(
+    method: str,
+    draft: str,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    told: Callable[[str], None],
+) -> None:
+    """Eagle, and a whole model of its own (here the target itself), whose layers have a prefix before their names."""
+    target: Path = ensure("spec")
+    of = own(method, draft, num_speculative_tokens=2)
+    common: dict[str, Any] = {"chunk": 96, "draft": of}
+    specs = (
+        EngineSpec(f"{method}-p", target, role="kv_producer", extra=cluster.push_config(), **common),
+        EngineSpec(
+            f"{method}-d", target, role="kv_consumer", policy="fail", extra=cluster.push_config(*allowed), **common
+        ),
+    )
+    with running(cluster, make_pair, *specs) as pair:
+        check(pair, LENGTHS, f"{method} 1→1", told)
+
+
+@pytest.mark.slow
+def test_drafts_without_a_model_have_no_cache(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+    """ngram on D alone: P knows nothing of it. A prompt has nearly every token of the vocabulary, so a single one is looked up."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    target, config = ensure("spec"), cluster.push_config(*allowed)
+    specs = (
+        EngineSpec("ngram-p", target, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("ngram-d", target, role="kv_consumer", policy="fail", draft=ngram, extra=config),
+    )
+    prompts = [fresh_prompt(length) for length in (333, 700, 1200)]
+    with running(cluster, make_pair, *specs) as pair:
+        (d,) = pair.decode
+        alone = drafts_of(d, d.url, prompts)
+        with drafted(d) as found:
+            for prompt in prompts:
+                pair.check([prompt], TOKENS, name="ngram on D alone")
+        assert found().tokens > ENOUGH < alone.tokens and found().accepted == alone.accepted

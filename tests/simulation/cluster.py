@@ -106,7 +106,7 @@ class Cluster:
         if not engine.alive:
             self.world.stats["requests refused"] += 1
             return
-        request = Request(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number, s))
+        request = Request(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number))
         request.arrived = self.world.now
         request.params = {"do_remote_prefill": True, "metaserver": URL, "ticket": request.name}
         if self.world.chance(s.faults.forged):

@@ -11,7 +11,7 @@ import numpy as np
 
 from simulation.broker import URL
 from simulation.exchange import Event
-from simulation.memory import NOISE, Content, Memory, shade
+from simulation.memory import Content, Memory, shade
 from simulation.settings import DRAFT, MODEL, Shape
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
@@ -94,7 +94,7 @@ class DecodeRank:
             request = self.requests.get(bind.transfer)
             if request is None or bind.transfer in self.reported:
                 continue
-            self.memory.by_block[:, bind.blocks] = NOISE
+            self.memory.clear(bind.blocks)
             self.owner[bind.blocks] = request.serial
         gate.reached = True
         with self._deciding():
@@ -384,15 +384,18 @@ class DecodeEngine:
     def first_difference(self, rank: DecodeRank, request: Request) -> str | None:
         """The first layer whose bytes are not what prefill computed; a P without the draft model has none of its."""
         memory = rank.memory
-        first, last = memory.cell_range(request.first, request.tokens)
-        places = memory.offsets(np.asarray(request.blocks), first, last)
-        right = request.content.cells(self.geometry, first, last, memory.heads, request.tokens)
+        table, cells = np.asarray(request.blocks), {}
+        for planes in memory.kinds:
+            first, last = planes.cell_range(request.first, request.tokens)
+            right = request.content.cells(planes.kind, first, last, planes.heads, request.tokens)
+            cells[planes] = planes.offsets(table, first, last), right
         names = self.cluster.settings.names()
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and request.transfer in rank.undrafted:
                 continue
-            for region in range(memory.regions):
-                found = memory.layer_view(index, region)[places]
+            places, right = cells[memory.of[index]]
+            for region in range(memory.of[index].regions):
+                found = memory.plane(index, region)[places]
                 if not np.array_equal(found, right + np.uint8(shade(layer, region))):
                     return names[layer]
         return None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.memory import Memory
+from simulation.memory import Memory, Planes
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
@@ -72,7 +72,7 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A plan as byte moves, once for all layers."""
+    """A plan as byte moves, once for all layers that are alike."""
 
     plan: RegroupPlan
     send: Moves
@@ -129,15 +129,16 @@ class Stream:
     # -- Exchange
 
     def prepare(self, plan: RegroupPlan, slot: Any, layer: int) -> Tables:
-        del slot, layer
+        del slot
+        planes = self._memory.of[layer]
         borders = np.cumsum(plan.receive_splits)
         slots = []
         for planned in plan.slots:
             starts = planned.received[:, 3]
             sources = tuple(int(rank) for rank in np.unique(np.searchsorted(borders, starts, side="right")))
             received = buffer_moves(planned.received)
-            slots.append(SlotMoves(cache_moves(self._memory, planned.own), received, sources, self._tags))
-        return Tables(plan, cache_moves(self._memory, plan.send), tuple(slots))
+            slots.append(SlotMoves(cache_moves(planes, planned.own), received, sources, self._tags))
+        return Tables(plan, cache_moves(planes, plan.send), tuple(slots))
 
     def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
         """Enqueue only."""
@@ -161,10 +162,10 @@ class Stream:
         source, target = launched.tables.send
         launched.sent = np.zeros(sum(launched.tables.plan.send_splits), dtype=np.uint8)
         if launched.tag:  # else whatever lay in the buffer goes out
-            launched.sent[target] = self._layer(launched)[source]
+            launched.sent[target] = self._memory.layer(launched.layer)[source]
 
     def assemble(self, launched: Launched, received: Bytes, tags: dict[int, int]) -> None:
-        cache = self._layer(launched)
+        cache = self._memory.layer(launched.layer)
         for slot, moves in zip(launched.slots, launched.tables.slots, strict=True):
             if slot is None:
                 continue
@@ -177,10 +178,6 @@ class Stream:
         launched = self.queue.popleft()
         launched.event.reached = True
         self._told()
-
-    def _layer(self, launched: Launched) -> Bytes:
-        size = self._memory.regions * self._memory.plane
-        return self._memory.bytes[launched.layer * size : (launched.layer + 1) * size]
 
 
 class Group:
@@ -250,14 +247,14 @@ class Group:
                 raise Violation(f"promise 3: the ranks of {self._name} are in different exchanges")
 
 
-def cache_moves(memory: Memory, rows: Rows) -> Moves:
+def cache_moves(planes: Planes, rows: Rows) -> Moves:
     """The bytes that a table of cache rows moves, within one layer."""
     if not len(rows):
         return _NOWHERE
-    region = memory.geometry.regions[0]
+    region = planes.region
     of, block, head, token, heads, tokens, offset, head_stride, token_stride = rows.T
     row, h, t = _cells(heads, tokens)
-    source = of[row] * memory.plane + block[row] * region.block_stride
+    source = of[row] * planes.size + block[row] * region.block_stride
     source += (head[row] + h) * region.head_stride + (token[row] + t) * region.token_stride
     target = offset[row] + h * head_stride[row] + t * token_stride[row]
     return _bytes(source, target, np.full(len(row), region.cell_bytes))

@@ -18,19 +18,18 @@ BASE = 1 << 20  # addresses do not start at zero
 class Content:
     """The KV of one prompt. A cell is (token, head), or (block, head) with all its filled tokens where tokens are opaque."""
 
-    def __init__(self, seed: int, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, seed: int) -> None:
         self._start = seed * 7919 % (len(_POOL) - (1 << 16))
 
-    def cells(self, geometry: CacheGeometry, first: int, last: int, heads: range, computed: int) -> NDArray[np.uint8]:
-        """Cells [first, last) of `heads` in layer 0, region 0: shape (cells, heads, bytes)."""
-        width = geometry.regions[0].cell_bytes
-        size = self._settings.kv_heads * width
+    def cells(self, kind: CacheGeometry, first: int, last: int, heads: range, computed: int) -> NDArray[np.uint8]:
+        """Cells [first, last) of `heads` in layer 0, region 0, if that is of this kind: shape (cells, heads, bytes)."""
+        width = kind.regions[0].cell_bytes
+        size = kind.kv_heads * width
         flat = _POOL[self._start + first * size : self._start + last * size]
-        found = flat.reshape(last - first, self._settings.kv_heads, width)[:, heads.start : heads.stop]
-        if geometry.opaque:
+        found = flat.reshape(last - first, kind.kv_heads, width)[:, heads.start : heads.stop]
+        if kind.opaque:
             blocks = np.arange(first, last)
-            filled = np.minimum(computed - blocks * geometry.block_size, geometry.block_size).astype(np.uint8)
+            filled = np.minimum(computed - blocks * kind.block_size, kind.block_size).astype(np.uint8)
             found = found + filled[:, None, None]
         return found
 
@@ -40,46 +39,81 @@ def shade(layer: int, region: int) -> int:
     return (37 * layer + 101 * region) % 256
 
 
+class Planes:
+    """The layers of one kind in one rank, one behind the other: where they begin in its memory, and their blocks."""
+
+    def __init__(self, kind: CacheGeometry, layers: int, blocks: int, rank: int, start: int) -> None:
+        self.kind, self.region = kind, kind.regions[0]
+        self.heads = kind.head_range(rank)
+        self.regions, self.start = len(kind.regions), start
+        self.size = self.region.block_stride * blocks  # bytes of one region of one layer
+        self.end = start + layers * self.regions * self.size
+
+    def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (addresses - self.start) % self.size // self.region.block_stride
+
+    def cell_range(self, first: int, last: int) -> tuple[int, int]:
+        """Tokens to cells."""
+        size = self.kind.block_size
+        return (first // size, -(-last // size)) if self.kind.opaque else (first, last)
+
+    def offsets(self, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+        """Where the cells [first, last) lie inside a plane; `blocks` is the block table from token 0."""
+        size, region = self.kind.block_size, self.region
+        cells = np.arange(first, last)
+        if region.opaque:
+            start = blocks[cells] * region.block_stride
+        else:
+            start = blocks[cells // size] * region.block_stride + cells % size * region.token_stride
+        heads = np.arange(len(self.heads)) * region.head_stride
+        return start[:, None, None] + heads[None, :, None] + np.arange(region.cell_bytes)
+
+
 class Memory:
-    """All layers and regions of one rank, one after the other."""
+    """All layers and regions of one rank: kind by kind, one after the other."""
 
     def __init__(self, settings: Settings, shape: Shape, geometry: CacheGeometry, rank: int, stage: int | None) -> None:
-        names = settings.names()
-        self.geometry = geometry
-        self.heads = geometry.head_range(rank)
-        self.layers = [names.index(name) for name in (geometry.layers if stage is None else geometry.stages[stage])]
+        numbers, names = settings.names(), geometry.layers if stage is None else geometry.stages[stage]
+        self.layers = [numbers.index(name) for name in names]
         self.blocks = shape.blocks
-        self.plane = geometry.regions[0].block_stride * shape.blocks  # bytes of one region of one layer
-        self.regions = len(geometry.regions)
-        count = len(self.layers) * self.regions
-        self.bytes = np.zeros(count * self.plane, dtype=np.uint8)
-        self.by_block = self.bytes.reshape(count, shape.blocks, geometry.regions[0].block_stride)
+        self.kinds: list[Planes] = []
+        of: dict[str, tuple[Planes, int]] = {}
+        for kind in geometry.kinds:
+            own = [name for name in names if name in kind.layers]
+            planes = Planes(kind, len(own), shape.blocks, rank, self.kinds[-1].end if self.kinds else 0)
+            self.kinds.append(planes)
+            of.update({name: (planes, i) for i, name in enumerate(own)})
+        self.of = [of[name][0] for name in names]  # the planes of each layer
+        self._starts = [planes.start + i * planes.regions * planes.size for planes, i in (of[name] for name in names)]
+        self.bytes = np.zeros(self.kinds[-1].end, dtype=np.uint8)
+        self._by_block = [
+            self.bytes[planes.start : planes.end].reshape(-1, shape.blocks, planes.region.block_stride)
+            for planes in self.kinds
+        ]
         self.bases = tuple(
-            tuple(BASE + (i * self.regions + r) * self.plane for r in range(self.regions))
-            for i in range(len(self.layers))
+            tuple(BASE + start + r * planes.size for r in range(planes.regions))
+            for planes, start in zip(self.of, self._starts, strict=True)
         )
 
     def addresses(self, session: str) -> messages.Memory:
         return messages.Memory(session, (self.blocks,), self.bases)
 
-    def offsets(self, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
-        """Where the cells [first, last) lie inside a plane; `blocks` is the block table from token 0."""
-        g, region = self.geometry, self.geometry.regions[0]
-        cells = np.arange(first, last)
-        if region.opaque:
-            start = blocks[cells] * region.block_stride
-        else:
-            start = blocks[cells // g.block_size] * region.block_stride + cells % g.block_size * region.token_stride
-        heads = np.arange(len(self.heads)) * region.head_stride
-        return start[:, None, None] + heads[None, :, None] + np.arange(region.cell_bytes)
+    def clear(self, blocks: list[int]) -> None:
+        for planes in self._by_block:
+            planes[:, blocks] = NOISE
 
-    def cell_range(self, first: int, last: int) -> tuple[int, int]:
-        """Tokens to cells."""
-        if not self.geometry.opaque:
-            return first, last
-        size = self.geometry.block_size
-        return first // size, -(-last // size)
+    def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The block in which each byte lies."""
+        if len(self.kinds) == 1:
+            return self.kinds[0].block_of(addresses)
+        which = np.searchsorted([planes.end for planes in self.kinds], addresses, side="right")
+        return np.choose(which, [planes.block_of(addresses) for planes in self.kinds])
 
-    def layer_view(self, index: int, region: int) -> NDArray[np.uint8]:
-        start = (index * self.regions + region) * self.plane
-        return self.bytes[start : start + self.plane]
+    def layer(self, index: int) -> NDArray[np.uint8]:
+        """All regions of one layer."""
+        start, planes = self._starts[index], self.of[index]
+        return self.bytes[start : start + planes.regions * planes.size]
+
+    def plane(self, index: int, region: int) -> NDArray[np.uint8]:
+        size = self.of[index].size
+        return self.layer(index)[region * size : (region + 1) * size]

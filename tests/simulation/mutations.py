@@ -455,6 +455,18 @@ class DraftsWithoutHook(Steps):
         super().end()
 
 
+class IndexersTooEarly(Steps):
+    """P takes the hook of one attention for the indexer of the next: its keys are not written yet."""
+
+    def _companions(self) -> dict[int, list[int]]:
+        found = super()._companions()
+        attentions, moved = sorted(found), dict[int, list[int]]()
+        before = dict(zip(attentions[1:], attentions, strict=False))
+        for attention, indexers in found.items():
+            moved.setdefault(before.get(attention, attention), []).extend(indexers)
+        return moved
+
+
 class EventsNotAwaited(SimulatedWriter):
     """P's writer does not wait for the device."""
 
@@ -568,6 +580,12 @@ def _drafting(settings: Settings) -> Settings:
     return replace(settings, prefill=prefill, decode=decode, faults=replace(settings.faults, undrafted=0.2))
 
 
+def _indexed(settings: Settings) -> Settings:
+    """Indexers beside all attentions, of which there are several in a stage."""
+    prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
+    return replace(settings, prefill=prefill, layers=3, indexed=(0, 1, 2))
+
+
 WANTED = (
     Mutation("free before fence", receiver=FreeBeforeFence),
     Mutation("READY before bind", receiver=ReadyBeforeBind),
@@ -609,6 +627,7 @@ MORE = (
     Mutation("the device is not waited for", writer=EventsNotAwaited),
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
+    Mutation("an indexer's keys pushed before they were written", steps=IndexersTooEarly, world=_indexed),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes nobody", core=ReadyUnheeded),
 )

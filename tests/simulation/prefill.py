@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulation.exchange import STAGING, Event, Flat, Group, Stream
-from simulation.memory import BASE, Content, Memory, shade
+from simulation.memory import BASE, Content, Memory, Planes, shade
 from simulation.settings import DRAFT, MODEL
 from simulation.wire import Flight
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, attention_of
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
@@ -52,8 +52,7 @@ class Fill:
     blocks: NDArray[np.int64]
     first: int
     last: int
-    places: NDArray[np.int64] | None = None
-    cells: NDArray[np.uint8] | None = None
+    cells: dict[Planes, tuple[NDArray[np.int64], NDArray[np.uint8]]] = field(default_factory=dict)  # where, and what
     touched: frozenset[int] = frozenset()
 
 
@@ -253,11 +252,11 @@ class PrefillRank:
             self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
         world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
         self._steps.begin(meta)
-        layers = self.memory.layers if meta.slices or step.fills else []
+        names = self.engine.geometry.stages[self.stage]
+        layers = [i for i, name in enumerate(names) if not attention_of(name)] if meta.slices or step.fills else []
         step.computing = len(layers)
         at = 0.0
-        names = self.engine.geometry.stages[self.stage]
-        for layer in range(len(layers)):
+        for layer in layers:
             at += step.layer_s * world.rng.uniform(0.5, 1.5)
             if names[layer] != DRAFT:
                 self.process.post(at, self._hook, step, layer)
@@ -294,7 +293,10 @@ class PrefillRank:
 
     def _reached(self, step: Step, layer: int, event: Event) -> None:
         """The KV of a layer is in the cache."""
+        names = self.engine.geometry.stages[self.stage]
         for fill in step.fills:
+            if layer and attention_of(names[layer - 1]) == names[layer]:
+                self._fill(fill, layer - 1)  # the indexer runs before the attention
             self._fill(fill, layer)
         event.reached = True
         if self.exchanging is not None:
@@ -314,27 +316,27 @@ class PrefillRank:
             self._look_again()
 
     def _fill(self, fill: Fill, layer: int) -> None:
-        memory = self.memory
-        if fill.places is None:
-            first, last = memory.cell_range(fill.first, fill.last)
-            fill.places = memory.offsets(fill.blocks, first, last)
-            fill.cells = fill.content.cells(self.engine.geometry, first, last, memory.heads, fill.last)
+        memory, planes = self.memory, self.memory.of[layer]
+        if planes not in fill.cells:
+            first, last = planes.cell_range(fill.first, fill.last)
+            right = fill.content.cells(planes.kind, first, last, planes.heads, fill.last)
+            fill.cells[planes] = planes.offsets(fill.blocks, first, last), right
             size = self.engine.shape.block_size
             fill.touched = frozenset(fill.blocks[fill.first // size : -(-fill.last // size)].tolist())
         if self.flights:
             self._check_overwrite(fill)
-        for region in range(memory.regions):
-            memory.layer_view(layer, region)[fill.places] = fill.cells + np.uint8(shade(memory.layers[layer], region))
+        places, cells = fill.cells[planes]
+        for region in range(planes.regions):
+            memory.plane(layer, region)[places] = cells + np.uint8(shade(memory.layers[layer], region))
 
     def _check_overwrite(self, fill: Fill) -> None:
         """Promise 2: what a live push may still read is not overwritten for another request."""
-        stride, plane = self.engine.geometry.regions[0].block_stride, self.memory.plane
         for flight in self.flights:
             for claim, (push, _, spans) in zip(flight.claims, flight.pieces, strict=True):
                 staged = unit_of(claim).part > 0
                 if staged or push == fill.push or self.core._machine.state(push, claim.d_rank) not in _LIVE:
                     continue
-                read = set(((spans.src - BASE) % plane // stride).tolist())
+                read = set(self.memory.block_of(spans.src - BASE).tolist())
                 if not fill.touched.isdisjoint(read):
                     raise Violation(f"promise 2: {self.process.name} overwrites blocks that push {push} still reads")
 
@@ -520,4 +522,8 @@ def _never(seconds: float) -> None:
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
     own = g.stages[stage]
-    return msgspec.structs.replace(g, stages=(own,), drafts=tuple(name for name in g.drafts if name in own))
+    here = [
+        msgspec.structs.replace(kind, layers=tuple(name for name in kind.layers if name in own)) for kind in g.others
+    ]
+    drafts, others = tuple(name for name in g.drafts if name in own), tuple(kind for kind in here if kind.layers)
+    return msgspec.structs.replace(g, stages=(own,), drafts=drafts, others=others)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind, Region
 
 MODEL = "model"
 DRAFT = "draft.0"
@@ -82,6 +83,8 @@ class Settings:
     slots: int = 4  # staging: for each destination
     slot_destinations: int = 4
     room: int = 8  # D blocks in a slot
+    indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
+    index_cell: int = 1
     faults: Faults = field(default_factory=Faults)
 
     @property
@@ -94,8 +97,12 @@ class Settings:
         wire = WireConfig(transfer_timeout_s=self.transfer_timeout_s, fuse_layers=FUSED)
         return PushConfig(wire=wire, regroup=self.regroup, timers=self.timers)
 
-    def names(self, *, drafts: bool = True) -> tuple[str, ...]:
-        return (*(f"layer.{i}" for i in range(self.layers)), *((DRAFT,) if drafts else ()))
+    def names(self) -> tuple[str, ...]:
+        return (*(name for i in range(self.layers) for name in self._layer(i)), DRAFT)
+
+    def _layer(self, i: int) -> tuple[str, ...]:
+        attention = f"layer.{i}.attn"
+        return (f"layer.{i}.indexer.k", attention) if i in self.indexed else (attention,)
 
     def geometry(self, shape: Shape) -> CacheGeometry:
         """The engine's cache as it would be told in a reservation."""
@@ -108,9 +115,10 @@ class Settings:
         else:
             token, head = cell * heads, cell
         block = heads * shape.block_size * self.cell
-        names = self.names(drafts=False)
-        cuts = [len(names) * i // shape.pp for i in range(shape.pp + 1)]
-        stages = [names[a:b] for a, b in itertools.pairwise(cuts)]
+        cuts = [self.layers * i // shape.pp for i in range(shape.pp + 1)]
+        stages = [tuple(name for i in range(a, b) for name in self._layer(i)) for a, b in itertools.pairwise(cuts)]
+        keys = Region("key", shape.block_size * self.index_cell, 0, self.index_cell, self.index_cell)
+        indexers = tuple(name for name in self.names() if ".indexer." in name)
         if shape.drafts:
             stages[-1] = (*stages[-1], DRAFT)
         return CacheGeometry(
@@ -123,6 +131,7 @@ class Settings:
             stages=tuple(stages),
             drafter="a draft model" if shape.drafts else "",
             drafts=(DRAFT,) if shape.drafts else (),
+            others=(Kind(1, "bf16", "key", (keys,), indexers),) if indexers else (),
         )
 
 
@@ -140,10 +149,12 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         prefill, decode = (
             tuple(replace(shape, drafts=of_drafts.random() < 0.75) for shape in side) for side in (prefill, decode)
         )
+    layers = max(rng.choice((1, 2, 2, 3)), *(shape.pp for shape in prefill))
     return Settings(
         prefill=prefill,
         decode=decode,
-        layers=max(rng.choice((1, 2, 2, 3)), *(shape.pp for shape in prefill)),
+        layers=layers,
+        **_indexers(random.Random(f"kinds/{seed}"), layers),
         kv_heads=rng.choice((1, 2, 2, 4)),
         cell=rng.choice((1, 2, 3)),
         regions=rng.choice((1, 2)),
@@ -168,6 +179,14 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         slot_destinations=rng.choice((1, 2, 4)),
         room=rng.choice((1, 2, 8)),
     )
+
+
+def _indexers(rng: random.Random, layers: int) -> dict[str, Any]:
+    """Layers that are unlike: beside all attentions, or some."""
+    if rng.random() < 0.7:
+        return {}
+    some = tuple(i for i in range(layers) if rng.random() < 0.5)
+    return {"indexed": rng.choice((some, tuple(range(layers)))), "index_cell": rng.choice((1, 3, 4))}
 
 
 def _engines(

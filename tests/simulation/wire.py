@@ -174,8 +174,7 @@ class Wire:
     def _check(self, flight: Flight, serial: int, dst: np.ndarray, size: np.ndarray) -> None:
         """Promise 1: a write lands only in blocks that are reserved for its transfer on this rank at this moment."""
         memory, owner = flight.target.memory, flight.target.owner
-        stride = memory.geometry.regions[0].block_stride
-        first, last = dst % memory.plane // stride, (dst + size - 1) % memory.plane // stride
+        first, last = memory.block_of(dst), memory.block_of(dst + size - 1)
         for b in range(int((last - first).max()) + 1):
             wrong = owner[np.minimum(first + b, last)] != serial
             if wrong.any():

@@ -49,7 +49,8 @@ class HeldDevice(TokenMajorDevice):
 @dataclass(frozen=True)
 class Model:
     """`opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
-    vllm-ascend has them; `uneven`: with a V half as wide as K. `stacked`: K and V in one tensor."""
+    vllm-ascend has them; `uneven`: with a V half as wide as K. `stacked`: K and V in one tensor. `indexed`: tuples of latent, rope and index key, of the
+    last layer of the two former, as vllm-ascend has MLA with an indexer."""
 
     layout: str = "opaque"
     heads: int = 2
@@ -83,6 +84,8 @@ class Model:
             return (6,)
         if name in self.own_drafts and self.draft_dim:
             return tuple(width * self.draft_dim // self.dim for width in self.widths)
+        if self.layout == "indexed" and name == self.names[self.layers - 1]:
+            return self.widths[:2]
         return self.widths
 
     @property
@@ -110,9 +113,9 @@ class Model:
     def widths(self) -> tuple[int, ...]:
         """Elements of a cell, by region."""
         even = (self.dim, self.dim)
-        return {"opaque": (2 * self.dim,), "latent": (self.dim,), "uneven": (self.dim, self.dim // 2)}.get(
-            self.layout, even
-        )
+        half = self.dim // 2
+        others = {"opaque": (2 * self.dim,), "latent": (self.dim,), "uneven": (self.dim, half)}
+        return {**others, "indexed": (self.dim, half, 6)}.get(self.layout, even)
 
     @property
     def width(self) -> int:
@@ -150,9 +153,9 @@ class RankCache:
             elif model.layout == "latent":
                 tensor = torch.empty(blocks, 1, block, *widths)
                 self.tensors[name], parts = tensor, [tensor]
-            elif model.layout in ("token", "uneven"):
-                pair = tuple(torch.empty(blocks, block, n, width) for width in widths)
-                self.tensors[name], parts = pair, [tensor.permute(0, 2, 1, 3) for tensor in pair]
+            elif model.layout in ("token", "uneven", "indexed"):
+                some = tuple(torch.empty(blocks, block, n, width) for width in widths)
+                self.tensors[name], parts = some, [tensor.permute(0, 2, 1, 3) for tensor in some]
             else:
                 stack = torch.empty(2, blocks, block, n, widths[0])
                 self.tensors[name], parts = stack, [stack[i].permute(0, 2, 1, 3) for i in range(2)]

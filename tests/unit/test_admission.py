@@ -17,13 +17,14 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     HiddenStateCacheSpec,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm_configs import attention, cache_config, latent, model_dir, vllm_config
+from vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
@@ -133,8 +134,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 @pytest.mark.parametrize("role", BOTH)
 def test_proven_drafts_start(role: str) -> None:
-    for method in ("mtp", "eagle3"):
+    for method in ("mtp", "eagle3", "eagle", "draft_model"):
         Engine.of(with_drafts(method=method)(role))
+    Engine.of(vllm_config(role, speculative_config=NGRAM))
 
 
 def test_drafts_with_a_pipeline_are_refused() -> None:
@@ -169,7 +171,6 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
         "Decode context parallelism",
         lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
     ),
-    ("Speculative decoding with ngram", lambda role: vllm_config(role, speculative_config=NGRAM)),
     ("Speculative decoding with suffix", with_drafts(method="suffix")),
     ("Speculative decoding with dflash", with_drafts(method="dflash")),
     ("A draft model of 3 MTP layers", with_drafts(modules=3)),
@@ -310,6 +311,7 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
         "quantised KV cache (torch.int8)",
         (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention(), "b": attention(dtype=torch.int8)}),),
     ),
+    ("compressed KV cache", (replace(latent(), tokens_per_state=4),)),
     ("quantised KV cache (torch.uint8)", (attention(dtype=torch.uint8),)),
     ("quantised KV cache (torch.float8_e4m3fn)", (attention(dtype=torch.float8_e4m3fn),)),
     ("quantised KV cache (torch.int8)", (attention(dtype=torch.int8),)),
@@ -342,36 +344,91 @@ def test_a_draft_model_may_have_heads_of_its_own() -> None:
     assert shape.drafts == {"model.layers.2.self_attn.attn"} and "eagle3" in shape.drafter
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [(attention(), attention(size=32), attention()), (latent(32), latent(32), attention())],
-    ids=["the model's own layers", "MLA beside heads"],
-)
-def test_other_layers_that_are_unlike_stop_the_start(specs: tuple[Any, ...]) -> None:
+def test_a_draft_model_may_have_heads_beside_a_target_with_mla() -> None:
+    config = with_drafts(method="eagle3")("kv_producer")
+    config.speculative_config.draft_model_config.get_total_num_kv_heads = lambda: 4
+    shape = admission.cache_shape(config, mixed(latent(32), latent(32), attention(heads=4)))
+    assert shape.of("model.layers.1.self_attn.attn") == LayerShape(1, 1, 576)
+    assert shape.of("model.layers.2.self_attn.attn") == LayerShape(4, 4, 16)
+
+
+UNLIKE = [
+    ("layers have unlike heads", (attention(), attention(size=32), attention())),
+    ("MLA in some layers only", (latent(32), attention(), attention())),
+    ("draft model with MLA for a target without", (attention(), attention(), latent(32))),
+]
+
+
+@pytest.mark.parametrize(("feature", "specs"), UNLIKE, ids=[feature for feature, _ in UNLIKE])
+def test_other_layers_that_are_unlike_stop_the_start(feature: str, specs: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         admission.cache_shape(with_drafts(method="eagle3")("kv_producer"), mixed(*specs))
-    assert caught.value.code == "PD-CONF-005" and "UniformTypeKVCacheSpecs" in caught.value.sentence
+    assert caught.value.code == "PD-CONF-005" and feature in caught.value.sentence
 
 
-def ascend_spec(sparse_head_dim: tuple[int, ...] | None) -> Any:
+def with_indexers(attention: Any, *more: str) -> Any:
+    """As vLLM has it: a layer of its own, with its own name, beside an attention's."""
+    specs = {LAYERS[0]: attention, LAYERS[1]: attention, "model.layers.0.self_attn.indexer.k_cache": latent(32, 24)}
+    specs |= dict.fromkeys(more, latent(32, 24))
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs))
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def test_an_indexer_is_a_layer_of_one_key_per_token_for_all_ranks() -> None:
+    config, groups = vllm_config(tensor_parallel_size=2), with_indexers(latent(32, 64))
+    admission.check_groups(groups)
+    shape = admission.cache_shape(config, groups)
+    assert shape.unlike == {"model.layers.0.self_attn.indexer.k_cache": LayerShape(1, 1, 24)}
+    assert shape.of(LAYERS[1]) == LayerShape(1, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("attention", "more"),
+    [(attention(), ()), (latent(32, 64), ("model.layers.7.self_attn.indexer.k_cache",))],
+    ids=["heads", "no attention"],
+)
+def test_an_indexer_whose_write_nothing_announces_is_refused(attention: Any, more: tuple[str, ...]) -> None:
+    """It has no hook: that of MLA in the same layer stands for both."""
+    with pytest.raises(ConfigError) as caught:
+        admission.cache_shape(vllm_config(), with_indexers(attention, *more))
+    assert caught.value.code == "PD-CONF-005"
+
+
+def ascend_spec(sparse_head_dim: tuple[int, ...] | None, **more: Any) -> Any:
     """vllm-ascend's own class, as far as it is asked: all MLA layers have it, with or without an indexer."""
 
     @dataclass(frozen=True, kw_only=True)
     class AscendMLAAttentionSpec(MLAAttentionSpec):
         sparse_head_dim: tuple[int, ...] | None = None
+        cache_sparse_sfa_c8: bool = False
+        cache_sparse_li_c8: bool = False
 
-    size = sum(sparse_head_dim or (512, 64))
     return AscendMLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=size, dtype=torch.bfloat16, sparse_head_dim=sparse_head_dim
+        block_size=16,
+        num_kv_heads=1,
+        head_size=sum(sparse_head_dim or (512, 64)),
+        dtype=torch.bfloat16,
+        sparse_head_dim=sparse_head_dim,
+        **more,
     )
 
 
-def test_a_sparse_indexers_cache_is_refused_although_its_class_is_that_of_mla() -> None:
-    """Its keys may be int8 with scales in a tensor of their own, and the spec still says bfloat16."""
-    admission.check_groups(cache_config(ascend_spec(None)))
-    with pytest.raises(ConfigError) as caught:
-        admission.check_groups(cache_config(ascend_spec((512, 64, 128))))
-    assert caught.value.code == "PD-CONF-005" and "sparse indexer's cache" in caught.value.sentence
+@pytest.mark.parametrize("second", [(512, 64, 128), (512, 64, 0)], ids=["in all layers", "in some"])
+def test_a_sparse_indexer_may_be_a_part_of_its_layer(second: tuple[int, ...]) -> None:
+    """vllm-ascend has one spec for latent, rope and index key; layers that use another's choice have no key."""
+    specs = dict(zip(LAYERS, (ascend_spec((512, 64, 128)), ascend_spec(second)), strict=True))
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    groups = SimpleNamespace(kv_cache_groups=[group])
+    admission.check_groups(groups)
+    shape = admission.cache_shape(vllm_config(tensor_parallel_size=2), groups)
+    assert [shape.of(name) for name in LAYERS] == [LayerShape(1, 1, 704), LayerShape(1, 1, sum(second))]
+
+
+def test_an_indexer_with_int8_is_what_its_tensors_say() -> None:
+    """C8: the spec says bfloat16 and counts elements. P and D compare what the tensors are."""
+    spec = ascend_spec((656, 0, 128), cache_sparse_sfa_c8=True, cache_sparse_li_c8=True)
+    admission.check_groups(cache_config(spec))
+    assert admission.cache_shape(vllm_config(), cache_config(spec)).of(LAYERS[0]) == LayerShape(1, 1, 784)
 
 
 def test_all_refusals_are_told_where_somebody_asks_and_the_first_stops_the_start() -> None:

@@ -103,6 +103,27 @@ def test_latent_and_rope_apart_have_cells_of_their_own() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16",) * 3, ("bfloat16", "bfloat16", "int8", "float16")], ids=["plain", "C8"]
+)
+def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[str, ...]) -> None:
+    """vllm-ascend: (latent, rope, index key[, scale]); layers that use another's choice have the first two alone."""
+    parts = [
+        torch.empty(BLOCKS, 16, 1, dim, dtype=getattr(torch, dtype))
+        for dim, dtype in zip((512, 64, 128, 1), dtypes, strict=False)
+    ]
+    shape = replace(LATENT, head_size=704, unlike={"l1": LayerShape(1, 1, 576)})
+    caches = describe({"l0": parts, "l1": parts[:2], "l2": parts}, shape, NPU_LIKE)
+    with_keys, without = caches.geometry.kinds
+    assert with_keys.layers == ("l0", "l2") and without.layers == ("l1",)
+    sizes = [(region.name, region.cell_bytes) for region in with_keys.regions]
+    expected = [(f"kv{i}", part.shape[-1] * part.element_size()) for i, part in enumerate(parts)]
+    assert sizes == expected and [(r.name, r.cell_bytes) for r in without.regions] == expected[:2]
+    assert with_keys.dtype == ("bfloat16" if len(set(dtypes)) == 1 else "/".join(dtypes))
+    assert caches.bases[2] == tuple(part.data_ptr() for part in parts)
+    assert len(caches.storages) == len(parts)
+
+
 def test_k_and_v_stacked_in_one_tensor() -> None:
     stacked = torch.empty(2, BLOCKS, BLOCK, HEADS, SIZE)
     caches = describe({"l0": stacked}, SHAPE, NPU_LIKE)

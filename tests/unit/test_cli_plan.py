@@ -182,7 +182,8 @@ FULL = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, 
 REFUSED = {
     "a window": {"sliding_window": 128, "max_position_embeddings": 4096},
     "windows between": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
-    "an indexer": {"index_topk": 2048},
+    "an indexer beside heads": {"index_topk": 2048, "index_head_dim": 128},
+    "compressed caches": {"compress_ratios": [4, 128], "index_topk": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "linear attention": {"layer_types": ["linear_attention", "full_attention"]},
     "states": {"mamba_d_state": 128},
     "a quantised cache": {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
@@ -210,3 +211,11 @@ def test_a_model_with_full_attention_is_planned(more, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
     assert "2 KV heads × 64, 4 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "cell"), [({}, 576), ({"index_topk": 2048, "index_head_dim": 128}, 704)])
+def test_an_indexers_key_is_planned_with_its_layer(more, cell, tmp_path, capsys):
+    config = {**FULL, "kv_lora_rank": 512, "qk_rope_head_dim": 64, **more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
+    assert f"{cell}, 4 layers" in capsys.readouterr().out

@@ -30,6 +30,7 @@ KNOWN = field.Known.read(
                 "gqa": {**LLAMA, "caches": ["full"], "kv_heads": 4, "head_dim": 32},
                 "mla": {**LLAMA, "caches": ["mla"], "mla": [512, 64]},
                 "sparse": {**LLAMA, "caches": ["indexer"], "mla": [512, 64, 128]},
+                "shared": {**LLAMA, "layers": 8, "caches": ["indexer"], "mla": [512, 64, 128], "index_every": 4},
                 "hybrid": {**LLAMA, "caches": ["full", "gdn"], "kv_heads": 2, "head_dim": 32},
             },
             "models": {
@@ -37,9 +38,10 @@ KNOWN = field.Known.read(
                 "me/gqa-c8": {"family": "gqa", "c8": "kv_consumer"},
                 "me/mla": {"family": "mla"},
                 "me/sparse": {"family": "sparse"},
+                "me/shared": {"family": "shared"},
                 "me/hybrid": {"family": "hybrid"},
             },
-            "drafts": {"me/draft": {"method": "eagle3", "caches": ["mixed"]}},
+            "drafts": {"me/draft": {"method": "eagle3", "kv_heads": 8, "head_dim": 64}},
         }
     )
 )
@@ -210,7 +212,8 @@ DRAFT = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
 UNPROVEN = '{"method": "dflash", "num_speculative_tokens": 7}'
 GROUPS = ["PD-CONF-005 A model with 2 KV cache groups", "PD-CONF-005 A KV cache of kind MambaSpec"]
 MODE = "PD-CONF-005 cudagraph_mode FULL_AND_PIECEWISE on prefill"
-SPECULATION, INDEXER = "PD-CONF-005 Speculative decoding with dflash", "PD-CONF-005 A sparse indexer's cache"
+SPECULATION = "PD-CONF-005 Speculative decoding with dflash"
+OWN, C8 = '{"model": "me/draft"}', '{"enable_sparse_li_c8": true, "enable_sparse_sfa_c8": false}'
 CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a draft on D alone": ({"d": line(D, "--speculative-config", DRAFT)}, [], []),
     "a draft": (
@@ -220,15 +223,29 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "an unproven draft": ({"d": line(D, "--speculative-config", UNPROVEN)}, [], [SPECULATION]),
     "a draft of its own shape": (
-        {"d": line(D, "--speculative-config", '{"model": "me/draft"}')},
+        {
+            "d": line(D, "--speculative-config", OWN),
+            "p": line(P, "--speculative-config", OWN, "--tensor-parallel-size", "2"),
+        },
         [],
-        ["PD-CONF-005 A KV cache of kind UniformTypeKVCacheSpecs"],
+        [],
+    ),
+    "a draft of its own shape beside MLA": (
+        {"d": line(D, "--speculative-config", OWN), "model": "me/mla"},
+        [],
+        [],
     ),
     "full graphs become piecewise": ({"p": line(P, eager=False)}, [], []),
     "full graphs of one configuration for both": ({"p": line(P, eager=False, connector=SHARED)}, [MODE], []),
     "int8 on D": ({"model": "me/gqa-c8"}, [], ["PD-CONF-005 A quantised KV cache (torch.int8)"]),
     "by flag": ({"p": line(P, "--kv-cache-dtype", "fp8")}, ["PD-CONF-005 A quantised KV cache (fp8)"], []),
-    "indexer": ({"model": "me/sparse"}, [INDEXER], [INDEXER]),
+    "indexer": ({"model": "me/sparse"}, [], []),
+    "indexers in some layers": ({"model": "me/shared", "d": line(D, "--speculative-config", DRAFT)}, [], []),
+    "indexer, quantised": (
+        {"model": "me/sparse", "p": line(P, "--additional-config", C8), "d": line(D, "--additional-config", C8)},
+        [],
+        [],
+    ),
     "hybrid": ({"model": "me/hybrid"}, GROUPS, GROUPS),
     "context parallelism": (
         {"p": line(P, "--decode-context-parallel-size", "2", "--prefill-context-parallel-size", "2")},
@@ -264,6 +281,7 @@ def test_caches_that_do_not_fit_each_other_are_no_pair() -> None:
     words = field._pair([p], [other])
     assert words.startswith("PD-GEO-001")
     assert not field.Verdict("x", "me/gqa", (p,), (other,), words).both
+    assert judged(p=line(P, "--additional-config", C8), model="me/sparse").pair.startswith("PD-GEO-001: dtype")
 
 
 def test_the_environment_of_who_runs_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +306,19 @@ def test_the_specs_of_proven_caches_are_vllms_own_classes() -> None:
     admission.check_groups(SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]))  # type: ignore[arg-type]
     latent = KNOWN.models["me/mla"].spec("mla", 8, 16, P)
     assert type(latent).__name__ == "AscendMLAAttentionSpec" and latent.head_size == 576
+
+
+def test_a_layer_is_registered_as_vllm_ascend_does() -> None:
+    """Latent, rope, index key; with C8 the first two packed, the third int8 with a scale; none where another's choice is used."""
+    shared = KNOWN.models["me/shared"]
+    names = shared.layers(drafts=True)
+    for c8, parts in (((), [512, 64, 128]), (("li",), [512, 64, 128, 1]), (("sfa", "li"), [656, 128, 1])):
+        spec = shared.spec("indexer", 8, 16, P, c8)
+        specs = shared.by_layer(names, spec, c8)
+        assert [part.shape[-1] for part in field.tensors(spec)] == parts
+        assert [names.index(name) for name in names if specs[name] is spec] == [0, 1, 5]
+        without = field.tensors(specs[names[2]])
+        assert [part.shape[-1] for part in without] == ([656] if "sfa" in c8 else [512, 64])
 
 
 # -- the page
@@ -337,7 +368,8 @@ def test_a_rule_that_becomes_stricter_loses_starts_by_name(monkeypatch: pytest.M
 
 def test_a_rule_that_takes_more_wants_the_tensors_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "group_refusals", lambda groups: iter(()))
-    with pytest.raises(NotImplementedError, match="hybrid"):
+    monkeypatch.setattr(admission, "_unlike", lambda *given: iter(()))
+    with pytest.raises(ValueError, match="too many values"):
         judged(model="me/hybrid")
 
 

@@ -235,6 +235,8 @@ UNLIKE = {
     "planes, another size": Model("opaque", heads=2, layers=2, drafts=1, draft_dim=32),
     "a latent cache, a draft model of one head": Model("token", heads=1, layers=2, drafts=1, draft_heads=4),
     "an indexer": Model("token", heads=2, layers=2, indexers=True),
+    "tuples, an indexer's key in some": Model("indexed", heads=1),
+    "tuples, an indexer's key in the draft model too": Model("indexed", heads=1, layers=2, drafts=1),
     "an indexer, and a draft model": Model("token", heads=4, layers=2, drafts=1, draft_heads=2, indexers=True),
 }
 

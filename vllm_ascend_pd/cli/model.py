@@ -54,7 +54,10 @@ def read_model(model: str) -> Model:
 
     attention, layers = size("num_attention_heads"), size("num_hidden_layers")
     if config.get("kv_lora_rank"):
-        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim"), layers, True)
+        index = (
+            size("index_head_dim") if config.get("index_topk") else 0
+        )  # lies beside the latent, in each layer at most
+        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim") + index, layers, True)
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
     return Model(size("num_key_value_heads") if config.get("num_key_value_heads") else attention, dim, layers, False)
 
@@ -69,8 +72,10 @@ def refused(config: Mapping[str, Any]) -> str:
     used = config.get("use_sliding_window", True) and not isinstance(kinds, list)
     if used and isinstance(window, int) and not (isinstance(longest, int) and window >= longest):
         return f"A model with a sliding window of {window} tokens"
-    if config.get("index_topk"):
-        return "A model with a sparse indexer's cache"
+    if config.get("compress_ratios"):
+        return "A model with compressed KV caches"
+    if config.get("index_topk") and not config.get("kv_lora_rank"):
+        return "A model with a sparse indexer's cache, and without MLA"
     states = [name for name in _STATES if config.get(name)]
     if states:
         return f"A model with recurrent states ({states[0]})"

@@ -128,6 +128,12 @@ def _by_layer(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
     return tuple(of[name] for name in geometry.layers)
 
 
+def attention_of(name: str) -> str:
+    """Of an indexer's layer the attention after it, whose hook stands for both; of any other layer nothing."""
+    attention, indexer, _ = name.partition(".indexer.")
+    return f"{attention}.attn" if indexer else ""
+
+
 def told(words: Sequence[str]) -> str:
     """A word for each region as one: once, if all are equal."""
     return "/".join(words) if len(set(words)) > 1 else words[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.core.exchanges import Run
 from vllm_ascend_pd.prefill.core.push import Unit
@@ -109,8 +110,7 @@ class Steps:
         """Layers that are computed before another, whose hook says so."""
         found: dict[int, list[int]] = {}
         for name, index in self._layers.items():
-            attention, indexer, _ = name.partition(".indexer.")
-            if indexer and (of := self._layers.get(f"{attention}.attn")) is not None:
+            if (of := self._layers.get(attention_of(name))) is not None:
                 found.setdefault(of, []).append(index)
         return found
 

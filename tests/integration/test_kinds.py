@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that are unlike, through real pairs, `verify: full`: an indexer's keys beside MLA, and a draft model with heads beside both.
+
+The model (plugins/kinds) has both in plain torch, with chunks and prefix caching, which vLLM's own MLA has not on a CPU. What its
+indexers keep decides which tokens its attention looks at, so an answer without them is another one: the last class shows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pairs import Pair, PairMaker, close_traces, fresh_prompt, reference_answers
+from test_drafts import check as check_drafts
+from test_drafts import own, running
+
+from scripts.support.client import body_of, complete
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+from scripts.support.timeline import Trace
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+KINDS = Path(__file__).parent / "plugins" / "kinds"
+BLOCK, CHUNK = 32, 96
+LENGTHS = (1, 20, BLOCK, BLOCK + 1, CHUNK, 333, 700)
+
+
+def spec(name: str, model: str, role: str, extra: dict[str, Any], **more: Any) -> EngineSpec:
+    policy = {} if role == "kv_producer" else {"policy": "fail"}
+    return EngineSpec(
+        name, ensure(model), role=role, block_size=BLOCK, chunk=CHUNK, plugins=(KINDS,), extra=extra, **policy, **more
+    )
+
+
+def tuples(**more: Any) -> dict[str, Any]:
+    """With the connector that is handed what vllm-ascend's is."""
+    return {"connector": "TupleConnector", "transfer": {"kv_connector_module_path": "pd_test_tuples"}, **more}
+
+
+def exercise(pair: Pair, name: str) -> None:
+    for length in LENGTHS:
+        pair.check([fresh_prompt(length)], name=name)
+    pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
+
+
+@pytest.fixture(scope="module")
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    (d,) = cluster.start(spec("indexed-d", "indexed", "kv_consumer", cluster.push_config(*allowed)))
+    yield d
+    cluster.stop(d)
+
+
+@pytest.fixture(scope="class")
+def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+    p = spec("indexed-p", "indexed", "kv_producer", cluster.push_config())
+    with running(cluster, make_pair, p, beside=[decode]) as made:
+        yield made
+
+
+class TestAnIndexerBesideMla:
+    """As vLLM has it: a layer of its own, beside three of four attentions."""
+
+    def test_every_length_in_chunks(self, pair: Pair) -> None:
+        exercise(pair, "indexer 1→1")
+
+    def test_a_prefix_on_decode(self, pair: Pair) -> None:
+        pair.check_prefix_on_decode(BLOCK)
+
+    def test_a_prefix_on_prefill(self, pair: Pair) -> None:
+        pair.check_prefix_on_prefill(BLOCK)
+
+
+@pytest.mark.slow
+class TestIndexerShapes:
+    def test_from_tp_2_each_rank_pushes_its_share(
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
+    ) -> None:
+        """Both ranks hold all of it: MLA and indexer are replicated."""
+        traces = cluster.directory / "traces-indexed"
+        traces.mkdir()
+        extra = cluster.push_config(trace_dir=str(traces), regroup="always")
+        with running(
+            cluster, make_pair, spec("indexed-p2", "indexed", "kv_producer", extra, tp=2), beside=[decode]
+        ) as pair:
+            exercise(pair, "indexer 2→1")
+            close_traces(pair)
+        pushed: Counter[str] = Counter()
+        layers: dict[str, set[int]] = {}
+        for event in Trace(traces).events:
+            if event.stage == "layer_pushed":
+                pushed[event.source] += event.facts["bytes"]
+                layers.setdefault(event.source, set()).update(event.facts["layers"])
+        told(f"indexer 2→1: {sorted(pushed.values())} bytes by rank")
+        assert [len(of) for of in layers.values()] == [7, 7], "four attentions and three indexers, from each rank"
+        assert max(pushed.values()) < 1.2 * min(pushed.values())
+
+    def test_in_one_tuple_with_the_latent_to_tp_2(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
+        """As vllm-ascend has it: a third tensor of the layer, where the layer has an indexer."""
+        specs = (
+            spec("tuple-p", "indexed", "kv_producer", cluster.push_config(), **tuples()),
+            spec("tuple-d", "indexed", "kv_consumer", cluster.push_config(*allowed), **tuples(tp=2)),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, "tuples 1→2")
+            pair.check_prefix_on_decode(BLOCK)
+
+    def test_quantised_and_in_one_tuple(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        """C8: latent and rope packed with a scale as int8, the index key int8, its scale a tensor of its own."""
+        specs = (
+            spec("int8-p", "indexed-int8", "kv_producer", cluster.push_config(), **tuples(tp=2)),
+            spec("int8-d", "indexed-int8", "kv_consumer", cluster.push_config(*allowed), **tuples()),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, "C8 2→1")
+
+    def test_a_draft_model_with_heads_beside_mla_and_indexers(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+    ) -> None:
+        """Three kinds of layers in one group: Eagle3 with eight KV heads beside latents and index keys. The ranks of P exchange the
+        draft's layer, and push the others as they are."""
+        draft = own("eagle3", "spec-indexed-eagle3", num_speculative_tokens=1)
+        p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed)
+        specs = (
+            spec("three-p", "spec-indexed", "kv_producer", p_config, tp=2, draft=draft),
+            spec("three-d", "spec-indexed", "kv_consumer", d_config, draft=draft),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            check_drafts(pair, LENGTHS, "Eagle3 beside MLA and indexers 2→1", told)
+
+
+@pytest.mark.slow
+class TestPlantedFault:
+    def test_keys_that_are_written_after_the_hook_make_other_answers(
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker
+    ) -> None:
+        """P's own answers are right, and its indexers' caches are not when its hooks fire: what arrives is what lay there. Prompts of
+        one chunk, because the next one's step writes them; and no sum finds it, because P sums what it pushes."""
+        p = spec(
+            "indexed-late",
+            "indexed",
+            "kv_producer",
+            cluster.push_config(),
+            environment={"PD_TEST_INDEXER": "late"},
+        )
+        with running(cluster, make_pair, p, beside=[decode]) as pair:
+            wrong = 0
+            for length in (20, 40, 70, 90):
+                prompt = fresh_prompt(length)
+                (expected,) = reference_answers(pair.prefill, [prompt], 12)
+                before = pair.loaded_tokens()
+                got = complete(pair.front.url, body_of(prompt, 12))
+                assert pair.loaded_tokens() - before == length
+                wrong += got.tokens != expected.tokens
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the indexers' keys"
