@@ -181,7 +181,6 @@ _POSITIVE = (
     *("prefill_timeout", "idle_timeout", "max_running", "max_body_mib", "grace"),
 )
 _NOT_NEGATIVE = ("max_waiting", "max_wait", "max_retries", "retry_delay")
-_LAST_PORT = 65535
 _LEAST_PROBE_S = 0.01
 
 
@@ -218,15 +217,17 @@ def _is_host(text: str) -> bool:
 
 
 def _check_ports(args: argparse.Namespace) -> None:
+    from vllm_ascend_pd.metaserver.service.fleet import LAST_PORT
+
     for flag, port in (("--port", args.port), ("--worker-port", args.worker_port)):
-        if not 0 <= port <= _LAST_PORT:
-            _impossible(flag, port, "there is no such port", f"Give a port from 1 to {_LAST_PORT}.")
+        if not 0 <= port <= LAST_PORT:
+            _impossible(flag, port, "there is no such port", f"Give a port from 1 to {LAST_PORT}.")
     if args.workers > 1 and args.port == 0:
         _impossible("--port", 0, "several workers need a known port", "Give a port, or one worker.")
     first = args.worker_port or args.port + 1
-    if args.workers > 1 and first + args.workers - 1 > _LAST_PORT:
+    if args.workers > 1 and first + args.workers - 1 > LAST_PORT:
         flag, port = ("--worker-port", args.worker_port) if args.worker_port else ("--port", args.port)
-        why = f"{args.workers} workers have ports of their own from {first} on, and the last there is is {_LAST_PORT}"
+        why = f"{args.workers} workers have ports of their own from {first} on, and the last there is is {LAST_PORT}"
         _impossible(flag, port, why, "Give a lower port, or another --worker-port.")
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind, Region, told
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind, Region, in_one_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
     storages = [part.untyped_storage() for part in parts]
     return _Layer(
         heads=own.total_heads,
-        dtype=told([str(part.dtype).removeprefix("torch.") for part in parts]),
-        packing=told(packings),
+        dtype=in_one_word([str(part.dtype).removeprefix("torch.") for part in parts]),
+        packing=in_one_word(packings),
         regions=tuple(regions),
         bases=tuple(part.data_ptr() for part in parts),
         blocks=blocks.pop(),

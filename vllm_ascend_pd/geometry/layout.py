@@ -134,12 +134,12 @@ def attention_of(name: str) -> str:
     return f"{attention}.attn" if indexer else ""
 
 
-def told(words: Sequence[str]) -> str:
+def in_one_word(words: Sequence[str]) -> str:
     """A word for each region as one: once, if all are equal."""
     return "/".join(words) if len(set(words)) > 1 else words[0]
 
 
-def each(word: str, count: int) -> tuple[str, ...]:
+def word_by_word(word: str, count: int) -> tuple[str, ...]:
     """The other way round; one word is everybody's."""
     words = tuple(word.split("/"))
     return words if len(words) == count else (word,) * count

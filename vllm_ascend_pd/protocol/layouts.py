@@ -16,7 +16,16 @@ from typing import Annotated
 import msgspec
 
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import MAX_KINDS, MAX_LAYERS, CacheGeometry, Name, Region, Stride, each, told
+from vllm_ascend_pd.geometry.layout import (
+    MAX_KINDS,
+    MAX_LAYERS,
+    CacheGeometry,
+    Name,
+    Region,
+    Stride,
+    in_one_word,
+    word_by_word,
+)
 from vllm_ascend_pd.geometry.layout import Kind as Unlike
 from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Contributor, Count, Endpoint, Rank, Token
@@ -124,7 +133,9 @@ def _components(g: CacheGeometry) -> tuple[Component, ...]:
     held, count = Held(g.kv_heads), len(g.regions)
     return tuple(
         Component(r.name, dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, packing, held)
-        for r, dtype, packing in zip(g.regions, each(g.dtype, count), each(g.packing, count), strict=True)
+        for r, dtype, packing in zip(
+            g.regions, word_by_word(g.dtype, count), word_by_word(g.packing, count), strict=True
+        )
     )
 
 
@@ -182,7 +193,7 @@ def read(layout: bytes) -> Told:
 def _planned(kind: Kind) -> tuple[int, str, str, tuple[Region, ...]]:
     some = kind.components
     regions = tuple(Region(c.name, c.block_stride, c.head_stride, c.token_stride, c.cell_bytes) for c in some)
-    return some[0].held.heads, told([c.dtype for c in some]), told([c.packing for c in some]), regions
+    return some[0].held.heads, in_one_word([c.dtype for c in some]), in_one_word([c.packing for c in some]), regions
 
 
 def _beyond(layout: Layout) -> str:

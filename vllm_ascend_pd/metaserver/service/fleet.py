@@ -37,7 +37,7 @@ from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 MOST_ENDPOINTS = 1024  # of one text
-_LAST_PORT = 65535
+LAST_PORT = 65535
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
@@ -63,7 +63,7 @@ def parse_specs(role: Role, text: object, weight: object = 1.0) -> list[Spec]:
     head, first, count = several[1], int(several[2]), int(several[3])
     if not 1 <= count <= MOST_ENDPOINTS:
         raise ValueError(f"{role.value} instances {text!r}: {count} is not between 1 and {MOST_ENDPOINTS}")
-    if first + count - 1 > _LAST_PORT:
+    if first + count - 1 > LAST_PORT:
         raise ValueError(f"{role.value} instances {text!r} would end at port {first + count - 1}")
     return [parse_spec(role, f"{head}{port}", weight) for port in range(first, first + count)]
 
