@@ -135,6 +135,18 @@ class TestIndexerShapes:
         with running(cluster, make_pair, *specs) as pair:
             check_drafts(pair, LENGTHS, "Eagle3 beside MLA and indexers 2→1", told)
 
+    def test_a_draft_model_that_has_indexers(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+    ) -> None:
+        """As DeepSeek-V3.2's MTP layer has one. Here the draft is the model itself, so nearly all that it says is right."""
+        draft = own("draft_model", "indexed", num_speculative_tokens=2)
+        specs = (
+            spec("drafting-p", "indexed", "kv_producer", cluster.push_config(), draft=draft),
+            spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed), draft=draft),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            check_drafts(pair, LENGTHS, "a draft model with indexers 1→1", told)
+
 
 @pytest.mark.slow
 class TestPlantedFault:

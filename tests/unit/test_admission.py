@@ -382,6 +382,19 @@ def test_an_indexer_is_a_layer_of_one_key_per_token_for_all_ranks() -> None:
     assert shape.of(LAYERS[1]) == LayerShape(1, 1, 64)
 
 
+def test_a_draft_models_indexer_is_the_draft_models() -> None:
+    """DeepSeek-V3.2's MTP layer has one, too: P may lack both of its layers, and no other."""
+    groups = with_indexers(latent(32, 64))
+    (group,) = groups.kv_cache_groups
+    of_draft = {
+        "model.layers.2.self_attn.attn": latent(32, 64),
+        "model.layers.2.self_attn.indexer.k_cache": latent(32, 24),
+    }
+    group.layer_names.extend(of_draft)
+    group.kv_cache_spec.kv_cache_specs.update(of_draft)
+    assert admission.cache_shape(with_drafts()("kv_producer"), groups).drafts == set(of_draft)
+
+
 @pytest.mark.parametrize(
     ("attention", "more"),
     [(attention(), ()), (latent(32, 64), ("model.layers.7.self_attn.indexer.k_cache",))],

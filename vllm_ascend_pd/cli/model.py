@@ -54,9 +54,8 @@ def read_model(model: str) -> Model:
 
     attention, layers = size("num_attention_heads"), size("num_hidden_layers")
     if config.get("kv_lora_rank"):
-        index = (
-            size("index_head_dim") if config.get("index_topk") else 0
-        )  # lies beside the latent, in each layer at most
+        # An indexer's key is counted as a part of its layer's cell, and as if all layers had one.
+        index = size("index_head_dim") if config.get("index_topk") else 0
         return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim") + index, layers, True)
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
     return Model(size("num_key_value_heads") if config.get("num_key_value_heads") else attention, dim, layers, False)

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfe
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCacheRole
 
@@ -185,7 +186,7 @@ class Latent(LlamaAttention):
         del vllm_config.compilation_config.static_forward_context[self.name]  # vLLM's own, whose place this takes
         self.attn = Vectors(self.name, 2 * self.head_dim, dtype, SparseCacheRole.SPARSE, config.int8)
         self.indexer = None
-        if int(prefix.split(".")[2]) in config.indexers:
+        if extract_layer_index(prefix) in config.indexers:
             self.indexer = Indexer(config, f"{prefix}.indexer", dtype)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
