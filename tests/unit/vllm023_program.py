@@ -96,9 +96,8 @@ def check(condition: object, what: str) -> None:
 # ---- scenarios
 
 
-def _chunked(p_tp: int, d_tp: int, missing: int = -1) -> None:
+def _chunked(p_tp: int, d_tp: int) -> None:
     with site(p_tp, d_tp) as pair:
-        pair.prefill.missing_hook = missing
         lengths = {f"r{length}": length for length in (2, BLOCK, BLOCK + 1, 100, 200, 250)}
         for name, length in lengths.items():
             pair.send(name, prompt(name, length))
@@ -128,8 +127,14 @@ def chunks_from_4_to_2() -> None:
 
 
 def a_layer_in_a_graph() -> None:
-    """A hook that does not fire is made up for in wait_for_save."""
-    _chunked(2, 1, missing=1)
+    """A layer whose hook does not fire is pushed as little as if it had not been computed: D computes the prompts itself."""
+    with site(policy="recompute") as pair:
+        pair.prefill.missing_hook = 1
+        lengths = {f"r{length}": length for length in (BLOCK + 1, 200)}
+        for name, length in lengths.items():
+            pair.send(name, prompt(name, length))
+        pair.until(lambda: all(pair.decode.request(f"{name}-d") is None for name in lengths), "D has answered")
+        check({name: pair.decode.computed[f"{name}-d"] for name in lengths} == lengths, f"{pair.decode.computed}")
 
 
 def hooks_in_the_order_of_0_23() -> None:
