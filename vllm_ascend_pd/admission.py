@@ -103,6 +103,8 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     shapes = {name: shape(name, of) for name, of in specs.items()}
     for refusal in _unlike(specs, shapes, layers):
         raise refusal
+    if config.parallel_config.pipeline_parallel_size > 1 and any(map(_has_indexer, specs, specs.values())):
+        raise _refused("A sparse indexer with pipeline parallelism", "Start prefill with -pp 1.")
     first = next(iter(shapes.values()), None) or shape("", spec)
     unlike = {name: one for name, one in shapes.items() if one != first}
     return CacheShape(spec.block_size, first.local_heads, first.total_heads, first.head_size, tp, which, layers, unlike)
@@ -125,6 +127,11 @@ def _unlike(
         if (attention := attention_of(name)) and attention not in latent:
             # Its own write has no hook: nobody would say when it is computed.
             yield _refused(f"An indexer's cache without MLA in the same layer ({name})", "Use another model.")
+
+
+def _has_indexer(name: str, spec: Any) -> bool:
+    """As a layer of its own, or as a part of its layer's tuple."""
+    return bool(attention_of(name) or getattr(spec, "sparse_head_dim", None))
 
 
 def _by_layer(spec: Any) -> dict[str, Any]:

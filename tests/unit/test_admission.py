@@ -437,6 +437,14 @@ def test_a_sparse_indexer_may_be_a_part_of_its_layer(second: tuple[int, ...]) ->
     assert [shape.of(name) for name in LAYERS] == [LayerShape(1, 1, 704), LayerShape(1, 1, sum(second))]
 
 
+def test_an_indexer_with_a_pipeline_is_refused() -> None:
+    staged = vllm_config(pipeline_parallel_size=2)
+    for groups in (with_indexers(latent(32, 64)), cache_config(ascend_spec((512, 64, 128)))):
+        with pytest.raises(ConfigError, match="A sparse indexer with pipeline parallelism"):
+            admission.cache_shape(staged, groups)
+    assert admission.cache_shape(staged, cache_config(ascend_spec(None))).of(LAYERS[0]) == LayerShape(1, 1, 576)
+
+
 def test_an_indexer_with_int8_is_what_its_tensors_say() -> None:
     """C8: the spec says bfloat16 and counts elements. P and D compare what the tensors are."""
     spec = ascend_spec((656, 0, 128), cache_sparse_sfa_c8=True, cache_sparse_li_c8=True)
