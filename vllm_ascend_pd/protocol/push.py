@@ -45,9 +45,10 @@ class PushAgenda:
         self._touched[push.order.push] = push, known
 
     def _update(self) -> None:
-        touched, self._touched = self._touched, {}
-        for push, known in touched.values():
-            self._schedule(push, known=known)
+        if self._touched:  # mostly not: whoever decides anything asks for the next time
+            touched, self._touched = self._touched, {}
+            for push, known in touched.values():
+                self._schedule(push, known=known)
 
     def _schedule(self, push: Push, *, known: bool) -> None:
         """Put every timer of this push on the agendas."""
@@ -71,8 +72,7 @@ class PushAgenda:
         return self._settling.due(self._clock.seconds)
 
     def next(self) -> tuple[float | None, float | None]:
-        if self._touched:
-            self._update()
+        self._update()
         settling = self._settling.next()
         return self._wall.next(), None if settling is None else self._clock.wake(settling)
 

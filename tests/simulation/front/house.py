@@ -125,6 +125,7 @@ class House:
             rng = random.Random(f"p{i}/{seed}")
             self.prefills.append(Prefill(f"p{i}", P_PORT + i, kind, rng, self.network, self.apps, decodes=self.decodes))
         self.engines: list[Engine] = [*self.prefills, *self.decodes.values()]
+        self._by_address = {engine.address: engine for engine in self.engines}
         hubs: list[LinkedHub] = []
         self.workers: list[Worker] = []
         self._standing: list[Any] = []
@@ -252,7 +253,7 @@ class House:
             for worker, proven in zip(self.workers, once, strict=True):
                 self.problems += self._wrongly_proven(worker, proven)
                 for instance in worker.fleet:
-                    engine = self._engine(instance.name)
+                    engine = self._by_address[instance.name]
                     if engine.kind.sound and instance.broke:
                         self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
             await asyncio.sleep(0.25)
@@ -261,7 +262,7 @@ class House:
         """`once`: the pairs of sound engines that were proven before."""
         proofs = worker.fleet.proven()
         for proof in proofs:
-            prefill, decode = self._engine(proof.prefill), self._engine(proof.decode)
+            prefill, decode = self._by_address[proof.prefill], self._by_address[proof.decode]
             if prefill.kind.mute:
                 yield f"promise 3: {prefill.name} to {decode.name} is proven, and nothing moves over it"
             for engine, life in ((prefill, proof.prefill_life), (decode, proof.decode_life)):
@@ -273,9 +274,6 @@ class House:
                 once.add((proof.prefill, proof.decode))
         if void := once - {(proof.prefill, proof.decode) for proof in proofs}:
             yield f"promise 3: the proof of {sorted(void)[0]} is void, though both live on"
-
-    def _engine(self, address: str) -> Engine:
-        return next(engine for engine in self.engines if engine.address == address)
 
     def _ready(self) -> str:
         good = [p for p in self.prefills if not p.kind.mute]
