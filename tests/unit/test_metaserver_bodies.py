@@ -226,4 +226,4 @@ def test_counts_and_flags_are_read_as_the_engine_reads_them(value: object) -> No
     number = read(count, 7)
     fields = {"n": msgspec.Raw(raw)}
     assert bodies._number(fields, "n", 7) == (number if 0 <= number < 10**9 else 7)  # type: ignore[operator]
-    assert bodies._flag(fields, "n") is read(flag, False)
+    assert bodies.flag(fields, "n") is read(flag, False)

@@ -557,5 +557,5 @@ def test_each_code_that_a_report_can_carry_has_a_verdict_with_a_reason() -> None
 
 def test_what_comes_before_a_drop_is_whole_events() -> None:
     end = b'data: {"text": "data: x", "stop_reason": "recomputed"}\n\n'
-    assert relay._before_drop(b"data: 1\n\n" + end) == b"data: 1\n\n"
-    assert relay._before_drop(end) == b""
+    assert relay._before(relay._DROPPED, b"data: 1\n\n" + end) == b"data: 1\n\n"
+    assert relay._before(relay._DROPPED, end) == b""

@@ -168,12 +168,14 @@ def test_a_request_survives_the_death_of_its_d_before_the_first_byte() -> None:
 
 
 def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
-    with cluster() as c:
-        c.decode[0].manner.break_after = 2
-        answer = c.complete("x", stream=True)
-        *pieces, error, done = events(answer)
-        assert len(pieces) == 2 and done == "[DONE]"
-        assert json.loads(error)["error"]["code"] == "PD-META-007"
+    for resume_tokens, code in ((0, "PD-META-007"), (1000, "PD-META-024")):
+        with cluster(resume_tokens=resume_tokens) as c:
+            c.decode[0].manner.break_after = 2
+            answer = c.complete("x", stream=True)
+            *pieces, error, done = events(answer)
+            assert len(pieces) == 2 and done == "[DONE]"
+            assert json.loads(error)["error"]["code"] == code
+            assert ("samples" in error) is (resume_tokens > 0), "why nobody goes on with it"
 
 
 def test_an_empty_200_is_no_answer() -> None:
@@ -222,3 +224,22 @@ def test_the_last_of_several_choices_still_finds_its_prompt() -> None:
         assert answer.status_code == 200
         until(lambda: len(c.legs()) == 2)
         assert all(leg["prompt"] == "two" for leg in c.legs())
+
+
+def test_d_is_asked_for_token_ids_of_streams_that_can_go_on_and_p_is_not() -> None:
+    for resume_tokens in (0, 1000):
+        with cluster(resume_tokens=resume_tokens) as c:
+            for more in ({"stream": True, "temperature": 0}, {"stream": True}, {"temperature": 0}):
+                assert c.complete("x", **more).status_code == 200
+                asked = "return_token_ids" in c.decode[0].generations()[-1].body
+                assert asked is (len(more) == 2 and resume_tokens > 0), more
+            assert not any("return_token_ids" in leg for leg in c.legs())
+
+
+def test_a_greedy_stream_of_a_d_that_tells_no_ids_says_so_when_it_breaks() -> None:
+    with cluster(decode=2) as c:
+        for decode in c.decode:
+            decode.manner.break_after = 2
+        *pieces, error, done = events(c.complete("x", stream=True, temperature=0))
+        assert len(pieces) == 2 and done == "[DONE]"
+        assert json.loads(error)["error"]["code"] == "PD-META-024" and "no token ids" in error

@@ -91,6 +91,19 @@ def _behaviour(group: Any) -> None:
     group.add_argument("--first-byte-timeout", type=float, default=900.0, help="seconds for a decode engine's answer")
     group.add_argument("--prefill-timeout", type=float, default=600.0, help="seconds for a prefill engine's answer")
     group.add_argument("--idle-timeout", type=float, default=300.0, help="seconds a stream may be silent")
+    group.add_argument(
+        "--resume-tokens",
+        type=int,
+        default=131_072,
+        help="a greedy stream of so many tokens, prompt and answer, goes on with another decode engine when its own dies; 0: none does",
+    )
+    group.add_argument("--resume-mib", type=int, default=256, help="memory for that, per worker")
+    group.add_argument(
+        "--engine-max-new-tokens",
+        type=int,
+        default=0,
+        help="the engines' own limit of an answer, if their generation config has one (max_new_tokens); 0: none",
+    )
 
 
 def _limits(group: Any) -> None:
@@ -160,6 +173,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         first_byte_timeout_s=args.first_byte_timeout,
         idle_timeout_s=args.idle_timeout,
         probe_every_s=args.probe_every,
+        resume_tokens=args.resume_tokens,
+        resume_bytes=args.resume_mib << 20,
+        resume_ceiling=args.engine_max_new_tokens,
         max_body_bytes=args.max_body_mib << 20,
         max_running=args.max_running,
         max_waiting=args.max_waiting,
@@ -180,7 +196,10 @@ _POSITIVE = (
     *("workers", "attempts", "circuit_failures", "probe_every", "connect_timeout", "first_byte_timeout"),
     *("prefill_timeout", "idle_timeout", "max_running", "max_body_mib", "grace"),
 )
-_NOT_NEGATIVE = ("max_waiting", "max_wait", "max_retries", "retry_delay")
+_NOT_NEGATIVE = (
+    *("resume_tokens", "resume_mib", "engine_max_new_tokens"),
+    *("max_waiting", "max_wait", "max_retries", "retry_delay"),
+)
 _LEAST_PROBE_S = 0.01
 
 

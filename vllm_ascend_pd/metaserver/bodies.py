@@ -80,7 +80,7 @@ FIELDS: dict[str, Use] = {
 }
 # A letter of the field's name as nobody writes it who does not mean to hide it.
 _ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in FORBIDDEN})), re.IGNORECASE)
-_MEDIA = re.compile(rb'"(?:image_url|image_embeds|image_pil|input_audio|audio_url|audio_embeds|video_url)"')
+MEDIA = re.compile(rb'"(?:image_url|image_embeds|image_pil|input_audio|audio_url|audio_embeds|video_url)"')
 _ONE_TOKEN = {
     "temperature": 0.0,
     "n": 1,
@@ -132,12 +132,12 @@ def parsing(route: str, body: Buffer) -> Steps[Request]:
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
     # A format of the answer is compiled into a grammar wherever it is sent, and some templates render it: token ids spare P
     # the one and keep the other. Pictures are not in the ids: then P compiles it as well.
-    formatted = _present(fields, "response_format") and not (yield from outline.holds(prompt, _MEDIA.search))
+    formatted = _present(fields, "response_format") and not (yield from outline.holds(prompt, MEDIA.search))
     return Request(
         route=route,
         fields=fields,
         size=len(body),
-        stream=_flag(fields, "stream"),
+        stream=flag(fields, "stream"),
         shape=shape,
         copies=prompts * choices,
         prefill_tokens=tokens,
@@ -275,9 +275,9 @@ def _view(fields: Mapping[str, msgspec.Raw], key: str, default: bytes = b"null")
 
 def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Log-probabilities of the prompt come from computing it; a beam search makes requests of its own."""
-    if _present(fields, "prompt_logprobs") or _flag(fields, "use_beam_search") or _present(fields, "prompt_embeds"):
+    if _present(fields, "prompt_logprobs") or flag(fields, "use_beam_search") or _present(fields, "prompt_embeds"):
         return True
-    return _flag(fields, "echo") and _present(fields, "logprobs")
+    return flag(fields, "echo") and _present(fields, "logprobs")
 
 
 def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
@@ -296,7 +296,8 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
 _SHORT = 64  # characters of a value that can be a count
 
 
-def _small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
+def small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
+    """A short value; None for a long one, and for one that is no JSON."""
     if key not in fields:
         return None
     raw = _word(fields, key)
@@ -306,15 +307,16 @@ def _small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
         return None
 
 
-def _flag(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
-    value = _small(fields, key)
+def flag(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+    """A truth, as engines read it."""
+    value = small(fields, key)
     value = value.lower() if isinstance(value, str) else value
     return isinstance(value, str | int | float) and value in _TRUE
 
 
 def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
     """A count for routing; what is wrong about it the engine will tell the client."""
-    value = _small(fields, key)
+    value = small(fields, key)
     if isinstance(value, str):
         text = value.strip()
         value = int(text.partition(".")[0].replace("_", "")) if _WHOLE.fullmatch(text) else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from simulation.front.speech import Speaker, Wish, speak
 from simulation.front.wire import Call, Connection, Network, Request
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
 from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
@@ -23,6 +24,8 @@ RESERVE_S = 600.0
 PRINT = fingerprint("simulated")
 P_FAULTS = ("silent", "breaks after push", "refuses to push", "half", "hangs", "500", "503", "ends", "empty", "breaks")
 D_FAULTS = ("500", "503", "empty", "breaks", "breaks later", "half", "drops", "drops later", "fails after load", "ends", "hangs")  # fmt: skip
+LATER = ("breaks later", "drops later", "fails later", "ends later", "hangs later")  # in a stream
+ROOM = 2300  # tokens that the model takes in all
 BACKOFF = Backoff(first_s=0.05, longest_s=2.0)
 
 
@@ -130,7 +133,7 @@ class Engine:
             await asyncio.sleep(self.rng.random() * self.kind.probe_s)
             request.whole(200, b"")
         elif request.path == "/v1/models":
-            request.whole(200, b'{"object":"list","data":[{"id":"m"}]}')
+            request.whole(200, b'{"object":"list","data":[{"id":"m","max_model_len":%d}]}' % ROOM)
         else:
             fault = self.rng.choice(self.faults) if self.rng.random() < self.kind.fault else ""
             if fault:
@@ -209,7 +212,7 @@ class Prefill(Engine):
 
 
 class Decode(Engine):
-    faults = D_FAULTS
+    faults = D_FAULTS + LATER[2:]
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
@@ -292,29 +295,54 @@ class Decode(Engine):
                 return False
             request.whole(200, said)
             return fault not in ("drops", "drops later")
+        return await self._speak(request, body, prompts[0] if right else "WRONG", fault)
+
+    async def _speak(self, request: Request, body: dict[str, Any], prompt: object, fault: str) -> bool:
+        """A stream. Whether all of it has left."""
         request.begin()
-        for i, word in enumerate(words(prompts[0], count) if right else ["WRONG"]):
-            if (fault == "drops" and i == 0) or (fault == "drops later" and i == 1):
-                last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
-                said = _event({"id": "x", "choices": [last]}) + b"data: [DONE]\n\n"
-                request.piece(said[:30])
-                await asyncio.sleep(self.speed())
-                request.piece(said[30:])
-                request.end()
+        ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else ids_of(prompt)
+        self._count += 1
+        speaker = Speaker(body, ids, f"{self.incarnation}/{self._count}")
+        if opening := speaker.opening():
+            request.piece(opening)
+        tokens, number = list(speak(ids, Wish.of(body, ROOM - len(ids)))), 0
+        later = self.rng.randrange(1, len(tokens) + 1)
+        while tokens:
+            if (fault in ("drops", "half") and not number) or (fault in LATER and number >= later):
+                await self._stumble_in_stream(request, speaker, fault)
                 return False
-            if fault == "half" or (fault == "breaks later" and i == 1):
-                request.tear()
-                return False
-            said = _event(
-                {"id": "x", "choices": [{"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}]}
-            )
+            some = self.rng.choice((1, 1, 1, 1, 2))
+            said = speaker.event(tokens[:some])
+            del tokens[:some]
+            number += some
             cut = self.rng.randrange(len(said)) if self.rng.random() < 0.1 else 0
             for piece in filter(None, (said[:cut], said[cut:])):
                 request.piece(piece)
                 await asyncio.sleep(self.speed() / 4)
-        request.piece(b"data: [DONE]\n\n")
+        if fault in LATER:  # all tokens are out, and its end is not
+            await self._stumble_in_stream(request, speaker, fault)
+            return False
+        request.piece(speaker.end())
         request.end()
         return True
+
+    async def _stumble_in_stream(self, request: Request, speaker: Speaker, fault: str) -> None:
+        if fault == "hangs later":
+            await asyncio.Event().wait()
+        if fault in ("half", "breaks later"):
+            request.tear()
+            return
+        if fault in ("drops", "drops later"):
+            last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
+            said = _event({"id": "x", "choices": [last]}) + b"data: [DONE]\n\n"
+        elif fault == "ends later":
+            said = _event({"id": "x", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}) + speaker.end()
+        else:
+            said = b"data: " + error(500) + b"\n\ndata: [DONE]\n\n"
+        for piece in (said[:30], said[30:]):
+            request.piece(piece)
+            await asyncio.sleep(self.speed())
+        request.end()
 
     # -- loads
 

@@ -7,6 +7,7 @@
    and no proof outlives an engine once its next life has been heard of.
 4. Nothing stays behind: no leg, ticket, place, load or task.
 5. What a D has finished is not computed again.
+6. A greedy stream goes on when its D dies, as long as there is another that takes requests.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulation.front.clock import Deadlock, VirtualLoop, simulated
-from simulation.front.engines import Decode, Engine, Kind, Prefill, words
+from simulation.front.engines import ROOM, Decode, Engine, Kind, Prefill, ids_of, words
+from simulation.front.speech import right_stream, understood
 from simulation.front.wire import Call, Network
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 BOUND_S = 400.0  # of a client: attempts, each with its timeouts
@@ -70,6 +73,13 @@ class Plan:
     restarts_s: float  # mean time between two deaths of ailing engines; 0: none
     admin_s: float
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nothing keeps a sound D from going on with another's stream: that P fails, or an operator drains it."""
+        return (
+            all(kind.sound for kind in self.prefills) and not self.admin_s and self.settings.get("resume_tokens", 1) > 0
+        )
 
 
 def draw(rng: random.Random, requests: int = 150) -> Plan:
@@ -164,6 +174,8 @@ class House:
             if not engine.alive:
                 engine.restart()
         await self._until(self._ready, READY_S, "promise 3: a pair that works is not ready")
+        for worker in self.workers:  # else one canary or another may be under way at each look
+            worker.front.settings = replace(worker.front.settings, canary=False)
         await self._until(self._nothing_left, 200.0, "promise 4: something is left")
         watch.cancel()
         await asyncio.sleep(1.0)
@@ -210,7 +222,7 @@ class House:
         await asyncio.gather(*tasks)
 
     async def _client(self, rng: random.Random) -> None:
-        chat, stream = rng.random() < 0.4, rng.random() < 0.5
+        chat, stream = rng.random() < 0.4, rng.random() < 0.6
         prompt: Any = f"{rng.random()} " + "x" * rng.choice((0, 10, 2000))
         if chat:
             prompt = [{"role": "user", "content": prompt}]
@@ -221,6 +233,8 @@ class House:
         body = {"model": "m", "stream": stream, "messages" if chat else "prompt": prompt, limit: count, "n": copies}
         if rng.random() < 0.1:
             body["seed"] = 7
+        if stream:
+            _draw_stream(body, rng)
         app = rng.choice(list(self.apps.values()))
         path = "/v1/chat/completions" if chat else "/v1/completions"
         call = Call(app, path, json.dumps(body).encode(), [(b"content-type", b"application/json")]).start()
@@ -239,7 +253,12 @@ class House:
             return
         prompts = prompt if isinstance(prompt, list) and not chat else [prompt]
         right = ["".join(words(p, count)) for p in prompts for _ in range(copies)]
-        verdict = _of_stream(call, right[0]) if stream and call.status == 200 else _of_whole(call, right)
+        if stream and call.status == 200:
+            verdict = _of_stream(call, body, ids_of(prompt))
+            if verdict == "broken off" and self.plan.goes_on and body.get("temperature") == 0:
+                self.problems.append(f"promise 6: a stream broke that could go on: {call.body[-400:]!r}")
+        else:
+            verdict = _of_whole(call, right)
         self.said[verdict] += 1
         if verdict == "wrong":
             self.problems.append(f"promise 1: {call.status} {call.body[-400:]!r} for {right}")
@@ -295,6 +314,7 @@ class House:
                 "heartbeats": len(worker._heart._open),
                 "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
                 "bytes": worker._intake.held,
+                "kept": front.kept_bytes,
             }  # fmt: skip
             if left := {name: count for name, count in held.items() if count}:
                 return str(left)
@@ -328,28 +348,39 @@ def _of_whole(call: Call, right: list[str]) -> str:
     return "right" if got == right and all(c["finish_reason"] == "length" for c in fields["choices"]) else "wrong"
 
 
-def _of_stream(call: Call, right: str) -> str:
-    pieces = [line[6:] for line in call.body.decode().split("\n") if line.startswith("data: ")]
-    got, errors = "", 0
-    if not pieces or pieces[-1] != "[DONE]":
-        return "wrong"
+def _draw_stream(body: dict[str, Any], rng: random.Random) -> None:
+    """Longer answers, and all that a stream may tell."""
+    limit = "max_completion_tokens" if "messages" in body else "max_tokens"
+    body |= {"temperature": rng.choice((0, 0, 0, 1)), limit: rng.choice((1, 3, 20, 60))}
+    if "messages" in body and rng.random() < 0.1:
+        body[limit] = None
+    if rng.random() < 0.3:
+        body |= {
+            "stop": rng.choice(([" a b"], " 1 2", ["zzzzzz", " 4 5"])),
+            "include_stop_str_in_output": rng.random() < 0.3,
+        }
+    if rng.random() < 0.2:
+        body["min_tokens"] = rng.randrange(20)
+    if rng.random() < 0.3:
+        body["return_token_ids"] = True
+    if rng.random() < 0.4:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5}
+    if "messages" not in body and rng.random() < 0.2:
+        body["logprobs"] = 1
+
+
+def _of_stream(call: Call, body: dict[str, Any], ids: list[int]) -> str:
+    want = understood(right_stream(body, ids, ROOM))
     try:
-        events = [json.loads(piece) for piece in pieces[:-1]]
-    except ValueError:
+        got = understood(call.body)
+    except (ValueError, KeyError, TypeError):
         return "wrong"
-    for piece in events:
-        if errors:
-            return "wrong"
-        if "error" in piece:
-            errors += 1
-            continue
-        (choice,) = piece["choices"]
-        if choice.get("finish_reason") is not None:
-            return "wrong"  # the right streams here have none
-        got += choice["text"] if "text" in choice else choice["delta"]["content"]
-    if errors:
-        return "broken off" if right.startswith(got) else "wrong"
-    return "right" if got == right else "wrong"
+    if "error" not in got:
+        return "right" if got == want else "wrong"
+    if not got["error"]["message"] or got["forms"] - want["forms"]:
+        return "wrong"
+    parts = ("text", "ids", "offsets", "chances")
+    return "broken off" if all(want[part][: len(got[part])] == got[part] for part in parts) else "wrong"
 
 
 @dataclass
@@ -359,6 +390,7 @@ class Result:
     said: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     blamed: int = 0
+    resumed: int = 0
     seconds: float = 0.0
 
 
@@ -366,6 +398,7 @@ def run_seed(seed: int, requests: int = 150, plan: Plan | None = None) -> Result
     """One metaserver from start to silence."""
     plan = plan or draw(random.Random(f"plan/{seed}"), requests)
     result = Result(seed)
+    before = _resumed()
     with simulated(seed) as loop:
         house = House(seed, plan, loop)
         try:
@@ -376,6 +409,12 @@ def run_seed(seed: int, requests: int = 150, plan: Plan | None = None) -> Result
             result.violation = "promise 4: everything waits, and nothing is to happen"
         result.said, result.seconds = house.said, loop.now
         result.blamed = sum(i.broke > 0 for worker in house.workers for i in worker.fleet)
+        result.resumed = _resumed() - before
         for engine in house.engines:
             result.faults.update(engine.counts)
     return result
+
+
+def _resumed() -> int:
+    families = METRICS.registry.collect()
+    return sum(int(s.value) for f in families for s in f.samples if s.name.endswith("_resumes_total"))

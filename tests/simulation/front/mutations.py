@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from simulation.front.engines import Kind
 from simulation.front.house import Plan, Result, draw, run_seed
-from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver import bodies, resume
 from vllm_ascend_pd.metaserver.bodies import Use
 from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
-from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, shared
+from vllm_ascend_pd.metaserver.resume import Kept
+from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, resuming, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.intake import Body
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -108,6 +111,66 @@ def _ticket_kept(self: Journal, attempt: Attempt) -> None:
     """Never void."""
 
 
+def _breaking(plan: Plan) -> Plan:
+    """One sound D among others that break, drop and die."""
+    bad = Kind(sound=False, fault=0.7)
+    return replace(
+        plan, prefills=[Kind()], decodes=[Kind(), bad, bad], requests=100, restarts_s=20.0, admin_s=0.0, workers=1
+    )
+
+
+_POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
+    *(Kept.point, Kept.next_request, resume.continued, Kept._framed, Kept._note_head),
+    front.Front._decode,
+)
+
+
+def _one_less(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
+    return _CONTINUED(terms, prompt, tokens, answer, max(0, at - 1), room)
+
+
+def _limit_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
+    asked = _CONTINUED(terms, prompt, tokens, answer, at, room)
+    return structs.replace(asked, fields={**asked.fields, "max_tokens": asked.fields["max_tokens"] + at})
+
+
+def _least_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
+    asked = _CONTINUED(terms, prompt, tokens, answer, at, room)
+    return structs.replace(asked, fields={**asked.fields, "min_tokens": min(terms.least, asked.fields["max_tokens"])})
+
+
+def _last_point(self: Kept) -> Any:
+    _POINT(self)
+    return resume.Point(len(self.ids), self._released + self.terms.held, self._offset)
+
+
+def _after(**changes: Any) -> Callable[..., Any]:
+    def next_request(self: Kept, room: int) -> Any:
+        asked = _NEXT(self, room)
+        for name, change in changes.items():
+            setattr(self, name, change(getattr(self, name)))
+        return asked
+
+    return next_request
+
+
+def _as_it_came(self: Kept, told: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
+    return {**told, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.terms.asked_ids else None}
+
+
+def _own_head(self: Kept, read: Any, choice: Any) -> None:
+    _NOTE_HEAD(self, read, choice)
+    self._head = {}
+
+
+def _the_dead_one(self: front.Front, exchange: Any) -> Any:
+    return self.fleet.get(next(iter(exchange.tried))) if exchange.streaming else _DECODE(self, exchange)
+
+
+def _ending(self: Kept) -> bytes:
+    return b"data: [DONE]\n\n"
+
+
 # The first nine are defects that the service once had.
 ALL = {
     mutation.name: mutation
@@ -135,5 +198,25 @@ ALL = {
         Mutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
         Mutation("a trial never ends", ((Circuit, "returned", _nothing),)),
         Mutation("a body is never let go", ((Body, "release", _nothing),)),
+        # Of streams that outlive their D.
+        Mutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
+        Mutation("text of the next token is lost", ((Kept, "next_request", _after(_skip=lambda n: n + 1)),), _breaking),
+        Mutation("text is said again", ((Kept, "next_request", _after(_skip=lambda n: 0)),), _breaking),
+        Mutation("tokens before the break are not counted", ((Kept, "_correct", _nothing),), _breaking),
+        Mutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
+        Mutation("the limit is not lowered", ((resume, "continued", _limit_kept),), _breaking),
+        Mutation("the least is not lowered", ((resume, "continued", _least_kept),), _breaking),
+        Mutation("ids go to who did not ask", ((resume, "_without", lambda event: event),), _breaking),
+        Mutation("a chat goes on as a completion", ((Kept, "_framed", _as_it_came),), _breaking),
+        Mutation("the rest is another answer's", ((Kept, "_note_head", _own_head),), _breaking),
+        Mutation("it goes on where text was held back", ((Kept, "point", _last_point),), _breaking),
+        Mutation(
+            "log-probabilities begin anew",
+            ((Kept, "next_request", _after(_from=lambda point: point._replace(offset=0))),),
+            _breaking,
+        ),
+        Mutation("the end of a stream has no usage", ((Kept, "ending", _ending),), _breaking),
+        Mutation("what is kept is never let go", ((resuming, "let_go", _nothing),), _breaking),
+        Mutation("one break is survived, not two", ((resuming, "MOST_TIMES", 1),), _breaking),
     )
 }

@@ -26,6 +26,7 @@ class Total:
     said: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[Result] = field(default_factory=list)
+    resumed: int = 0
     cpu_s: float = 0.0
 
     @property
@@ -37,6 +38,7 @@ class Total:
         self.said.update(other.said)
         self.faults.update(other.faults)
         self.violations += other.violations
+        self.resumed += other.resumed
         self.cpu_s += other.cpu_s
 
 
@@ -47,7 +49,7 @@ def run_some(first: int, count: int, mutation: str = "") -> Total:
     try:
         for seed in range(first, first + count):
             result = ALL[mutation].run(seed, taken_out=True) if mutation else run_seed(seed)
-            total.add(Total(1, result.said, result.faults, [result] if result.violation else []))
+            total.add(Total(1, result.said, result.faults, [result] if result.violation else [], result.resumed))
             gc.collect()
             if result.violation:
                 break
@@ -83,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mutation", default="", choices=["", *ALL])
     args = parser.parse_args(argv)
     total = run_seeds(args.first, args.seeds, args.mutation, jobs=args.jobs)
-    print(f"{total.seeds} seeds, {total.requests} requests, {total.cpu_s:.0f} s of one core")
+    print(
+        f"{total.seeds} seeds, {total.requests} requests, {total.resumed} streams resumed, {total.cpu_s:.0f} s of one core"
+    )
     for title, counts in (("clients", total.said), ("faults of engines", total.faults)):
         print(title)
         for what, count in sorted(counts.items()):

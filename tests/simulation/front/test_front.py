@@ -21,6 +21,9 @@ KNOWN = {
     "D's word is not waited for": 9,
     "half events go out": 3,
     "a trial never ends": 9,
+    "a stream goes on with the D that died": 3,
+    "the least is not lowered": 13,
+    "one break is survived, not two": 1,
 }
 
 
@@ -35,6 +38,7 @@ def test_no_promise_is_broken(many: Total) -> None:
     found = many.violations
     assert not found, f"scripts/simulate.sh --front --seeds 1 --from {found[0].seed}: {found[0].violation}"
     assert many.requests > 100_000
+    assert many.resumed > 1000
     assert many.said["right"] > 0.8 * many.requests and set(many.said) == {"right", "left", "broken off", "error"}
 
 
@@ -52,6 +56,7 @@ def test_every_kind_of_fault_happens(many: Total) -> None:
         "breaks",
     }
     wanted |= {"breaks later", "drops", "drops later", "fails after load", "killed"}
+    wanted |= {"fails later", "ends later", "hangs later"}  # in the middle of a stream
     assert set(many.faults) == wanted and min(many.faults.values()) > 300
 
 

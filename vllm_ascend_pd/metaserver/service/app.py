@@ -199,7 +199,7 @@ class Worker:
         finally:
             if interrupt.left:
                 METRICS.client_left.inc()
-            METRICS.requests.labels(exchange.request.route, exchange.status if not interrupt.left else "left").inc()
+            METRICS.requests.labels(exchange.route, exchange.status if not interrupt.left else "left").inc()
 
     async def _reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._intake.body() as body:

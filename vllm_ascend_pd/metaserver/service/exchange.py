@@ -23,6 +23,7 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Headers
 from vllm_ascend_pd.metaserver.reports import LoadReport
+from vllm_ascend_pd.metaserver.resume import Kept
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance, Trial
 from vllm_ascend_pd.metaserver.within import within
@@ -126,9 +127,20 @@ class Exchange:
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
     status: int = 0
     span: Any = None  # where spans are wanted
+    kept: Kept | None = None  # so that another D can go on with its stream
+    kept_bytes: int = 0
+    unkept: str = ""  # why none can; empty where nobody asked
+    streaming: bool = False  # the head of a stream that is kept is out, and its end is not
+    before: int = 0  # attempts before its stream broke last
+    broke_at: float = 0.0  # when that was, until the client hears something again
     release: Callable[[], None] = _nothing  # of the body, which is counted as long as it may be needed
     remembered: bool = True  # among the last requests: polls would push out all others
     stages: list[tuple[str, float, str]] = field(default_factory=list)
+    route: str = ""  # the client's
+    tokens: int = 0  # of its prompt, about
+
+    def __post_init__(self) -> None:
+        self.route, self.tokens = self.request.route, self.request.prefill_tokens
 
     def stage(self, name: str, detail: str = "") -> None:
         self.stages.append((name, time.monotonic() - self.started, detail))
@@ -145,9 +157,8 @@ class Exchange:
         self.headers, self.send, self.release = [], _nobody, _nothing
 
     def story(self) -> Story:
-        r = self.request
         return Story(
-            self.request_id[:128], r.route, self.started_wall, self.number, self.status, r.prefill_tokens, self.stages
+            self.request_id[:128], self.route, self.started_wall, self.number, self.status, self.tokens, self.stages
         )
 
 

@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
-from vllm_ascend_pd.metaserver.http1 import Upstream
-from vllm_ascend_pd.metaserver.service import relay
+from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.metaserver.resumable import NotContinued
+from vllm_ascend_pd.metaserver.resume import Kept
+from vllm_ascend_pd.metaserver.service import relay, resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, uncancel
-from vllm_ascend_pd.metaserver.service.faults import known
+from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -100,16 +103,22 @@ class Front(Shared):
                 # Its turn may have come in the moment in which the end began.
                 await (relay.refuse(exchange, _CLOSING) if self.closing else work(exchange))
             except asyncio.CancelledError:
-                if exchange.committed or not exchange.interrupt.closing:
+                if not exchange.interrupt.closing or (exchange.committed and not exchange.streaming):
                     raise
                 uncancel(exchange.interrupt.task)
-                await relay.refuse(exchange, _CLOSING)
+                if exchange.streaming:
+                    await resuming.break_off(self, exchange, "The metaserver is shutting down.", "PD-META-007")
+                else:
+                    await relay.refuse(exchange, _CLOSING)
             finally:
+                resuming.let_go(self, exchange)
                 self.journal.end(exchange)
                 gate.leave()
 
     async def _generate(self, exchange: Exchange) -> None:
         with self.spans.request(exchange):
+            if exchange.request.stream and self.settings.resume_tokens:
+                await resuming.keep(self, exchange)
             await self._attempts(exchange)
 
     async def _attempts(self, exchange: Exchange) -> None:
@@ -119,7 +128,9 @@ class Front(Shared):
             decode = self._decode(exchange)
             if decode is None:
                 self.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
-                await relay.refuse(exchange, known(503, "PD-META-008", _COME_BACK_S, role="decode"))
+                await self._refuse(
+                    exchange, known(503, "PD-META-008", _COME_BACK_S, role="decode"), "none takes requests"
+                )
                 return
             try:
                 await self._attempt(exchange, decode)
@@ -129,13 +140,67 @@ class Front(Shared):
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
                 delay = self.again(exchange, decode, failed.failure)
                 if delay is None:
-                    await relay.refuse(exchange, failed.answer)
+                    await self._refuse(exchange, failed.answer, failed.brief)
                     return
+            except resuming.StreamBroke as broke:
+                if not await self._goes_on(exchange, decode, broke):
+                    return
+                continue
             await asyncio.sleep(delay)
+
+    async def _refuse(self, exchange: Exchange, answer: Answer, why: str) -> None:
+        if exchange.streaming:
+            problem = PdError("PD-META-025", why=why).sentence
+            await resuming.break_off(self, exchange, problem, "PD-META-025")
+        else:
+            await relay.refuse(exchange, answer)
+
+    async def _goes_on(self, exchange: Exchange, decode: Instance, broke: resuming.StreamBroke) -> bool:
+        """Whether another D is to be asked for the rest; else the stream has its end."""
+        kept = exchange.kept
+        if kept is None:
+            raise RuntimeError("only a stream that is kept breaks this way")
+        self.journal.trouble(broke.code, broke.problem, decode.name, exchange.request_id)
+        if kept.finished and not broke.final:
+            await resuming.finish(exchange, kept)
+            return False
+        exchange.tried, exchange.before = {decode.name}, exchange.number
+        exchange.broke_at = exchange.broke_at or time.monotonic()
+        try:
+            if broke.final:
+                raise NotContinued(broke.final)
+            if kept.times == resuming.MOST_TIMES:
+                raise NotContinued(f"it was continued {kept.times} times")
+            point = kept.point()
+            exchange.request = kept.next_request(await self._room(exchange, kept))
+        except NotContinued as why:
+            problem = PdError("PD-META-024", problem=broke.problem, why=why).sentence
+            await resuming.break_off(self, exchange, problem, "PD-META-024", decode.name)
+            return False
+        exchange.stage("resume", f"after {point.tokens} tokens")
+        METRICS.resumes.labels(broke.cause).inc()
+        return True
+
+    async def _room(self, exchange: Exchange, kept: Kept) -> int:
+        """What `Kept.next_request` needs. Raises NotContinued."""
+        if kept.terms.limit is not None:
+            return 0
+        for _ in range(self.settings.retry.attempts):
+            decode = self._decode(exchange)
+            if decode is None:
+                break
+            try:
+                return await resuming.room(self, exchange, decode)
+            except UpstreamError as problem:
+                self.fleet.failed(decode, problem.failure, problem.why)
+                exchange.tried.add(decode.name)
+        raise NotContinued("it names no limit of tokens, and no D tells the model's")
 
     def again(self, exchange: Exchange, decode: Instance, failure: Failure, repeatable: bool = True) -> float | None:
         """How long to wait before another attempt, on another D if D failed and there is one; None: this was the last."""
-        delay = self.settings.retry.again(failure, exchange.number, repeatable, self.budget, random.random())
+        delay = self.settings.retry.again(
+            failure, exchange.number - exchange.before, repeatable, self.budget, random.random()
+        )
         if delay is None or exchange.pinned is not None:
             return None
         if failure is not Failure.PREFILL:

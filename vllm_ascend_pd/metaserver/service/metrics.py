@@ -43,6 +43,10 @@ class Metrics:
         self.tokens_received = self._counter("tokens_received", "Prompt tokens whose KV came from P, as D reports")
         self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
         self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
+        self.resumes = self._counter("resumes", "Streams that another D was to go on with, by what ended them", "cause")
+        self.resume_seconds = self._histogram(
+            "resume_seconds", "From a stream's break to the next that its client gets"
+        )
         self.client_left = self._counter("client_left", "Clients that left before the end")
         self.ttft = self._histogram("ttft_seconds", "From a client's request to its first byte", "route")
         self.leg_seconds = self._histogram("leg_ttft_seconds", "From sending a leg to its answer", "role")

@@ -23,6 +23,7 @@ from vllm_ascend_pd.metaserver.gathered import Payload, cut, length
 from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.reports import read_answer
+from vllm_ascend_pd.metaserver.service import resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
@@ -60,14 +61,26 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
     with contextlib.closing(reply):
         now = time.monotonic()
         METRICS.leg_seconds.labels("decode").observe(now - sent)
-        METRICS.ttft.labels(exchange.request.route).observe(now - exchange.started)
         emit("meta.first_byte", ticket=attempt.ticket, decode=attempt.decode.name)
         exchange.stage("first byte")
-        exchange.committed, exchange.status = True, reply.status
+        kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
+        if exchange.streaming and not streams:
+            answer = fault(502, f"The decode instance answered {reply.status}.", "PD-META-007")
+            raise AttemptFailed(Failure.SERVER, answer, f"answered {reply.status}")
         if exchange.request.copies == 1:  # the others' posts may still come
             exchange.forget_prompt()
+        if exchange.streaming and kept is not None and isinstance(first, bytes):
+            await resuming.relay(shared, attempt, kept, reply, first)
+            exchange.stage("end")
+            return
+        METRICS.ttft.labels(exchange.route).observe(now - exchange.started)
+        exchange.committed, exchange.status = True, reply.status
         head = client_head(reply.headers, attempt.decode, exchange.request_id)
-        if isinstance(first, bytes) and exchange.request.stream and reply.status == 200:
+        if streams and kept is not None and isinstance(first, bytes):
+            exchange.streaming = True
+            await exchange.send({"type": "http.response.start", "status": 200, "headers": head})
+            await resuming.relay(shared, attempt, kept, reply, first)
+        elif isinstance(first, bytes) and streams:
             await _stream(shared, attempt, reply, head, first)
         else:
             await send_whole(exchange.send, reply.status, head, first)
@@ -219,7 +232,10 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
             piece, held = _whole_events(held + piece if held else piece)
             if dropped(piece):
                 code, problem = "PD-META-022", PdError("PD-META-022").sentence
-                piece, held = _before_drop(piece), b""
+                piece, held = _before(_DROPPED, piece), b""
+            elif b'"abort"' in piece and aborted(piece):
+                problem = "The decode instance broke off: it is shutting down."
+                piece, held = _before(_ABORTED, piece), b""
             last = reply.at_end and not (held or problem)
             if piece:
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
@@ -237,6 +253,9 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         problem = "The metaserver is shutting down."
     if held and not problem:  # it ended without the empty line; half an event that broke off would only confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
+    if problem and not interrupt.closing and attempt.exchange.unkept:
+        problem = PdError("PD-META-024", problem=problem, why=attempt.exchange.unkept).sentence
+        code = "PD-META-024" if code == "PD-META-007" else code
     if problem:
         METRICS.broken_streams.inc()
         attempt.exchange.stage("broken", problem)
@@ -253,9 +272,9 @@ def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
     return (stream[:end], stream[end:]) if end > 1 else (b"", stream)
 
 
-def _before_drop(stream: bytes) -> bytes:
+def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:
     """The events before the one that says so. No event has an empty line in it."""
-    found = _DROPPED.search(stream)
+    found = words.search(stream)
     return (
         stream[: stream.rfind(b"\n\n", 0, found.start()) + 2] if found and b"\n\n" in stream[: found.start()] else b""
     )

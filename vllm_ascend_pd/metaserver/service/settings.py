@@ -41,6 +41,10 @@ class Settings:
     vanished_s: float = 20.0  # and of one whose engine answers no probe either
     heartbeat_s: float = 2.0
 
+    resume_tokens: int = 131_072  # of prompt and answer of a stream that another D can go on with; 0: none can
+    resume_bytes: int = 256 << 20  # of all that is kept for it
+    resume_ceiling: int = 0  # tokens of an answer that the engines allow at most; 0: as many as are asked for
+
     max_body_bytes: int = 64 << 20
     max_running: int = 4096
     max_waiting: int = 1024

@@ -28,6 +28,7 @@ class Shared:
         self.own_url = own_url
         self.journal = Journal()
         self.turns = Turns()
+        self.kept_bytes = 0  # of all streams that could be continued
 
     def loaded(self, report: LoadReport) -> bool:
         """D says how the KV of a transfer came: what is proven, and whose failure it was, follows from this and from nothing

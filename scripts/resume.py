@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy streams through a P and two real D's, one of which is killed in each round; every answer compared with one engine's.
+
+Prints after each round how many streams were resumed and how long their clients heard nothing. It fails if one is different or broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from scripts.support.cluster import Cluster, fresh_directory, say
+from scripts.support.resuming import MOST_AT_ONCE, Resuming
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument(
+        "--at-once", type=int, default=48, help="in one round, with one killed D; 90 at most (default: 48)"
+    )
+    parser.add_argument("--decodes", type=int, default=2, help="D's; those beyond two save waiting (default: 2)")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and moments (default: 1)")
+    args = parser.parse_args()
+    with Cluster(fresh_directory("resume")) as cluster:
+        run = Resuming(cluster, args.seed, say, args.decodes)
+        try:
+            while run.report.streams < args.streams:
+                run.round(min(args.at_once, MOST_AT_ONCE, args.streams - run.report.streams), args.tokens)
+        finally:
+            run.close()
+    for line in (*run.report.wrong, *run.report.broken, *cluster.leaks):
+        say(line[:1000])
+    say(f"resume: {'bad' if run.report.wrong or run.report.broken or cluster.leaks else 'good'}, {run.report}")
+    return 1 if run.report.wrong or run.report.broken or cluster.leaks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

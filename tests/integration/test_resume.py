@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy streams, completions and chats, through a P and two real D's of which one is killed in the middle: each client gets the
+tokens of a single engine and no error. `scripts/resume.sh` does the same with as many as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scripts.support.cluster import Cluster
+from scripts.support.resuming import Resuming
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
+ROUNDS, STREAMS, TOKENS = 2, 32, 64
+
+
+def test_streams_outlive_their_d(cluster: Cluster, told: Callable[[str], None]) -> None:
+    run = Resuming(cluster, 7, told)
+    try:
+        for _ in range(ROUNDS):
+            run.round(STREAMS, TOKENS)
+    finally:
+        run.close()
+    told(f"resume: {run.report}")
+    assert run.report.kills == ROUNDS and run.report.resumed, "nobody was hit"
+    assert not run.report.wrong, run.report.wrong[0]
+    assert not run.report.broken, run.report.broken[0]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that says the same after the same tokens, and a server that streams it as vLLM does.
+
+Some tokens are half a character: their text comes with the next one, and a prompt that ends with one makes the server write all of
+it again. As long as a stop string may follow, as much text is held back as it has characters but one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+HALF = 224  # from here on a token is half a character
+LAST = 7  # what leaves this when divided by 32 ends the answer
+
+
+class Said(NamedTuple):
+    """One token, and the text that is let go with it."""
+
+    token: int
+    text: str
+    finish: str | None = None
+    stop_reason: str | None = None
+
+
+class Wish(NamedTuple):
+    """What a request says of its answer."""
+
+    limit: int
+    stop: tuple[str, ...] = ()
+    include: bool = False
+    least: int = 0
+
+    @classmethod
+    def of(cls, body: dict[str, Any], room: int = 64) -> Wish:
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or (room if "messages" in body else 16)
+        stop = body.get("stop") or ()
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(limit, stop, bool(body.get("include_stop_str_in_output")), body.get("min_tokens") or 0)
+
+
+def speak(ids: Sequence[int], wish: Wish) -> Iterator[Said]:
+    """The answer to a prompt, token by token."""
+    state = hashlib.sha256(bytes(ids))
+    out, released, waiting, torn = "", 0, 0, ids[-1] >= HALF
+    longest = max(map(len, wish.stop), default=0)
+    for number in range(1, wish.limit + 1):
+        token = state.digest()[0]
+        token += token % 32 == LAST and number <= wish.least
+        state.update(bytes([token]))
+        new = ""
+        if token >= HALF:
+            waiting += 1
+        elif token % 32 != LAST:
+            new = ("<the prompt again>" if torn else "") + "ü" * waiting + f" {token % 26:x}"
+            waiting, torn = 0, False
+        out += new
+        found = None
+        if new and number > wish.least:
+            found = min(((at, s) for s in wish.stop if (at := out.find(s, max(0, len(out) - len(new) - len(s) + 1))) >= 0), default=None)  # fmt: skip
+        finish = "stop" if found or token % 32 == LAST else "length" if number == wish.limit else None
+        if found:
+            out = out[: found[0] + (len(found[1]) if wish.include else 0)]
+        end = len(out) - (0 if finish or wish.include or not longest else longest - 1)
+        text, released = out[released:end] if end > released else "", max(released, end)
+        yield Said(token, text, finish, found[1] if found else None)
+        if finish:
+            return
+
+
+class Speaker:
+    """Writes one answer as events. `ids`: of the prompt."""
+
+    def __init__(self, body: dict[str, Any], ids: Sequence[int], name: str) -> None:
+        self.chat = "messages" in body
+        self._body, self._ids = body, list(ids)
+        self._wants_ids = bool(body.get("return_token_ids"))
+        options = body.get("stream_options") or {}
+        self._usage = bool(options.get("include_usage"))
+        self._always = self._usage and bool(options.get("continuous_usage_stats"))
+        self._head = {"id": name, "object": "chat.completion.chunk" if self.chat else "text_completion", "created": len(name), "model": "m"}  # fmt: skip
+        self._tokens = self._offset = 0
+
+    def opening(self) -> bytes:
+        """Who speaks; nothing for a completion."""
+        if not self.chat:
+            return b""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._written([choice], prompt_token_ids=self._ids if self._wants_ids else None)
+
+    def event(self, said: Sequence[Said]) -> bytes:
+        """Some tokens at once, of which only the last can be the end."""
+        text, last, ids = "".join(one.text for one in said), said[-1], [one.token for one in said]
+        choice: dict[str, Any] = {"index": 0}
+        choice |= {"delta": {"content": text}} if self.chat else {"text": text}
+        choice |= {"logprobs": self._logprobs(ids), "finish_reason": last.finish}
+        if last.finish or not self.chat:
+            choice["stop_reason"] = last.stop_reason
+        if not self.chat:
+            choice["prompt_token_ids"] = self._ids if self._wants_ids and not self._tokens else None
+        choice["token_ids"] = ids if self._wants_ids else None
+        self._tokens += len(ids)
+        return self._written([choice])
+
+    def end(self) -> bytes:
+        usage = self._written([], usage=self._counts()) if self._usage else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def _logprobs(self, ids: list[int]) -> dict[str, Any] | None:
+        if self.chat or self._body.get("logprobs") is None:
+            return None
+        tokens, offsets = [f"<{one}>" for one in ids], []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        chances = [-one / 7 for one in ids]
+        top = [{token: chance} for token, chance in zip(tokens, chances, strict=True)]
+        return {"text_offset": offsets, "token_logprobs": chances, "tokens": tokens, "top_logprobs": top}
+
+    def _counts(self) -> dict[str, int]:
+        prompt, answer = len(self._ids), self._tokens
+        return {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
+
+    def _written(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        said = {**self._head, "choices": choices, **more}
+        if self._always and choices:
+            said["usage"] = self._counts()
+        return b"data: " + json.dumps(said, separators=(",", ":")).encode() + b"\n\n"
+
+
+def understood(stream: bytes) -> dict[str, Any]:
+    """What a client makes of a stream. Raises ValueError for one that says two things, has no end, or goes on after an error."""
+    *events, last = [line.removeprefix("data: ") for line in stream.decode().split("\n\n")[:-1]] or [""]
+    if last != "[DONE]":
+        raise ValueError("no end")
+    told: dict[str, Any] = {
+        "text": "",
+        "ids": [],
+        "offsets": [],
+        "chances": [],
+        "forms": set(),
+        "finish": None,
+        "prompts": 0,
+    }
+    heads, error = set(), None
+    for event in map(json.loads, events):
+        if error is not None:
+            raise ValueError("it goes on after an error")
+        if "error" in event:
+            error = event["error"]
+            continue
+        heads.add((event["id"], event["object"], event["created"], event["model"]))
+        told["prompts"] += bool(event.get("prompt_token_ids"))
+        if not event["choices"]:
+            told["usage"] = event["usage"]
+        for choice in event["choices"]:
+            if told["finish"] is not None:
+                raise ValueError("it goes on after its end")
+            _take(told, choice, event.get("usage"))
+    if len(heads) > 1:
+        raise ValueError(f"events of several answers: {heads}")
+    return told | ({"error": error} if error is not None else {})
+
+
+def _take(told: dict[str, Any], choice: dict[str, Any], usage: dict[str, int] | None) -> None:
+    told["text"] += choice["text"] if "text" in choice else choice["delta"]["content"]
+    told["ids"] += choice.get("token_ids") or []
+    told["prompts"] += bool(choice.get("prompt_token_ids"))
+    told["forms"].add("|".join(sorted(choice.keys() - {"stop_reason"})))
+    if choice["finish_reason"] is not None:
+        told["finish"] = choice["finish_reason"], choice.get("stop_reason")
+    if choice["logprobs"]:
+        told["offsets"] += choice["logprobs"]["text_offset"]
+        told["chances"] += choice["logprobs"]["token_logprobs"]
+    if usage and choice.get("token_ids") and usage["completion_tokens"] != len(told["ids"]):
+        raise ValueError("its usage is of another moment")
+
+
+def right_stream(body: dict[str, Any], ids: Sequence[int], room: int) -> bytes:
+    """What one engine alone would say."""
+    speaker = Speaker(body, ids, "one")
+    events = [speaker.event([said]) for said in speak(ids, Wish.of(body, room - len(ids)))]
+    return b"".join((speaker.opening(), *events, speaker.end()))

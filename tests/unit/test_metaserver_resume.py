@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a stream, and its rest from another D: the client gets byte for byte what one engine would have written."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from simulation.front.speech import HALF, Said, Speaker, Wish, speak, understood
+
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.outline import at_once
+from vllm_ascend_pd.metaserver.resumable import FATES, Fate, NotContinued, Terms, terms_of
+from vllm_ascend_pd.metaserver.resume import MOST_AGAIN, Cut, Kept
+
+MOST = 4096
+PROMPT = [9, 8, 7]
+
+
+def terms(chat: bool = False, ceiling: int = 0, **fields: Any) -> Terms:
+    body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, **fields}
+    body |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    body = {name: value for name, value in body.items() if value != "left out"}
+    request = bodies.parse(bodies.CHAT if chat else bodies.COMPLETIONS, json.dumps(body).encode())
+    return at_once(terms_of(request, ceiling))
+
+
+def test_every_field_of_vllms_requests_has_a_fate() -> None:
+    assert FATES.keys() == bodies.FIELDS.keys()
+    assert all(rule.why for rule in FATES.values() if rule.fate is Fate.REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("chat", "fields", "why"),
+    [
+        (False, {"temperature": 0.7}, "samples"),
+        (False, {"temperature": "left out"}, "samples"),
+        (False, {"temperature": True}, "samples"),
+        (False, {"temperature": 0.7, "seed": 3}, "samples"),
+        (False, {"presence_penalty": 0.5}, "penalty"),
+        (False, {"frequency_penalty": -1}, "penalty"),
+        (False, {"n": 2}, "several choices"),
+        (False, {"prompt": ["x", "y"]}, "several choices"),
+        (False, {"echo": True}, "repeats the prompt"),
+        (False, {"response_format": {"type": "json_object"}}, "grammar"),
+        (True, {"structured_outputs": {"regex": "a*"}}, "grammar"),
+        (True, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool calls"),
+        (True, {"logprobs": True}, "another form"),
+        (True, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}, "more than tokens"),
+        (False, {"bad_words": ["x"]}, "bad words"),
+        (False, {"stop": "x" * 300}, "characters"),
+        (False, {"stop": 3}, "stop strings"),
+        (False, {"max_tokens": "12"}, "whole number"),
+        (False, {"min_tokens": 1.5}, "whole number"),
+        (False, {"prompt_logprobs": 1}, "D computes"),
+        (False, {"of_a_later_release": 1}, "not known here"),
+        (False, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        (False, {"user": "x" * (70 << 10)}, "too long"),
+        (False, {"stream_options": 3}, "stream options"),
+    ],
+)  # fmt: skip
+def test_what_cannot_go_on_says_why(chat: bool, fields: dict[str, Any], why: str) -> None:
+    fields = dict(fields)
+    if "messages" in fields or "prompt" in fields:
+        body = {"model": "m", "temperature": 0, "stream": True, **fields}
+        request = bodies.parse(bodies.CHAT if chat else bodies.COMPLETIONS, json.dumps(body).encode())
+        with pytest.raises(NotContinued, match=why):
+            at_once(terms_of(request, 0))
+        return
+    with pytest.raises(NotContinued, match=why):
+        terms(chat, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2, "logit_bias": {"3": 1}},
+        {"n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "presence_penalty": 0.0},
+        {"echo": False, "bad_words": [], "vllm_xargs": None, "prompt_logprobs": None, "stop": None, "best_of": 1},
+    ],
+)
+def test_what_means_nothing_does_not_stand_in_the_way(fields: dict[str, Any]) -> None:
+    assert terms(**fields).limit == 40
+    assert terms(chat=True, **fields).limit == 40
+
+
+def test_the_limit_is_the_clients_or_the_engines() -> None:
+    assert terms(max_tokens=None).limit == 16
+    assert terms(chat=True, max_tokens=None).limit is None
+    assert terms(chat=True, max_tokens=None, ceiling=50).limit == 50
+    assert terms(chat=True, max_completion_tokens=5).limit == 5
+    with pytest.raises(NotContinued, match="engines' own"):
+        terms(max_tokens=51, ceiling=50)
+
+
+# ---- streams
+
+
+def written(body: dict[str, Any], ids: list[int], dice: random.Random, name: str = "d1") -> list[bytes]:
+    """An engine's events; now and then two tokens are one event."""
+    speaker = Speaker(body, ids, name)
+    events = [speaker.opening()] if speaker.chat else []
+    group: list[Said] = []
+    for said in speak(ids, Wish.of(body)):
+        group.append(said)
+        if said.finish or dice.random() > 0.1:
+            events.append(speaker.event(group))
+            group = []
+    return [*events, *(event + b"\n\n" for event in speaker.end().split(b"\n\n")[:-1])]
+
+
+def drawn(dice: random.Random) -> dict[str, Any]:
+    chat = dice.random() < 0.5
+    body: dict[str, Any] = {"model": "m", "temperature": 0, "stream": True, "max_tokens": dice.randrange(1, 60)}
+    body |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": PROMPT}
+    if dice.random() < 0.5:
+        body["stop"] = dice.choice(([" a b"], " 1 2 3", ["zzzzzz", " 4"], [" 5 ü"]))
+        body["include_stop_str_in_output"] = dice.random() < 0.4
+    if dice.random() < 0.3:
+        body["min_tokens"] = dice.randrange(40)
+    if dice.random() < 0.4:
+        body["return_token_ids"] = True
+    if dice.random() < 0.4:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": dice.random() < 0.5}
+    if not chat and dice.random() < 0.3:
+        body["logprobs"] = 1
+    return body
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
+    dice = random.Random(seed)
+    body = drawn(dice)
+    want = b"".join(written(body, PROMPT, random.Random(0)))
+    request = bodies.parse(bodies.CHAT if "messages" in body else bodies.COMPLETIONS, json.dumps(body).encode())
+    kept = Kept(at_once(terms_of(request, 0)), MOST)
+    got, events = b"", written({**body, "return_token_ids": True}, PROMPT, dice)
+    for number in range(2, 9):
+        last = number == 8
+        for event in events if last else events[: dice.randrange(1, len(events) + 1)]:
+            got += kept.take(event)
+        if kept.done:
+            break
+        if kept.finished:
+            got += kept.ending()
+            break
+        again = kept.next_request(0)
+        said = json.loads(bodies.for_decode(again, None))  # type: ignore[arg-type]
+        assert said["prompt"][: len(PROMPT)] == PROMPT and said["prompt"][-1] < HALF, "D would write the prompt again"
+        assert len(said["prompt"]) + said["max_tokens"] == len(PROMPT) + body["max_tokens"]
+        events = written(said, said["prompt"], dice, f"d{number}")
+    assert understood(got) == understood(want)
+
+
+def kept_of(body: dict[str, Any], seen: int, **more: Any) -> tuple[Kept, bytes]:
+    body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, "prompt": PROMPT, **body}
+    kept = Kept(terms(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MOST))
+    events = written({**body, "return_token_ids": True}, PROMPT, random.Random(1))
+    return kept, b"".join(map(kept.take, events[:seen]))
+
+
+def test_the_client_gets_no_ids_that_it_did_not_ask_for() -> None:
+    _, seen = kept_of({}, 4)
+    assert (
+        b'"token_ids":null' in seen
+        and b'"prompt_token_ids":null' in seen
+        and b":[" not in seen.replace(b'"choices":[', b"")
+    )
+
+
+def test_text_that_looks_like_ids_is_left_alone() -> None:
+    kept, _ = kept_of({}, 3)
+    text = 'x "token_ids":[1,2] \\"token_ids\\":[3]'
+    event = {"id": "d1", "choices": [{"index": 0, "text": text, "token_ids": [5, 6]}]}
+    (told,) = sense_choices(kept.take(b"data: " + json.dumps(event).encode() + b"\n\n"))
+    assert told["text"] == text and told["token_ids"] is None
+
+
+def sense_choices(stream: bytes) -> list[dict[str, Any]]:
+    return [choice for line in stream.decode().split("\n\n")[:-1] for choice in json.loads(line[6:])["choices"]]
+
+
+def test_another_d_that_says_something_else_is_not_passed_on() -> None:
+    kept, _ = kept_of({"stop": "zzzz"}, 12)
+    request = kept.next_request(0)
+    body = json.loads(bodies.for_decode(request, None))  # type: ignore[arg-type]
+    assert len(body["prompt"]) < len(PROMPT) + len(kept.ids), "some tokens are computed again"
+    events = written(body, [*body["prompt"][:-1], 1], random.Random(2))
+    with pytest.raises(NotContinued, match="other tokens"):
+        kept.take(b"".join(events))
+
+
+def test_a_stream_that_grows_too_long_is_given_up_and_costs_nothing_more() -> None:
+    kept, _ = kept_of({}, 30, most=len(PROMPT) + 10)
+    assert "more than 13 tokens" in kept.unfit and not kept.ids
+    with pytest.raises(NotContinued, match="more than 13"):
+        kept.next_request(0)
+
+
+def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
+    kept = Kept(terms(), MOST)
+    event = b'data: {"id":"x","choices":[{"index":0,"text":" a"}]}\n\n'
+    assert kept.take(event) == event
+    with pytest.raises(NotContinued, match="tells no token ids"):
+        kept.point()
+
+
+@pytest.mark.parametrize(
+    "delta", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{}]}, {}], ids=lambda d: str(list(d))
+)
+def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> None:
+    kept = Kept(terms(chat=True), MOST)
+    first = {
+        "id": "x",
+        "prompt_token_ids": [1, 2],
+        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+    }
+    event = {"id": "x", "choices": [{"index": 0, "delta": delta, "token_ids": [5]}]}
+    for said in (first, event):
+        told = kept.take(b"data: " + json.dumps(said).encode() + b"\n\n")
+    assert bool(told) is bool(delta), "what the parser swallows is no event for who asked no ids"
+    with pytest.raises(NotContinued, match="state"):
+        kept.point()
+
+
+@pytest.mark.parametrize(
+    ("said", "cut"),
+    [
+        ({"choices": [{"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}]}, Cut.DROPPED),
+        ({"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}, Cut.ABORTED),
+        ({"error": {"message": "dead", "code": 500}}, Cut.FAILED),
+        ({"error": {"message": "yours", "code": 400}}, None),
+    ],
+)
+def test_how_d_ends_a_stream_is_told_apart(said: dict[str, Any], cut: Cut | None) -> None:
+    kept, _ = kept_of({}, 3)
+    told = kept.take(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
+    assert kept.cut is cut and (told == b"") is (cut is not None)
+
+
+def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:
+    kept = Kept(terms(max_tokens=1000), MOST)
+    half = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [250], "prompt_token_ids": [1]}]}
+    for _ in range(MOST_AGAIN + 1):
+        kept.take(b"data: " + json.dumps(half).encode() + b"\n\n")
+    with pytest.raises(NotContinued, match="held text back"):
+        kept.point()

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which streams can be continued on another D with exactly the tokens that the first one would have made, and how they ask for it.
+
+Pure. `FATES` has a row for every field of vLLM's requests: what becomes of it when a generation goes on from prompt and
+generated token ids as a prompt of ids. One that nobody wrote down is not continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vllm_ascend_pd.metaserver import bodies, outline
+from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
+from vllm_ascend_pd.metaserver.outline import Steps
+
+_GREEDY = 1e-5  # temperatures below are greedy for vLLM
+_COMPLETION_TOKENS = 16  # vLLM's limit for completions that name none
+_SHORT = 64  # bytes of a value that can mean nothing
+_FIELD_BYTES = 64 << 10  # of all that is kept of a request beside its prompt
+MOST_STOP = 256  # characters of a stop string; so many may have to be computed again
+
+
+class Fate(Enum):
+    """What becomes of a field when its generation goes on."""
+
+    KEPT = "means the same for the tokens that are still to come"
+    PROMPT = "made the prompt, whose token ids are known by now"
+    COUNTED = "counts from the first token on: lowered by those that are there"
+    OURS = "set anew"
+    REFUSED = "cannot go on, unless it has a value that means nothing"
+
+
+class Rule(NamedTuple):
+    fate: Fate
+    why: str = ""  # a stream with this field is not continued
+    harmless: tuple[object, ...] = (None,)  # values with which it is
+
+
+def _refused(why: str, *harmless: object) -> Rule:
+    return Rule(Fate.REFUSED, why, (None, *harmless))
+
+
+_KEPT, _PROMPT, _COUNTED, _OURS = (Rule(fate) for fate in (Fate.KEPT, Fate.PROMPT, Fate.COUNTED, Fate.OURS))
+_TOOLS = "what parses its tool calls has a state"
+_GRAMMAR = "its grammar has a state"
+_MEDIA = "its prompt is more than tokens"
+_SAMPLED = "it samples: its temperature is not 0"
+
+FATES: dict[str, Rule] = {
+    **dict.fromkeys(("model", "cache_salt", "priority", "session_id", "user"), _KEPT),
+    **dict.fromkeys(("prompt", "messages"), _PROMPT),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "add_generation_prompt"), _PROMPT),
+    **dict.fromkeys(("continue_final_message", "documents", "reasoning_effort", "return_prompt_text"), _PROMPT),
+    **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "truncation_side"), _PROMPT),
+    **dict.fromkeys(
+        ("prompt_embeds", "media_io_kwargs", "mm_processor_kwargs", "mm_payload"), _refused(_MEDIA, [], {})
+    ),
+    **dict.fromkeys(("ec_transfer_params", "return_mm_kwargs"), _refused(_MEDIA, False)),
+    "suffix": _refused("it has a suffix"),
+    "vllm_xargs": _refused("what reads its vllm_xargs may have a state", {}),
+    # Which token comes next. Greedy tokens need no seed; a penalty for what is there, prompt or answer, counts the same.
+    "temperature": _OURS,
+    "seed": _PROMPT,
+    **dict.fromkeys(("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "repetition_penalty"), _KEPT),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty"), _refused("its penalty tells the prompt from the answer", 0)
+    ),
+    "bad_words": _refused("its bad words may begin before the break", []),
+    **dict.fromkeys(("structured_outputs", "response_format"), _refused(_GRAMMAR, {"type": "text"})),
+    **dict.fromkeys(
+        ("repetition_detection", "watermarking", "thinking_token_budget"),
+        _refused("it counts what was generated", False),
+    ),
+    "use_beam_search": _refused("it is a beam search", False),
+    "length_penalty": _PROMPT,  # of a beam search alone
+    # When it ends.
+    **dict.fromkeys(("stop", "include_stop_str_in_output", "stop_token_ids", "ignore_eos"), _KEPT),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _COUNTED),
+    **dict.fromkeys(("n", "best_of"), _refused("it has several choices", 1)),
+    # What is told of it.
+    **dict.fromkeys(("stream", "request_id", "return_token_ids", bodies.FORBIDDEN), _OURS),
+    **dict.fromkeys(("stream_options", "stream_interval", "skip_special_tokens"), _KEPT),
+    "spaces_between_special_tokens": _refused("how it writes special tokens depends on those before", True),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "return_tokens_as_token_ids"), _KEPT),
+    "top_logprobs": _refused("log-probabilities of a chat have another form than those of token ids", 0),
+    "prompt_logprobs": _refused("it asks for the prompt's own results"),
+    "echo": _refused("it repeats the prompt", False),
+    **dict.fromkeys(
+        ("return_token_offsets", "routed_experts_prompt_start"), _refused("it asks for results by position", False, 0)
+    ),
+    "tools": _refused(_TOOLS, []),
+    "tool_choice": _refused(_TOOLS, "none", "auto"),
+    "parallel_tool_calls": _PROMPT,
+    "include_reasoning": _refused("what hides its reasoning has a state", True),
+}
+_OF_CHAT = {"logprobs": _refused(FATES["top_logprobs"].why, False)}
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What of a request is kept to continue it."""
+
+    chat: bool
+    fields: dict[str, msgspec.Raw]
+    limit: int | None  # tokens of the answer; None: as many as the model takes
+    least: int
+    stop: int  # characters of a stop string that may be there before its last one
+    held: int  # characters that D holds back as long as they may begin one
+    asked_ids: bool  # the client wants token ids
+    usage: bool  # and the usage at the end
+    affinity: bytes
+    size: int
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+
+
+class NotContinued(ValueError):
+    """The text says why."""
+
+
+def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
+    """Under which the stream can be continued. `ceiling`: tokens of an answer that the engines allow at most, whatever is asked; 0:
+    they have no such limit. Raises NotContinued."""
+    chat, fields = request.route == CHAT, request.fields
+    if not request.remote:
+        raise NotContinued("D computes its prompt itself")
+    if request.shape is not Shape.ONE or request.copies != 1:
+        raise NotContinued(FATES["n"].why)
+    kept: dict[str, msgspec.Raw] = {}
+    for name, raw in fields.items():
+        rule = (_OF_CHAT.get(name) if chat else None) or FATES.get(name)
+        if rule is None:
+            raise NotContinued("it has a field that is not known here")
+        if rule.fate is Fate.REFUSED and not _is_one_of(raw, rule.harmless):
+            raise NotContinued(rule.why)
+        if rule.fate is Fate.KEPT:
+            kept[name] = raw
+    if not _greedy(fields):
+        raise NotContinued(_SAMPLED)
+    if chat and (yield from outline.holds(memoryview(fields.get("messages", b"")), bodies.MEDIA.search)):
+        raise NotContinued(_MEDIA)
+    size = sum(len(memoryview(raw)) for raw in kept.values())
+    if size > _FIELD_BYTES:
+        raise NotContinued("its fields beside the prompt are too long to be kept")
+    longest = _longest_stop(fields)
+    return Terms(
+        chat=chat,
+        fields={name: msgspec.Raw(bytes(raw)) for name, raw in kept.items()},  # else the whole body is kept
+        limit=_limit(fields, chat, ceiling),
+        least=_count(fields, "min_tokens") or 0,
+        stop=max(0, longest - 1),
+        held=0 if bodies.flag(fields, "include_stop_str_in_output") else max(0, longest - 1),
+        asked_ids=bodies.flag(fields, "return_token_ids"),
+        usage=_usage(fields),
+        affinity=request.affinity,
+        size=size,
+    )
+
+
+def continued(terms: Terms, prompt: bytes, tokens: int, answer: Sequence[int], at: int, room: int) -> Request:
+    """The request that goes on after the first `at` tokens of `answer`. `prompt`: its `tokens` ids as they stand in a JSON list.
+    `room`: tokens that the model takes in all, needed where the client named no limit. Raises NotContinued."""
+    left = room - tokens - at if terms.limit is None else terms.limit - at
+    if left < 1:
+        raise NotContinued("no token is left of its limit")
+    ids = b",".join([prompt, *(b"%d" % one for one in answer[:at])])
+    fields: dict[str, Any] = {**terms.fields, "prompt": msgspec.Raw(b"[" + ids + b"]"), "temperature": 0.0}
+    fields |= {"max_tokens": left, "stream": True, "return_token_ids": True}
+    if terms.least > at:
+        fields["min_tokens"] = terms.least - at
+    return Request(
+        route=COMPLETIONS,
+        fields=fields,
+        size=len(ids) + terms.size,
+        stream=True,
+        shape=Shape.ONE,
+        copies=1,
+        prefill_tokens=tokens + at,
+        decode_tokens=tokens + at + min(left, 1 << 20),
+        remote=True,
+        send_tokens=False,
+        affinity=terms.affinity,
+    )
+
+
+def _is_one_of(raw: msgspec.Raw, harmless: tuple[object, ...]) -> bool:
+    try:
+        return len(memoryview(raw)) <= _SHORT and msgspec.json.decode(raw) in harmless
+    except UNREADABLE:
+        return False
+
+
+def _greedy(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Left out it is what the model's own configuration says, which is not known here."""
+    value = bodies.small(fields, "temperature")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _GREEDY
+
+
+def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int | None:
+    """A count that is written as one. Raises NotContinued for any other form, which engines may read in their own way."""
+    raw = fields.get(name)
+    if raw is None or _is_one_of(raw, (None,)):
+        return None
+    value = bodies.small(fields, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise NotContinued(f"its {name} is no whole number")
+    return value
+
+
+def _limit(fields: Mapping[str, msgspec.Raw], chat: bool, ceiling: int) -> int | None:
+    asked = _count(fields, "max_completion_tokens") if chat else None
+    if asked is None:
+        asked = _count(fields, "max_tokens")
+    if asked is None and not chat:
+        asked = _COMPLETION_TOKENS
+    if ceiling and asked is not None and asked > ceiling:
+        raise NotContinued("its limit of tokens is above the engines' own")
+    return ceiling if asked is None and ceiling else asked
+
+
+def _longest_stop(fields: Mapping[str, msgspec.Raw]) -> int:
+    raw = fields.get("stop", msgspec.Raw(b"null"))
+    try:
+        stop = msgspec.json.decode(raw, type=str | list[str] | None)
+    except UNREADABLE as problem:
+        raise NotContinued("its stop strings are not understood") from problem
+    longest = max(map(len, [stop] if isinstance(stop, str) else stop or [""]))
+    if longest > MOST_STOP:
+        raise NotContinued(f"a stop string has more than {MOST_STOP} characters")
+    return longest
+
+
+def _usage(fields: Mapping[str, msgspec.Raw]) -> bool:
+    raw = fields.get("stream_options", msgspec.Raw(b"null"))
+    try:
+        options = msgspec.json.decode(raw, type=_StreamOptions | None)
+    except UNREADABLE as problem:
+        raise NotContinued("its stream options are not understood") from problem
+    return options is not None and bool(options.include_usage)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a stream so that another D can go on with it, and how the other's answer becomes the rest of this one.
+
+Pure: bytes of whole events in, bytes for the client out. `Kept.take` has two ways. From the first D events pass as they came,
+except for the token ids that the client did not ask for. From a later one only what the client has not seen passes, in the
+form and with the counts of the first: that D's prompt has part of the answer in it, and is computed from a `Point` on that may
+lie before the last token, because text may have been held back there.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import deque
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from vllm_ascend_pd.metaserver.bodies import UNREADABLE, Request
+from vllm_ascend_pd.metaserver.resumable import NotContinued, Terms, continued
+
+MOST_AGAIN = 256  # tokens that are computed again at most, to come to a point where nothing was held back
+_OVERHEAD = 2048  # bytes of a stream that is kept, beside its ids
+_DONE = b"data: [DONE]"
+_DATA = b"data: "
+# As JSON of the engine's: within a string each of these quotes would be escaped, and no number is a list.
+_IDS = re.compile(rb'("token_ids"\s*:\s*)\[[0-9,\s]*\]')
+_KEY = b'"token_ids":['
+_PROMPT_KEY = b'"prompt_token_ids"'
+_PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*\[')
+_NULL = msgspec.Raw(b"null")
+
+
+class Cut(Enum):
+    """How D ended a stream before its end, in its own words."""
+
+    DROPPED = "it had no block for the next token"
+    ABORTED = "it is shutting down"
+    FAILED = "it said that it failed"
+
+
+class Point(NamedTuple):
+    """Where to go on: after `tokens` of the answer, whose text has `text` characters, nothing is held back. Those tokens'
+    log-probabilities have covered `offset` characters."""
+
+    tokens: int = 0
+    text: int = 0
+    offset: int = 0
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    role: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    text_offset: list[int] = []
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = _NULL
+    logprobs: msgspec.Raw = _NULL
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Error(msgspec.Struct):
+    code: int | str | None = None
+
+
+class _Event(msgspec.Struct):
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[_Choice] = []
+    prompt_token_ids: msgspec.Raw = _NULL
+    error: _Error | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+_LOGPROBS = msgspec.json.Decoder(_Logprobs | None)
+
+
+class Kept:
+    """One stream: what the client has seen of it, as far as another D must know. `most`: tokens of prompt and answer."""
+
+    def __init__(self, terms: Terms, most: int) -> None:
+        self.terms = terms
+        self.times = 0  # that it was continued
+        self.ids = array("I")
+        self.finished = self.done = False
+        self.cut: Cut | None = None
+        self._most = most
+        self._unfit = ""
+        self._prompt, self._prompt_tokens = b"", 0
+        self._head: dict[str, Any] = {}
+        self._answer = 0  # tokens that the client has
+        self._released = 0  # characters of text that the client has
+        self._offset = 0
+        self._marks = deque([Point()])  # where nothing was held back, the last that may be needed
+        self._usage_told = False
+        # Of a later D: where it began, what it is to say again, and how much of its text the client has.
+        self._from = Point()
+        self._again: list[int] = []
+        self._skip = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return _OVERHEAD + self.terms.size + len(self._prompt) + 4 * len(self.ids) + 128 * len(self._marks)
+
+    def give_up(self, why: str) -> None:
+        """It cannot be continued any more, and nothing more is kept. The client gets it as it comes."""
+        self._unfit = self._unfit or why
+        self._prompt, self.ids = b"", array("I")
+        self._marks.clear()
+
+    @property
+    def unfit(self) -> str:
+        """Why it cannot be continued; empty if it can."""
+        return self._unfit or ("" if self._prompt else "its D tells no token ids")
+
+    @property
+    def first(self) -> bool:
+        """Whether its first D still answers."""
+        return self.times == 0
+
+    # -- from one D to the next
+
+    def point(self) -> Point:
+        """Where to go on. Raises NotContinued."""
+        if self.unfit:
+            raise NotContinued(self.unfit)
+        # A stop string that ends later begins after all text that a D was free to release, less what D did not hold back of it.
+        latest = self._released + self.terms.held - self.terms.stop
+        found = next((mark for mark in reversed(self._marks) if mark.text <= latest or not mark.tokens), None)
+        if found is None or len(self.ids) - found.tokens > MOST_AGAIN:
+            raise NotContinued(f"D held text back over more than {MOST_AGAIN} tokens")
+        return found
+
+    def next_request(self, room: int) -> Request:
+        """For another D; what it says is taken from now on. `room`: as `continued` needs it. Raises NotContinued."""
+        point = self.point()
+        request = continued(self.terms, self._prompt, self._prompt_tokens, self.ids, point.tokens, room)
+        self._from, self._again = point, list(self.ids[point.tokens :])
+        self._skip = max(0, self._released - point.text)
+        self.cut = None
+        self.times += 1
+        return request
+
+    def ending(self) -> bytes:
+        """The rest of a stream whose last token is out: usage, if it was asked for, and the end."""
+        said = b""
+        if self.terms.usage and not self._usage_told:
+            prompt, answer = self._prompt_tokens, self._answer
+            usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
+            said = _written({**self._head, "choices": [], "usage": usage})
+        return said + _DONE + b"\n\n"
+
+    # -- events
+
+    def take(self, stream: bytes) -> bytes:
+        """What the client gets of whole events, up to one that cuts the stream. Raises NotContinued when another D says what the first
+        did not."""
+        out: list[bytes] = []
+        for event in stream.split(b"\n\n"):
+            if not event.strip():
+                continue
+            if event.startswith(_DONE):
+                self.done = True
+                out.append(event + b"\n\n")
+            elif not event.startswith(_DATA):
+                out.append(event + b"\n\n")
+            else:
+                told = self._event(event)
+                if self.cut is not None:
+                    break
+                out.append(told)
+        return b"".join(out)
+
+    def _event(self, event: bytes) -> bytes:
+        try:
+            read = _EVENT.decode(event[len(_DATA) :])
+        except UNREADABLE:
+            if not self.first:
+                raise NotContinued("an event of the other D is not understood") from None
+            self.give_up("an event of its D is not understood")
+            return event + b"\n\n"
+        if read.error is not None:
+            if not isinstance(read.error.code, int) or read.error.code >= 500:
+                self.cut = Cut.FAILED
+            return event + b"\n\n"
+        choice = read.choices[0] if read.choices else None
+        if choice is not None:
+            if choice.stop_reason == "recomputed":
+                self.cut = Cut.DROPPED
+            elif choice.finish_reason == "abort":
+                self.cut = Cut.ABORTED
+            if self.cut is not None:
+                return b""
+        else:
+            self._usage_told = True
+        if not self.first:
+            return self._later(event, choice)
+        if not self._unfit:
+            if not self._prompt or not self._head:
+                self._note_head(read, choice)
+            self._note(choice, len(read.choices))
+        return self._as_asked(event, read, choice)
+
+    def _note_head(self, read: _Event, choice: _Choice | None) -> None:
+        if not self._head:
+            form = "chat.completion.chunk" if self.terms.chat else "text_completion"
+            self._head = {"id": read.id, "object": form, "created": read.created, "model": read.model}
+        if not self._prompt:
+            told = memoryview(read.prompt_token_ids)
+            if choice is not None and bytes(told[:1]) != b"[":
+                told = memoryview(choice.prompt_token_ids)
+            if bytes(told[:1]) == b"[" and len(told) > 2:
+                self._prompt = bytes(told[1:-1])
+                self._prompt_tokens = self._prompt.count(b",") + 1
+
+    def _note(self, choice: _Choice | None, count: int) -> None:
+        """What the first D says."""
+        if choice is None:
+            return
+        if count != 1 or choice.index != 0:
+            self.give_up("it has several choices")
+            return
+        text, delta = choice.text or "", choice.delta
+        if delta is not None:
+            text = delta.content or ""
+            if (
+                delta.reasoning
+                or delta.reasoning_content
+                or delta.tool_calls
+                or (choice.token_ids and delta.content is None)
+            ):
+                self.give_up("what parses its answer has a state")
+                return
+        if choice.token_ids is None and text:
+            self.give_up("its D tells no token ids")
+            return
+        tokens = choice.token_ids or []
+        self._count(tokens, text, choice, bool(text) and len(tokens) == 1)
+
+    def _count(self, tokens: list[int], text: str, choice: _Choice, single: bool) -> None:
+        """What goes to the client. `single`: of one token that brought text, so that no part of a character waits for the next."""
+        self.ids.extend(tokens)
+        self._answer += len(tokens)
+        self._released += len(text)
+        self.finished = self.finished or choice.finish_reason is not None
+        if self._prompt_tokens + self._answer > self._most:
+            self.give_up(f"it has more than {self._most} tokens")
+            return
+        if (
+            self.terms.fields.get("logprobs") is not None
+            and (told := _LOGPROBS.decode(choice.logprobs))
+            and told.tokens
+        ):
+            self._offset = told.text_offset[-1] + len(told.tokens[-1]) + (0 if self.first else self._from.offset)
+        if not single:
+            return
+        self._marks.append(Point(len(self.ids), self._released + self.terms.held, self._offset))
+        latest = self._released + self.terms.held - self.terms.stop
+        while len(self._marks) > 1 and self._marks[1].text <= latest:
+            self._marks.popleft()
+
+    def _as_asked(self, event: bytes, read: _Event, choice: _Choice | None) -> bytes:
+        """Without the ids, unless they were asked for. A chat's parser that is not ready says nothing but ids: no event then."""
+        if not self.terms.asked_ids:
+            if choice is not None and choice.token_ids:
+                if choice.delta == _Delta() and choice.finish_reason is None and bytes(choice.logprobs) == b"null":
+                    return b""
+                event = _without(event)
+            if _PROMPT_KEY in event:
+                event = _without_prompt(event)
+        return event + b"\n\n"
+
+    # -- what a later D says
+
+    def _later(self, event: bytes, choice: _Choice | None) -> bytes:
+        said = msgspec.json.decode(event[len(_DATA) :])
+        said |= self._head
+        said.pop("metrics", None)  # of its own part alone
+        if said.get("usage"):
+            self._correct(said["usage"])
+        if choice is None:
+            return _written(said)
+        tokens = choice.token_ids
+        if tokens is None or len(said["choices"]) != 1:
+            raise NotContinued("the other D tells no token ids")
+        again = min(len(tokens), len(self._again))
+        if tokens[:again] != self._again[:again]:
+            raise NotContinued("the other D computes other tokens")
+        del self._again[:again]
+        if choice.finish_reason is not None and self._again:
+            raise NotContinued("the other D ends it earlier")
+        text, seen = choice.text or "", min(self._skip, len(choice.text or ""))
+        self._skip -= seen
+        if self._skip and (len(tokens) > again or choice.finish_reason is not None):
+            raise NotContinued("the other D writes the same tokens otherwise")
+        single = bool(text) and len(tokens) == 1 and not again
+        text, tokens = text[seen:], tokens[again:]
+        if not (text or tokens or choice.finish_reason is not None):
+            return b""
+        if not self._unfit:
+            self._count(tokens, text, choice, single)
+        said["choices"] = [self._framed(said["choices"][0], choice, text, tokens, again)]
+        return _written(said)
+
+    def _framed(
+        self, told: dict[str, Any], choice: _Choice, text: str, tokens: list[int], again: int
+    ) -> dict[str, Any]:
+        ids = tokens if self.terms.asked_ids else None
+        if self.terms.chat:
+            framed = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": choice.finish_reason}
+            return framed | ({"stop_reason": choice.stop_reason} if choice.finish_reason else {}) | {"token_ids": ids}
+        told |= {"text": text, "prompt_token_ids": None, "token_ids": ids}
+        if told.get("logprobs"):
+            lists = {name: values[again:] for name, values in told["logprobs"].items() if values is not None}
+            lists["text_offset"] = [at + self._from.offset for at in lists["text_offset"]]
+            told["logprobs"] = lists
+        return told
+
+    def _correct(self, usage: dict[str, Any]) -> None:
+        """Tokens of the answer that were part of this D's prompt."""
+        usage["prompt_tokens"] -= self._from.tokens
+        usage["completion_tokens"] += self._from.tokens
+        details = usage.get("prompt_tokens_details")
+        if details and details.get("cached_tokens"):
+            details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
+
+
+def _without(event: bytes) -> bytes:
+    """Null in place of the answer's ids. As vLLM writes it; the other way is for any other spacing."""
+    at = event.rfind(_KEY)
+    if at < 0:
+        return _IDS.sub(rb"\1null", event)
+    at += len(_KEY)
+    return event[: at - 1] + b"null" + event[event.index(b"]", at) + 1 :]
+
+
+def _without_prompt(event: bytes) -> bytes:
+    found = _PROMPT_IDS.search(event)
+    if found is None:
+        return event
+    end = event.index(b"]", found.end()) + 1
+    return event[: found.end() - 1] + b"null" + event[end:]
+
+
+def _written(said: dict[str, Any]) -> bytes:
+    return _DATA + msgspec.json.encode(said) + b"\n\n"

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream that outlives its D: what is kept of it, its relay, and its end where no other D can go on.
+
+`Front` makes the attempts; a stream that broke is one more attempt, with another request, to a client that has seen a part of the
+answer. What is kept and what is said is decided in `metaserver/resume.py`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
+from vllm_ascend_pd.metaserver.http1 import Reply, UpstreamError
+from vllm_ascend_pd.metaserver.resumable import NotContinued, terms_of
+from vllm_ascend_pd.metaserver.resume import Cut, Kept
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, Exchange
+from vllm_ascend_pd.metaserver.service.faults import error_frame
+from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.shared import Shared
+
+MOST_TIMES = 8  # that one stream is continued: what kills each D must not go through all of them for ever
+_EVENT_BYTES = 16 << 20  # the first one has the ids of the prompt
+_MODELS_BYTES = 1 << 20
+_MODELS_S = 10.0
+
+
+class StreamBroke(Exception):
+    """D went in the middle of a stream that is kept. `cause` is a label; `final`: no other D can do better."""
+
+    def __init__(self, problem: str, cause: str, code: str = "PD-META-007", final: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.cause = cause
+        self.code = code
+        self.final = final
+
+
+async def keep(shared: Shared, exchange: Exchange) -> None:
+    """From the start, for later: D is asked for token ids if this stream can be continued."""
+    settings, request = shared.settings, exchange.request
+    try:
+        if request.prefill_tokens > settings.resume_tokens:
+            raise NotContinued(f"its prompt has more than {settings.resume_tokens} tokens")
+        terms = await shared.turns.take(terms_of(request, settings.resume_ceiling))
+    except NotContinued as why:
+        exchange.unkept = str(why)
+        return
+    exchange.kept = Kept(terms, settings.resume_tokens)
+    fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
+    exchange.request = msgspec.structs.replace(request, fields=fields)
+
+
+def let_go(shared: Shared, exchange: Exchange) -> None:
+    """Nothing is kept any more."""
+    shared.kept_bytes -= exchange.kept_bytes
+    exchange.kept_bytes, exchange.kept = 0, None
+
+
+def _count(shared: Shared, exchange: Exchange, kept: Kept) -> None:
+    size = kept.size
+    shared.kept_bytes += size - exchange.kept_bytes
+    exchange.kept_bytes = size
+    if shared.kept_bytes > shared.settings.resume_bytes:
+        kept.give_up("too much is kept for other streams")
+
+
+async def relay(shared: Shared, attempt: Attempt, kept: Kept, reply: Reply, first: bytes) -> None:
+    """D's answer, or the rest of it. Raises StreamBroke."""
+    exchange = attempt.exchange
+    try:
+        await _relay(shared, exchange, kept, reply, first)
+    except UpstreamError as broken:
+        shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
+        raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
+    except NotContinued as why:
+        raise StreamBroke("The decode instance broke off.", "differs", final=str(why)) from why
+    if kept.done:
+        return
+    if kept.cut is Cut.DROPPED:
+        METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
+        raise StreamBroke(PdError("PD-META-022").sentence, "dropped", "PD-META-022")
+    said = kept.cut.value if kept.cut is not None else "its answer has no end"
+    if kept.cut is not Cut.ABORTED:
+        shared.fleet.seen(attempt.decode, Evidence.BROKE, said)
+    raise StreamBroke(f"The decode instance broke off: {said}.", "broken" if kept.cut is not Cut.ABORTED else "ended")
+
+
+async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, first: bytes) -> None:
+    piece, held, send = first, b"", exchange.send
+    while piece:
+        whole, held = _whole_events(held + piece if held else piece)
+        said = kept.take(whole) if whole else b""
+        _count(shared, exchange, kept)
+        if said and exchange.broke_at:
+            METRICS.resume_seconds.observe(time.monotonic() - exchange.broke_at)
+            exchange.broke_at = 0.0
+        if kept.done and not held and reply.at_end:
+            exchange.streaming = False
+            await send({"type": "http.response.body", "body": said})
+            return
+        if said:
+            await send({"type": "http.response.body", "body": said, "more_body": True})
+        if kept.cut is not None:
+            return
+        piece = await reply.read()
+    if kept.done:
+        exchange.streaming = False
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
+    """What is complete, and the beginning of an event. Raises UpstreamError for one that does not end."""
+    end = stream.rfind(b"\n\n") + 2
+    if end > 1:
+        return stream[:end], stream[end:]
+    if len(stream) > _EVENT_BYTES:
+        raise UpstreamError(Failure.BROKEN, "an event of its answer does not end")
+    return b"", stream
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def room(shared: Shared, exchange: Exchange, decode: Instance) -> int:
+    """Tokens that the model takes in all, as a D tells. Raises UpstreamError and NotContinued."""
+    reply = await shared.upstream.send(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
+    async with reply:
+        said = await reply.rest(_MODELS_BYTES, _MODELS_S)
+    try:
+        return min(model.max_model_len for model in msgspec.json.decode(said, type=_Models).data)
+    except (*bodies.UNREADABLE, ValueError) as problem:
+        raise NotContinued("it names no limit of tokens, and no D tells the model's") from problem
+
+
+async def finish(exchange: Exchange, kept: Kept) -> None:
+    """Every token has gone out before D went: what is missing is known."""
+    exchange.stage("end")
+    exchange.streaming = False
+    await exchange.send({"type": "http.response.body", "body": kept.ending()})
+
+
+async def break_off(shared: Shared, exchange: Exchange, problem: str, code: str, decode: str = "") -> None:
+    """The honest end of a stream that nobody goes on with."""
+    METRICS.broken_streams.inc()
+    exchange.stage("broken", problem)
+    shared.journal.trouble(code, problem, decode, exchange.request_id)
+    exchange.streaming = False
+    await exchange.send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
+    await exchange.send({"type": "http.response.body", "body": b""})
