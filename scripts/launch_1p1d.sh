@@ -14,7 +14,7 @@ OPTIONS=(
   "p-pp|PD_P_PP|1|pipeline parallel size of the prefill engine"
   "p-dp|PD_P_DP|1|data parallel size of the prefill engine"
   "d-tp|PD_D_TP|1|tensor parallel size of the decode engine"
-  "d-pp|PD_D_PP|1|pipeline parallel size of the decode engine, which refuses more than 1 (PD-CONF-005)"
+  "d-pp|PD_D_PP|1|pipeline parallel size of the decode engine"
   "d-dp|PD_D_DP|1|data parallel size of the decode engine"
   "experts|PD_EXPERTS|off|on: experts are spread over all ranks of an engine"
   "p-graph-mode|PD_P_GRAPH_MODE||cudagraph_mode of the prefill engine: NONE or PIECEWISE; none: vLLM's choice"
@@ -44,7 +44,16 @@ TEXT
   options_help
 }
 
-say() { printf '[%5s s] %s\n' "$(pd_elapsed "$PD_STARTED")" "$*"; }
+# Where signals may come nothing here waits for a process of its own, a command substitution's neither: bash loses a SIGINT
+# that comes then, if that process ends well.
+say() {
+  local elapsed
+  pd_elapsed "$PD_STARTED" elapsed
+  printf '[%5s s] %s\n' "$elapsed" "$*"
+}
+
+exec {NOTHING}<> <(:)
+pause() { read -rt "$1" -u "$NOTHING" || true; } # seconds
 
 # ---- the three commands
 
@@ -56,6 +65,7 @@ resolve() {
   METASERVER_PORT=${OPT[port-base]}
   PREFILL_PORT=$((METASERVER_PORT + 1))
   DECODE_PORT=$((METASERVER_PORT + 2))
+  PORTS=([metaserver]=$METASERVER_PORT [prefill]=$PREFILL_PORT [decode]=$DECODE_PORT)
   if [ "${OPT[log-dir]}" = auto ]; then OPT[log-dir]=$PD_ROOT/out/1p1d-$(date +%Y%m%d-%H%M%S)-$$; fi
   if [ "${OPT[secret-file]}" = auto ]; then OPT[secret-file]=${OPT[log-dir]}/secret; fi
   local p_world=$((OPT[p-tp] * OPT[p-pp] * OPT[p-dp]))
@@ -106,12 +116,12 @@ make_secret() {
 
 # ---- children: each the leader of its own session, so that its workers can be told from everything else
 
-declare -A PIDS=() LOGS=()
+declare -A PIDS=() LOGS=() PORTS=()
 
 start() { # role
   role_command "$1"
   LOGS[$1]=${OPT[log-dir]}/$1.log
-  setsid "${COMMAND[@]}" >"${LOGS[$1]}" 2>&1 </dev/null &
+  setsid "${COMMAND[@]}" >"${LOGS[$1]}" 2>&1 </dev/null {NOTHING}>&- &
   PIDS[$1]=$!
   disown # else bash comments on every child that a signal ends
   say "$1 started: pid ${PIDS[$1]}, log ${LOGS[$1]}"
@@ -119,26 +129,30 @@ start() { # role
 
 alive() { kill -0 "${PIDS[$1]}" 2>/dev/null; }
 
-# What still runs in the role's session. Zombies do not: a container's first process may never reap them.
+# LEFT is what still runs in the role's session. Zombies do not: a container's first process may never reap them.
 session_pids() { # role
   local stat text fields
+  LEFT=()
   for stat in /proc/[0-9]*/stat; do
-    { text=$(<"$stat"); } 2>/dev/null || continue
+    { IFS= read -r text <"$stat"; } 2>/dev/null || continue
     read -ra fields <<<"${text##*) }" # state, parent, process group, session, …
-    if [ "${fields[3]}" = "${PIDS[$1]}" ] && [ "${fields[0]}" != Z ]; then printf '%s\n' "${text%% *}"; fi
+    if [ "${fields[3]}" = "${PIDS[$1]}" ] && [ "${fields[0]}" != Z ]; then LEFT+=("${text%% *}"); fi
   done
 }
 
 session_kill() { # role
   local pid
-  for pid in $(session_pids "$1"); do kill -KILL "$pid" 2>/dev/null || true; done
+  session_pids "$1"
+  for pid in "${LEFT[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
 }
 
 wait_gone() { # role seconds
   local end=$((SECONDS + $2))
-  while [ -n "$(session_pids "$1")" ]; do
+  session_pids "$1"
+  while [ ${#LEFT[@]} -gt 0 ]; do
     [ "$SECONDS" -lt "$end" ] || return 1
-    sleep 0.1
+    pause 0.1
+    session_pids "$1"
   done
 }
 
@@ -188,14 +202,6 @@ answers() { # port path: does GET say 200? ANSWER is its last line: the body, wh
   [[ $status == 'HTTP/1.'[01]' 200'* ]]
 } 2>/dev/null
 
-port_of() {
-  case $1 in
-    metaserver) printf '%s' "$METASERVER_PORT" ;;
-    prefill) printf '%s' "$PREFILL_PORT" ;;
-    decode) printf '%s' "$DECODE_PORT" ;;
-  esac
-}
-
 check_children() {
   local role
   for role in "${!PIDS[@]}"; do
@@ -212,7 +218,7 @@ wait_answers() { # role… : until the /health of each says 200
     check_children
     still=()
     for role in "${waiting[@]}"; do
-      if answers "$(port_of "$role")" /health; then say "$role answers"; else still+=("$role"); fi
+      if answers "${PORTS[$role]}" /health; then say "$role answers"; else still+=("$role"); fi
     done
     waiting=("${still[@]}")
     if [ ${#waiting[@]} = 0 ]; then return 0; fi
@@ -224,7 +230,7 @@ wait_answers() { # role… : until the /health of each says 200
       told=$SECONDS
       say "waiting for ${waiting[*]}"
     fi
-    sleep 0.5
+    pause 0.5
   done
 }
 
@@ -240,7 +246,7 @@ wait_ready() {
       told=$SECONDS
       say "waiting for the first block to move: $why"
     fi
-    sleep 0.5
+    pause 0.5
   done
 }
 
@@ -274,7 +280,7 @@ main() {
   trap 'give_up interrupted' INT TERM
   trap 'stop_all || true' EXIT
   for role in metaserver prefill decode; do
-    if answers "$(port_of "$role")" /health; then give_up "port $(port_of "$role") is already served by something else"; fi
+    if answers "${PORTS[$role]}" /health; then give_up "port ${PORTS[$role]} is already served by something else"; fi
   done
   for role in metaserver prefill decode; do start "$role"; done
   END=$((SECONDS + OPT[timeout]))
@@ -285,7 +291,7 @@ main() {
     "$METASERVER_PORT" "{\"model\": \"${PD_SERVED_NAME:-${OPT[model]}}\", \"prompt\": \"Hello\", \"max_tokens\": 16}"
   say "ctrl-C stops all"
   trap 'stop_all; exit $?' INT TERM
-  while check_children; do sleep 1; done
+  while check_children; do pause 1; done
 }
 
 main "$@"

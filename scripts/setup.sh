@@ -24,10 +24,11 @@ PD_STARTED=$EPOCHREALTIME
 
 # ---- saying what happens
 
-pd_elapsed() { # seconds since $1 (an EPOCHREALTIME), one decimal
+pd_elapsed() { # seconds since $1 (an EPOCHREALTIME), one decimal; into the variable $2 if there is one
   local now=${EPOCHREALTIME/[.,]/} then=${1/[.,]/}
   local tenths=$(((now - then) / 100000))
-  printf '%d.%d' $((tenths / 10)) $((tenths % 10))
+  local text=$((tenths / 10)).$((tenths % 10))
+  if [ -n "${2:-}" ]; then printf -v "$2" '%s' "$text"; else printf '%s' "$text"; fi
 }
 
 pd_say() { printf '[set-up] %s\n' "$*" >&2; }

@@ -18,10 +18,25 @@ usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
 As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all, cross-
 compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
-With paths (tests/unit, tests/unit/test_x.py::test_y) only those run; other arguments go to pytest as they are.
+Without paths the tests run in as many processes as there are cores, four at most; those that start engines in one of them.
+With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, in one process, or with -n N in N.
+Other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
-with --all, else used if it is there (docs/building.md); PD_ASCEND_HOST=0 leaves these tests out.
+when all tests or these are asked for, on x86-64 with 20 GB free (docs/building.md); PD_ASCEND_HOST=0 leaves them out.
 TEXT
+}
+
+# Makes the environment of tests/ascend_host where it can be; elsewhere its tests say that it is not there.
+pd_ascend_host() {
+  local free
+  free=$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9)
+  if [ "$(uname -m)" != x86_64 ]; then
+    pd_say "tests/ascend_host is left out: vllm-ascend's stand-ins are for x86-64"
+  elif [ ! -d .venv-ascend-host ] && [ "$free" -lt 20 ]; then
+    pd_say "tests/ascend_host is left out: its environment needs 8 GB, and $free GB are free; 20 are asked for"
+  else
+    tests/ascend_host/environment.sh >/dev/null
+  fi
 }
 
 selection=(-m 'not slow')
@@ -43,7 +58,10 @@ for word in "$@"; do
     *) if [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
   esac
 done
+spread=()
 if [ ${#paths[@]} = 0 ]; then
+  cores=$(nproc)
+  spread=(-n "$((cores < 4 ? cores : 4))" --durations 15 --durations-min 20)
   for part in unit native simulation integration; do
     if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi
   done
@@ -53,9 +71,9 @@ fi
 if [ -n "$install" ]; then
   pd_setup test
   pd_test_tools "$all"
-  if [[ " ${paths[*]} " == *" tests/ascend_host"* && -n $all ]]; then tests/ascend_host/environment.sh >/dev/null; fi
+  if [[ " ${paths[*]} " == *" tests/ascend_host"* ]]; then pd_ascend_host; fi
 else
   pd_choose_interpreter
 fi
 # Nothing after this line: the summary of pytest is the end of the output.
-exec "$PD_PYTHON" -m pytest "${selection[@]}" "${arguments[@]}" "${paths[@]}"
+exec "$PD_PYTHON" -m pytest "${selection[@]}" "${spread[@]}" "${arguments[@]}" "${paths[@]}"

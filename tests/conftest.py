@@ -40,17 +40,39 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Progress lines that reach the terminal although pytest captures output."""
+    """Progress lines that reach the terminal although pytest captures output.
+
+    A worker of a run on several cores has no reporter: its lines go to the standard error that it shares with the run.
+    """
     plugins = request.config.pluginmanager
     reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
 
     def tell(line: str) -> None:
-        if reporter is not None and capture is not None:
-            with capture.global_and_fixture_disabled():
+        if capture is None:
+            return
+        with capture.global_and_fixture_disabled():
+            if reporter is not None:
                 reporter.ensure_newline()
                 reporter.write_line(line)
+            else:
+                print(f"\n{line}", end="", file=sys.stderr, flush=True)
 
     return tell
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With `-n`: files in their order, each on one worker; the engines of all files on one, because they are shared."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            folder = nodeid.split("/", 2)[1] if nodeid.startswith("tests/") else ""
+            shared = {"integration": "engines", "ascend_host": "engines", "native": "native"}
+            return shared.get(folder, nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def _npu_present() -> bool:

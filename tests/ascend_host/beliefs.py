@@ -138,15 +138,17 @@ def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
 
 
 @asked
-def decode_keeps_its_full_graphs_and_prefill_is_refused_with_them() -> None:
-    """On the configuration as vLLM and vllm-ascend's platform leave it."""
-    for mode, of_d in (("FULL_DECODE_ONLY", "FULL_DECODE_ONLY"), ("PIECEWISE", "PIECEWISE"), ("NONE", "NONE")):
-        given = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
-        d = vllm_config("kv_consumer", **given)
-        assert d.compilation_config.cudagraph_mode == CUDAGraphMode[of_d], d.compilation_config.cudagraph_mode
-        assert not refused(d), refused(d)
-        said = refused(vllm_config("kv_producer", **given))
-        assert bool(said) == CUDAGraphMode[mode].has_full_cudagraphs(), (mode, said)
+def decode_keeps_its_full_graphs_and_prefill_gets_piecewise_ones() -> None:
+    """On the configuration as vLLM and vllm-ascend's platform leave it. Metaservers tell vLLM which side it is."""
+    urls = {"metaserver_urls": ["http://127.0.0.1:1"]}
+    for mode in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
+        given = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode.name}}
+        d, p = vllm_config("kv_consumer", urls, **given), vllm_config("kv_producer", **given)
+        assert d.compilation_config.cudagraph_mode == mode, d.compilation_config.cudagraph_mode
+        assert not p.compilation_config.cudagraph_mode.has_full_cudagraphs(), p.compilation_config.cudagraph_mode
+        assert not refused(d) and not refused(p), (refused(d), refused(p))
+        said = refused(vllm_config("kv_producer", urls, **given))
+        assert bool(said) == mode.has_full_cudagraphs(), (mode, said)
 
 
 @asked

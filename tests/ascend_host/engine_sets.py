@@ -75,7 +75,9 @@ class Engines:
             self._engine(build, "p", "kv_producer", self.p, cluster.push_config(**self._keys(self.p))),
             self._engine(build, "d", "kv_consumer", self.d, cluster.push_config(url, **self._keys(self.d))),
         )
-        return Pair(cluster, cluster.metaserver([p], [d], port, STRICT), p, (d,), Tally())
+        # vllm-ascend's P with a pipeline keeps the sampled token on its last stage: alone it is right for one token only.
+        alone = d if self.p.pp > 1 else None
+        return Pair(cluster, cluster.metaserver([p], [d], port, STRICT), p, (d,), Tally(), alone=alone)
 
     def _keys(self, side: Side) -> dict[str, Any]:
         # The cores are the device: ranks that wait for each other by spinning would take them from the models.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from engine_sets import BLOCK, CHUNK, Engines, Side, few_blocks
@@ -33,14 +34,8 @@ FEW = few_blocks(16)  # two requests' room and a half
 LATE = 3000
 
 
-@pytest.fixture(scope="module")
-def engines(request: pytest.FixtureRequest) -> Engines:
-    chosen: Engines = request.param
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def pair(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Iterator[Pair]:
+@contextmanager
+def started(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Iterator[Pair]:
     """All blocks of both are free when its cells are over."""
     with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
         pair = engines.start(build, cluster)
@@ -49,6 +44,33 @@ def pair(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Ite
         assert pair.free_counts() == {engine.name: engine.blocks() for engine in every}
         told(f"{engines}: {pair.tally.summary()}; all blocks free")
     assert not cluster.leaks, cluster.leaks
+
+
+class Running(ExitStack):
+    """The engines of one set at a time. Not a parametrized fixture, for whose sake pytest would sort the cells."""
+
+    def __init__(self, build: HostBuild, told: Callable[[str], None]) -> None:
+        super().__init__()
+        self._build, self._told = build, told
+        self._pairs: dict[str, Pair] = {}
+
+    def pair(self, engines: Engines) -> Pair:
+        if engines.title not in self._pairs:
+            self._pairs.clear()
+            self.close()
+            self._pairs[engines.title] = self.enter_context(started(engines, self._build, self._told))
+        return self._pairs[engines.title]
+
+
+@pytest.fixture(scope="module")
+def running(build: HostBuild, told: Callable[[str], None]) -> Iterator[Running]:
+    with Running(build, told) as running:
+        yield running
+
+
+@pytest.fixture
+def pair(engines: Engines, running: Running) -> Pair:
+    return running.pair(engines)
 
 
 # ---- cells
@@ -62,7 +84,7 @@ def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
         pair.check([fresh_prompt(length, vocab) for length in lengths], TOKENS, str(engines))
         return
     starts = [fresh_prompt(length - 1, vocab) for length in lengths]
-    answers = reference_answers(pair.prefill, starts, TOKENS + 1)
+    answers = reference_answers(pair.reference, starts, TOKENS + 1)
     prompts = [[*start, answer.tokens[0]] for start, answer in zip(starts, answers, strict=True)]
     for answer in answers:
         answer.tokens = answer.tokens[1:]
@@ -100,12 +122,12 @@ def preempted(engines: Engines, pair: Pair) -> None:
     """More answers than D has blocks for. P has enough: vllm-ascend takes no blocks back on a P."""
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
-    expected = reference_answers(pair.prefill, prompts, 2 * BLOCK)
+    expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
     before = counter(d, "vllm:num_preemptions_total")
     answers = gather(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
     for p, want, got in zip(prompts, expected, answers, strict=True):
         salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens, pair.prefill.url, salt)
+        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens, pair.reference.url, salt)
     assert counter(d, "vllm:num_preemptions_total") > before, "D took no block back: the test shows nothing"
     assert not pair.failed_transfers()
 
@@ -115,7 +137,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
     each whole answer has all of its tokens; a request that was dropped too often is told so."""
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
-    expected = reference_answers(pair.prefill, prompts, 2 * BLOCK)
+    expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
 
     def ask(prompt: list[int]) -> list[int] | RequestFailed:
         try:
@@ -132,7 +154,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
             assert "PD-META-022" in got.text, got
             continue
         salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got, pair.prefill.url, salt)
+        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got, pair.reference.url, salt)
         whole += 1
     drops = set(re.findall(r"Recompute triggered for request (\w+-\w+)-", d.log.read_text(errors="replace")))
     assert len(drops) > len(prompts) - whole, "nobody was dropped and answered after all: the test shows nothing"
@@ -168,7 +190,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for engines, cells in sets
         for cell in cells
     ]
-    metafunc.parametrize(("engines", "cell"), rows, indirect=["engines"], scope="module")
+    metafunc.parametrize(("engines", "cell"), rows)
 
 
 def test_tokens_are_one_engines(engines: Engines, pair: Pair, cell: Callable[[Engines, Pair], None]) -> None:

@@ -305,7 +305,7 @@ def test_the_metaservers_own_parser_accepts_what_the_script_makes():
     ("flags", "config", "reason"),
     [
         (("--set", "lesae_s=3"), {}, "PD-CONF-001: Unknown key 'lesae_s'"),
-        ((), {"sliding_window": 128}, "PD-CONF-005: A model with a sliding window of 128 tokens"),
+        ((), {"mamba_d_state": 16}, "PD-CONF-005: A model with recurrent states (mamba_d_state)"),
     ],
     ids=["a typo in a key", "a model that is refused"],
 )
@@ -321,11 +321,11 @@ def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(rol
 @pytest.mark.parametrize(
     ("role", "flags", "feature"),
     [
-        ("decode", ("--pp", "2"), "Pipeline parallelism on decode"),
+        ("decode", ("--pp", "2", "--speculative", '{"method": "mtp"}'), "A draft model with pipeline parallelism"),
         ("prefill", ("--speculative", '{"method": "medusa"}'), "Speculative decoding with medusa"),
     ],
 )
-def test_stages_on_decode_and_unproven_drafts_are_refused_before_anything_starts(role, flags, feature):
+def test_unproven_drafts_are_refused_before_anything_starts(role, flags, feature):
     done = run(role, "--no-setup", "--model", "m", *flags, PD_PYTHON=sys.executable)
     assert done.returncode == 1 and not done.stdout
     assert f"PD-CONF-005: {feature}" in done.stderr.splitlines()[-1], done.stderr
