@@ -72,6 +72,9 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Syst
             port = next(ports)
             made.append(System(name, way, port, [*metaserver, "--port", str(port), *engines, *prefill], tree))
         port = next(ports)
+        nothing = [*metaserver, "--port", str(port), *engines, *prefill, "--resume-tokens", "0"]
+        made.append(System("metaserver, nothing kept", way, port, nothing))
+        port = next(ports)
         made.append(System("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
     for library in ("aiohttp", "httpx"):
         port = next(ports)

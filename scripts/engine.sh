@@ -27,7 +27,7 @@ engine_options() {
     "port|${own}_PORT|$port|port of the HTTP server"
     "tp|${own}_TP|1|tensor parallel size"
     "dp|${own}_DP|1|data parallel size, over all hosts"
-    "pp|${own}_PP|1|pipeline parallel size; decode refuses more than 1 (PD-CONF-005)"
+    "pp|${own}_PP|1|pipeline parallel size"
     "dp-size-local|${own}_DP_SIZE_LOCAL||ranks on this host; none: all of them"
     "dp-start-rank|${own}_DP_START_RANK||the first rank on this host, whose server balances between this host's ranks; none: 0, and the server balances between all ranks"
     "headless!|||with --dp-start-rank: no server on this host, that of rank 0's host balances between these ranks too"

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import drafts
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import attention_of
+from vllm_ascend_pd.geometry.layout import WINDOW, Group, attention_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # By name: vllm-ascend puts a class of its own in the place of vLLM's.
-_PROVEN_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
+_PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
+_PROVEN_BESIDE = ("FullAttentionSpec", "SlidingWindowSpec")  # in one of several groups, or with a window
 _PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
@@ -39,8 +40,6 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         yield ConfigError("PD-CONF-004", role=role)
         return
     parallel, decode = config.parallel_config, role == "kv_consumer"
-    if decode and parallel.pipeline_parallel_size > 1:
-        yield _refused("Pipeline parallelism on decode", "Start decode with -pp 1.")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         yield _refused("Prefill context parallelism", "Use 1.")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
@@ -70,14 +69,14 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     yield from _wrong_sizes(push, "decode" if decode else "prefill", parallel, config.kv_transfer_config.engine_id)
     port, last = push.channel.side_channel_port, listening_ports(parallel)[-1]
     if decode and port and port + last > 65535:
-        why = f"rank {parallel.tensor_parallel_size - 1} would listen on {port + last}"
+        why = f"the last worker would listen on {port + last}"
         yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
 
 
 def listening_ports(parallel: Any) -> range:
     """Which ports an engine listens on, counted from side_channel_port: those of its data-parallel rank, so that ranks on one
     host do not meet."""
-    size = int(parallel.tensor_parallel_size)
+    size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
     first = dp_rank(parallel) * size
     return range(first, first + size)
 
@@ -89,25 +88,51 @@ def dp_rank(parallel: Any) -> int:
 
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     """The cache's sizes by the engine's own word; the tensors are read against them."""
-    group = kv_cache_config.kv_cache_groups[0]
-    spec: Any = group.kv_cache_spec
+    made = kv_cache_config.kv_cache_groups
+    spec: Any = made[0].kv_cache_spec
+    names = [name for group in made for name in group.layer_names]
     tp = config.parallel_config.tensor_parallel_size
-    which, layers = drafts.drafter(config.speculative_config), drafts.layers(config, group.layer_names)
+    which, layers = drafts.drafter(config.speculative_config), drafts.layers(config, names)
 
     def shape(name: str, of: Any) -> LayerShape:
         model = config.speculative_config.draft_model_config if name in layers else config.model_config
         total = 1 if _is_latent(of) else int(model.get_total_num_kv_heads())
         return LayerShape(max(1, total // tp), total, of.head_size)
 
-    specs = _by_layer(spec) or dict.fromkeys(group.layer_names, spec)
+    specs: dict[str, Any] = {}
+    for group in made:
+        specs.update(_by_layer(group.kv_cache_spec) or dict.fromkeys(group.layer_names, group.kv_cache_spec))
     shapes = {name: shape(name, of) for name, of in specs.items()}
     for refusal in _unlike(specs, shapes, layers):
         raise refusal
-    if config.parallel_config.pipeline_parallel_size > 1 and any(map(_has_indexer, specs, specs.values())):
-        raise _refused("A sparse indexer with pipeline parallelism", "Start prefill with -pp 1.")
+    staged, groups = config.parallel_config.pipeline_parallel_size > 1, _groups(made)
+    if staged and any(map(_has_indexer, specs, specs.values())):
+        raise _refused("A sparse indexer with pipeline parallelism", "Start with -pp 1.")
+    if staged and groups:
+        raise _refused("A cache with sliding windows or several groups, with pipeline parallelism", "Start with -pp 1.")
+    if config.speculative_config is not None and groups:
+        raise _refused("Speculative decoding with sliding windows or several groups", "Start without a draft model.")
     first = next(iter(shapes.values()), None) or shape("", spec)
     unlike = {name: one for name, one in shapes.items() if one != first}
-    return CacheShape(spec.block_size, first.local_heads, first.total_heads, first.head_size, tp, which, layers, unlike)
+    sizes = first.local_heads, first.total_heads, first.head_size
+    of = {name: index for index, group in enumerate(made) for name in group.layer_names} if groups else {}
+    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of)
+
+
+def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
+    """Where there is more than one, or tokens cease to matter."""
+    groups = tuple(
+        Group(group.kv_cache_spec.block_size, WINDOW, group.kv_cache_spec.sliding_window)
+        if _is_window(group.kv_cache_spec)
+        else Group(group.kv_cache_spec.block_size)
+        for group in made
+    )
+    return groups if len(groups) > 1 or any(group.partial for group in groups) else ()
+
+
+def _is_window(spec: Any) -> bool:
+    """Whether vLLM lets go of what is outside of a window. Full attention may have one written down, and keeps all its blocks."""
+    return type(spec).__name__ == "SlidingWindowSpec"
 
 
 def _unlike(
@@ -182,7 +207,7 @@ def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | No
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError for a model whose cache is not one group of full attention, as the layers made it."""
+    """Raises ConfigError for a model whose cache is not proven, as the layers made it."""
     for refusal in group_refusals(kv_cache_config):
         raise refusal
 
@@ -190,17 +215,34 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
 def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     """All that is not proven in a model's cache; the first is what stops the start."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) > 1:
-        yield _refused(f"A model with {len(groups)} KV cache groups", "Use a model with full attention only.")
+    beside = len(groups) > 1 or any(_is_window(group.kv_cache_spec) for group in groups)
+    if beside and not knows_transfer_groups():
+        yield _refused("A model with sliding windows or several KV cache groups", "Use vLLM 0.32.0 or later for it.")
+    if any(
+        not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
+    ):
+        yield _refused("A KV cache group that vLLM does not transfer", "Use another model.")
+    proven = _PROVEN_BESIDE if beside else _PROVEN_SPECS
     for group in groups:
-        specs = _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
-        yield from {str(error): error for spec in specs for error in _spec_refusals(spec)}.values()
+        specs = [group.kv_cache_spec] if beside else _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
+        yield from {str(error): error for spec in specs for error in _spec_refusals(spec, proven)}.values()
 
 
-def _spec_refusals(spec: Any) -> Iterator[ConfigError]:
+def knows_transfer_groups() -> bool:
+    """Whether this vLLM tells connectors of several groups what they must know of them."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    return hasattr(KVCacheConfig, "transfer_group_ids")
+
+
+def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
     kind = type(spec).__name__
-    if kind not in _PROVEN_SPECS:
-        yield _refused(f"A KV cache of kind {kind}", "Use a model with full attention or MLA.")
+    if kind not in proven:
+        beside = "" if kind not in _PROVEN_SPECS else " in one of several groups"
+        remedy = "Use a model with full attention, sliding windows or MLA."
+        yield _refused(f"A KV cache of kind {kind}{beside}", remedy)
+    elif getattr(spec, "extra_retained_tokens", 0):
+        yield _refused("A sliding window with retained tokens before it", "Start without a draft model.")
     elif str(spec.dtype) not in _PLAIN_DTYPES:
         # A checkpoint may quantise its cache although the command line does not.
         yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")

@@ -16,10 +16,3 @@ def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Itera
     return base.KVConnectorTransferResults(
         finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed)
     )
-
-
-def filter_ids(ids: set[str] | None, known: Any) -> None:
-    """Remove, in place, ids that vLLM must not hear of; it would stop the engine over them."""
-    for request_id in [request_id for request_id in ids or () if not known(request_id)]:
-        if ids is not None:
-            ids.discard(request_id)

@@ -42,7 +42,7 @@ class ChannelConfig:
     side_channel_port: int = _key(
         0,
         "D",
-        "0: a free port, told through the handshake; N: N + data-parallel rank × TP + TP rank",
+        "0: a free port, told through the handshake; N: N + data-parallel rank × TP × PP + stage × TP + TP rank",
         low=0,
         high=65535,
     )

@@ -52,6 +52,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self.patience = patience.Patience(self._open_loads)
         self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # what this process is not answers nothing
         self._legacy_invalid_blocks: set[int] = set()
+        self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
         transfer = vllm_config.kv_transfer_config
         prefill, scheduler = transfer.is_kv_producer, role == KVConnectorRole.SCHEDULER
         self._trace = self._start_trace(prefill, scheduler)
@@ -164,14 +165,17 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.attach_workers(workers)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return (0,)
+        return self._groups
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.wanted(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._scheduler.metadata(scheduler_output)
@@ -183,8 +187,11 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         news = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(news, WorkerNews):
             self._scheduler.heard(news)
-        compat.filter_ids(connector_output.finished_sending, self._scheduler.released)
-        compat.filter_ids(connector_output.finished_recving, self._scheduler.received)
+        # Behind a MultiConnector others' reports are among them: what is not known here is theirs, and vLLM is to hear of it.
+        for request_id in sorted(connector_output.finished_sending or ()):
+            self._scheduler.released(request_id)
+        for request_id in sorted(connector_output.finished_recving or ()):
+            self._scheduler.received(request_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, bool(block_ids))
@@ -192,7 +199,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        return self._scheduler.request_finished(request, any(block_ids))
 
 
 def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRole:
@@ -201,16 +208,16 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
 
     shape = admission.cache_shape(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    tp = parallel.rank % parallel.tensor_parallel_size
+    stage, tp = divmod(parallel.rank, parallel.tensor_parallel_size)
+    stage %= parallel.pipeline_parallel_size
     if not vllm_config.kv_transfer_config.is_kv_producer:
         from vllm_ascend_pd.decode.worker import DecodeWorker
 
-        return DecodeWorker(engine, shape, current(), tp)
+        return DecodeWorker(engine, shape, current(), stage, tp)
     from vllm_ascend_pd.prefill.worker import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
     from vllm_ascend_pd.regroup.parts import Place
 
-    stage = parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
     place = Place(
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         tp_size=parallel.tensor_parallel_size,

@@ -46,7 +46,7 @@ def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
         # Where that says none, the draft model does not run, and a prompt that is prefilled then has no cache of it.
         yield "num_speculative_tokens_per_batch_size", "Use one num_speculative_tokens."
     if parallel.pipeline_parallel_size > 1:
-        yield "A draft model with pipeline parallelism", "Start prefill with -pp 1, or without a draft model."
+        yield "A draft model with pipeline parallelism", "Start with -pp 1, or without a draft model."
 
 
 def drafter(speculative: Any) -> str:

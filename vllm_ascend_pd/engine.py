@@ -70,10 +70,10 @@ class Engine:
             listeners_before=admission.listening_ports(parallel)[0],
         )
 
-    def port_of(self, rank: int) -> int:
+    def port_of(self, worker: int) -> int:
         """Where a worker's side channel listens; 0: the kernel chooses."""
         port = self.config.channel.side_channel_port
-        return port and port + self.listeners_before + rank
+        return port and port + self.listeners_before + worker
 
     def create_target(self, attach_thread: Callable[[], None]) -> Target:
         """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""
@@ -111,6 +111,11 @@ def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
     return host
 
 
+_UNTOLD = (
+    "no worker told its cache layout; behind a MultiConnector, name this connector first: vLLM hears the first alone"
+)
+
+
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:
     """The engine's geometry from its workers: one set of layers per pipeline stage, the same for all its ranks."""
     stages: dict[int, CacheGeometry] = {}
@@ -124,7 +129,7 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
                 "PD-GEO-003", layer=own.layers[0], why="this engine's workers have different cache layouts"
             )
     if not stages:
-        raise ConfigError("PD-GEO-003", layer="(none)", why="no worker told its cache layout")
+        raise ConfigError("PD-GEO-003", layer="(none)", why=_UNTOLD)
     kinds: dict[CacheGeometry, list[str]] = {}  # without their layers
     for own in stages.values():
         for kind in own.kinds:
@@ -138,12 +143,12 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
         first,
         stages=tuple(own.layers for own in stages.values()),
         drafts=drafts,
-        others=tuple(Kind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names)) for k, names in others),
+        others=tuple(Kind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names), k.group) for k, names in others),
     )
 
 
 def _common(geometry: CacheGeometry) -> tuple[object, ...]:
-    return geometry.block_size, geometry.tp_size, geometry.drafter
+    return geometry.tables, geometry.tp_size, geometry.drafter
 
 
 def request_hash(request: Any) -> str:

@@ -132,6 +132,14 @@ CATALOGUE: dict[str, Entry] = {
         "The request comes from a metaserver: one of its instances is a metaserver and no engine.",
         "Give --prefill and --decode the engines' own addresses.",
     ),
+    "PD-META-024": Entry(
+        "{problem} No other instance can go on with exactly this stream: {why}.",
+        "Send it again. docs/metaserver.md says which streams go on when their decode instance dies.",
+    ),
+    "PD-META-025": Entry(
+        "The decode instance broke off, and no other could go on with the stream: {why}.",
+        "Send it again, and see at the metaserver's / which decode instances take requests.",
+    ),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

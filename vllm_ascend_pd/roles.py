@@ -58,12 +58,15 @@ class SchedulerRole:
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         """By (stage, rank)."""
 
+    def arrived(self, request: Any) -> None:
+        """vLLM has taken the request in, and not scheduled it yet."""
+
     def wanted(self, request: Any, computed: int) -> int:
         """Tokens to load remotely beyond `computed`."""
         return 0
 
-    def allocated(self, request: Any, blocks: Sequence[int], count: int) -> None:
-        """vLLM schedules the request; `count` tokens are to be loaded into `blocks`."""
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
+        """vLLM schedules the request; `count` tokens are to be loaded into `blocks`, its tables by group."""
 
     def metadata(self, output: Any) -> StepMetadata:
         """Translate one SchedulerOutput."""
@@ -81,12 +84,12 @@ class SchedulerRole:
         """What the workers tell, before `released` and `received` are asked."""
 
     def released(self, request_id: str) -> bool:
-        """All workers have reported its push. False if vLLM must not hear of it."""
-        return True
+        """All workers have reported it: whether it was a push of ours."""
+        return False
 
     def received(self, request_id: str) -> bool:
-        """All workers have reported its load. False if vLLM must not hear of it."""
-        return True
+        """All workers have reported it: whether it was a load of ours."""
+        return False
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: whether its blocks are held, and what its answer says."""

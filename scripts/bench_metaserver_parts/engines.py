@@ -17,6 +17,10 @@ import uvloop
 from wire import ClientPool, ServerProtocol, post
 
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
+PROMPT_IDS = ",".join(str(1000 + i) for i in range(200)).encode()
+# The same with what is asked for a stream that another D can go on with.
+KEPT = EVENT.replace(b"}]}", b',"token_ids":[12345]}]}')
+KEPT_FIRST = KEPT.replace(b',"token', b',"prompt_token_ids":[' + PROMPT_IDS + b'],"token')
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 ENVELOPE = base64.b64encode(os.urandom(1500)).decode()
 
@@ -46,11 +50,12 @@ class Engines:
         if params and not await self._prefilled(params):
             connection.write(answer(b'{"error":{"message":"no prefill"}}', b"500 No"))
             return
-        pieces, gap = request["max_tokens"], request.get("gap_ms", 0) / 1000
-        connection.write(HEAD + chunk(EVENT))
+        pieces, gap = request["max_tokens"], float(request.get("user") or 0) / 1000
+        first, event = (KEPT_FIRST, KEPT) if request.get("return_token_ids") else (EVENT, EVENT)
+        connection.write(HEAD + chunk(first))
         for _ in range(pieces - 1):
             await asyncio.sleep(gap)
-            connection.write(chunk(EVENT))
+            connection.write(chunk(event))
         connection.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     async def _prefilled(self, params: dict[str, str]) -> bool:

@@ -27,8 +27,9 @@ async def client(port: int, request: bytes, until: float, total: list[int], out:
 
 
 async def main(args: argparse.Namespace) -> None:
-    body = {"model": "m", "prompt": "word " * args.words, "max_tokens": args.pieces, "stream": True}
-    request = post("/v1/completions", f"127.0.0.1:{args.port}", json.dumps({**body, "gap_ms": args.gap_ms}).encode())
+    body = {"model": "m", "prompt": "word " * args.words, "max_tokens": args.pieces, "stream": True, "temperature": 0}
+    told = json.dumps({**body, "user": f"{args.gap_ms:g}"}).encode()  # a field that every metaserver knows
+    request = post("/v1/completions", f"127.0.0.1:{args.port}", told)
     loop = asyncio.get_running_loop()
     out: list[tuple[float, float]] = []
     total = [args.requests or 1 << 60]

@@ -414,8 +414,10 @@ def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeome
         Engine.of(config)
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
-        (group,) = groups.kv_cache_groups
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", dict.fromkeys(group.layer_names, group.kv_cache_spec))
+        specs: dict[str, Any] = {}
+        for group in groups.kv_cache_groups:
+            of = group.kv_cache_spec
+            specs |= getattr(of, "kv_cache_specs", dict.fromkeys(group.layer_names, of))
         made = {id(spec): tensors(spec) for spec in specs.values()}  # layers that are alike share one
         caches = {name: made[id(spec)] for name, spec in specs.items()}
         geometry = describe(caches, shape, PlainDevice()).geometry  # type: ignore[arg-type]
@@ -427,9 +429,11 @@ def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeome
 
 @contextmanager
 def _surroundings(command: Command) -> Iterator[str]:
-    """The environment that the configuration asks for, nothing of ours, and a secret as two hosts need one."""
+    """The environment that the configuration asks for, nothing of ours, a secret as two hosts need one, and of vLLM 0.23.0, with which
+    these configurations run, what it tells of groups."""
     ours = ("VLLM_HOST_IP", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION")
-    with tempfile.NamedTemporaryFile() as secret, patch.dict("os.environ"):
+    ours_is_newer = patch.object(admission, "knows_transfer_groups", lambda: False)
+    with tempfile.NamedTemporaryFile() as secret, patch.dict("os.environ"), ours_is_newer:
         for name in ours:
             os.environ.pop(name, None)
             if name in command.environment:

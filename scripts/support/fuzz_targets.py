@@ -47,6 +47,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
+from vllm_ascend_pd.prefill.core.push import Table
 from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, unseal
@@ -91,7 +92,7 @@ RESERVATION = Reservation(
     model=MODEL,
     first=0,
     end=40,
-    blocks=np.array([3, 4, 5], dtype="<i4").tobytes(),
+    blocks=(np.array([3, 4, 5], dtype="<i4").tobytes(),),
     geometry=D,
     endpoints=ENDPOINTS,
     deadline_s=300.0,
@@ -448,7 +449,7 @@ def _unsigned() -> list[bytes]:
 def _admitted() -> Run:
     """Without a secret a made-up reservation may be well-formed: it must then not reach any arithmetic unchecked."""
     book = PushBook(model=MODEL)
-    orders = OrderBook(P, P, 0, RegroupConfig(regroup="never"), None)
+    orders = OrderBook(P, P, ME, RegroupConfig(regroup="never"), None)
     planner = StepPlanner(P, 0)
     blocks = np.arange(64, dtype=np.int32)
     number = 0
@@ -466,7 +467,7 @@ def _admitted() -> Run:
         push, order, found = orders.take(0.0, PushStart(name, f"push-{number}", r))
         if found:
             return REFUSED
-        push.blocks, push.known = blocks, len(blocks)
+        push.tables = tuple(Table(blocks, len(blocks)) for _ in push.tables)
         planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")

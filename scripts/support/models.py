@@ -27,7 +27,7 @@ FORMAT = 1  # raised when a recipe's meaning changes, so that old directories ar
 class Recipe:
     """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
 
-    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3_moe | eagle | eagle3
+    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3_moe | gemma3 | gpt_oss | mistral | eagle | eagle3
     layers: int
     heads: int
     kv_heads: int
@@ -44,6 +44,7 @@ class Recipe:
     target: str = ""  # of a draft model of its own
     indexers: int = 0  # of the first so many layers; `latent` alone
     int8: bool = False  # the cache, of `latent` alone
+    window: int = 0  # tokens that a layer looks at, in all layers or some, as the family has it
 
     @property
     def mla(self) -> bool:
@@ -58,6 +59,7 @@ class Recipe:
 RECIPES = {
     # the integration tests' models: four layers, so that a pipeline of two has two each
     "gqa": Recipe("llama", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    "gqa5": Recipe("llama", layers=5, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
     # 576: vLLM splits the vocabulary by TP, and by 64
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
@@ -70,6 +72,10 @@ RECIPES = {
     "indexed-int8": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3, int8=True),
     "spec-indexed": Recipe("latent", 4, 8, 1, 32, hidden=256, intermediate=512, one_layer_decides=True, indexers=2),
     "spec-indexed-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec-indexed"),
+    # sliding windows: in five of six layers, in every other one, in all
+    "gemma3": Recipe("gemma3", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
+    "gptoss": Recipe("gpt_oss", 4, 8, 4, head_dim=32, hidden=256, intermediate=128, window=128),
+    "windowed": Recipe("mistral", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
     "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
@@ -123,6 +129,9 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "deepseek_v2": _deepseek,
             "deepseek_v3": _deepseek,
             "qwen3_moe": _qwen3_moe,
+            "gemma3": _windowed,
+            "gpt_oss": _windowed,
+            "mistral": _windowed,
         }
         model = families[recipe.family](recipe).to(torch.float32)
         if recipe.one_layer_decides:
@@ -135,24 +144,31 @@ def _write(recipe: Recipe, directory: Path) -> None:
         _make_latent(recipe, directory)
 
 
+def _sizes(recipe: Recipe) -> dict[str, Any]:
+    """What every family's configuration has, by the same names."""
+    return {
+        "vocab_size": recipe.vocab,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "max_position_embeddings": recipe.max_len,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": recipe.spread,
+    }
+
+
 def _llama(recipe: Recipe) -> Any:
     import transformers
 
     library: Any = transformers
     return library.LlamaForCausalLM(
         library.LlamaConfig(
-            vocab_size=recipe.vocab,
-            hidden_size=recipe.hidden,
-            intermediate_size=recipe.intermediate,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.kv_heads,
+            **_sizes(recipe),
             head_dim=recipe.head_dim,
-            max_position_embeddings=recipe.max_len,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=recipe.spread,
         )
     )
 
@@ -185,13 +201,8 @@ def _deepseek(recipe: Recipe) -> Any:
     )
     return model(
         config(
-            vocab_size=recipe.vocab,
-            hidden_size=recipe.hidden,
-            intermediate_size=recipe.intermediate,
+            **_sizes(recipe),
             moe_intermediate_size=128,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.kv_heads,
             n_shared_experts=1,
             n_routed_experts=4,
             num_experts_per_tok=2,
@@ -203,11 +214,6 @@ def _deepseek(recipe: Recipe) -> Any:
             qk_rope_head_dim=64,
             qk_nope_head_dim=recipe.head_dim,
             v_head_dim=recipe.head_dim,
-            max_position_embeddings=recipe.max_len,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=recipe.spread,
         )
     )
 
@@ -218,22 +224,32 @@ def _qwen3_moe(recipe: Recipe) -> Any:
     library: Any = transformers
     return library.Qwen3MoeForCausalLM(
         library.Qwen3MoeConfig(
-            vocab_size=recipe.vocab,
-            hidden_size=recipe.hidden,
-            intermediate_size=recipe.intermediate,
+            **_sizes(recipe),
             moe_intermediate_size=128,
             num_experts=8,
             num_experts_per_tok=2,
             norm_topk_prob=True,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.kv_heads,
             head_dim=recipe.head_dim,
-            max_position_embeddings=recipe.max_len,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=recipe.spread,
+        )
+    )
+
+
+def _windowed(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    names, more = {
+        "gemma3": (("Gemma3ForCausalLM", "Gemma3TextConfig"), {"query_pre_attn_scalar": recipe.head_dim}),
+        "gpt_oss": (("GptOssForCausalLM", "GptOssConfig"), {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "mistral": (("MistralForCausalLM", "MistralConfig"), {}),
+    }[recipe.family]
+    model, config = (getattr(library, name) for name in names)
+    return model(
+        config(
+            **_sizes(recipe),
+            head_dim=recipe.head_dim,
+            sliding_window=recipe.window,
+            **more,
         )
     )
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -23,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from scripts.support.models import RECIPES, ensure
@@ -45,16 +46,27 @@ class Finished:
 
 
 class MiniatureEngine:
-    """One MLA engine of `tp` workers in this process, over the memory transport."""
+    """One MLA engine of `tp` workers in this process, over the memory transport. `children`: behind a MultiConnector."""
 
-    def __init__(self, role: str, tp: int, extra: dict[str, Any], policy: str = "fail") -> None:
-        transfer = {
+    def __init__(
+        self,
+        role: str,
+        tp: int,
+        extra: dict[str, Any],
+        policy: str = "fail",
+        children: list[dict[str, Any]] | None = None,
+    ) -> None:
+        transfer: dict[str, Any] = {
             "kv_connector": "AscendPushConnector",
             "kv_connector_module_path": "vllm_ascend_pd.connector",
             "kv_role": role,
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"transport": "memory", "patient": False, "patient_shm": "off", **extra},
         }
+        if children is not None:
+            extra = {"connectors": children}
+            transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        self._connector = AscendPushConnector if children is None else MultiConnector
         arguments: dict[str, Any] = {
             "model": str(ensure("mla")),
             "dtype": "float32",
@@ -85,13 +97,14 @@ class MiniatureEngine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def _worker(self, rank: int) -> AscendPushConnector:
+    def _worker(self, rank: int) -> KVConnectorBase_V1:
         config = copy.copy(self.config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        worker = AscendPushConnector(config, KVConnectorRole.WORKER, self._caches)
+        worker: Any = self._connector(config, KVConnectorRole.WORKER, self._caches)
         worker.register_kv_caches(self.tensors[rank])
-        return worker
+        made: KVConnectorBase_V1 = worker
+        return made
 
     def fill(self, seed: int) -> None:
         """The same bytes on every rank, as MLA's replicas hold them."""
@@ -106,6 +119,9 @@ class MiniatureEngine:
         request = Request(request_id, tokens, sampling, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
         return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -124,7 +140,7 @@ class MiniatureEngine:
         self.finished.failed += sorted(transfers.failed_recving or ())
         self.scheduler.update_from_output(output, combined)
 
-    def _run(self, worker: AscendPushConnector, output: SchedulerOutput, rank: int) -> ModelRunnerOutput:
+    def _run(self, worker: Any, output: SchedulerOutput, rank: int) -> ModelRunnerOutput:
         meta = output.kv_connector_metadata
         if output.preempted_req_ids:
             worker.handle_preemptions(meta)

@@ -50,6 +50,12 @@ class Pair:
     prefill: Served
     decode: tuple[Served, ...]
     tally: Tally
+    leaves_last: bool = False  # the model's windows: D runs the last token of a prompt itself, it is not loaded
+    alone: Served | None = None  # the engine whose own answers are right; without one, P
+
+    @property
+    def reference(self) -> Served:
+        return self.alone or self.prefill
 
     def check(
         self,
@@ -61,23 +67,23 @@ class Pair:
         """All prompts at once through the metaserver; every answer must be the single engine's (or what is `expected`). Each prompt
         that crosses must have been loaded from P: a D that computes by itself proves nothing."""
         if expected is None:
-            expected = reference_answers(self.prefill, prompts, max_tokens)
+            expected = reference_answers(self.reference, prompts, max_tokens)
         before, failed = self.loaded_tokens(), self.failed_transfers()
         answers = gather(self.front.url, [body_of(p, max_tokens) for p in prompts])
         loaded = self.loaded_tokens() - before
         assert self.failed_transfers() == failed, "a transfer failed and D computed by itself"
         for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
             title = f"{name or 'prompt'} {index} of {len(p)} tokens"
-            self.tally.check(title, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": fresh_salt("gap")})
-        wanted = sum(len(p) for p in prompts if len(p) > 1)
+            self.tally.check(title, p, want.tokens, got.tokens, self.reference.url, {"cache_salt": fresh_salt("gap")})
+        wanted = sum(len(p) - self.leaves_last for p in prompts if len(p) > 1)
         assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
         return answers
 
     def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], name: str) -> None:
         """Judge answers that were got in another way."""
-        expected = reference_answers(self.prefill, prompts, len(answers[0].tokens))
+        expected = reference_answers(self.reference, prompts, len(answers[0].tokens))
         for p, want, got in zip(prompts, expected, answers, strict=True):
-            self.tally.check(name, p, want.tokens, got.tokens, self.prefill.url, {"cache_salt": fresh_salt("gap")})
+            self.tally.check(name, p, want.tokens, got.tokens, self.reference.url, {"cache_salt": fresh_salt("gap")})
 
     def check_prefix_on_decode(self, block: int) -> None:
         """D asks only for what it has not: of full blocks that are there nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GQA through real pairs, `verify: full`: TP 1→1, 1→2, 2→1, 2→2 and a pipeline of two, every answer the single engine's.
+"""GQA through real pairs, `verify: full`: TP 1→1, 1→2, 2→1, 2→2 and pipelines of two, every answer the single engine's.
 
 Two decode engines stay for the whole module; prefill engines come and go in front of them. The first D fails a request
 whose KV does not come, the second recomputes it.
@@ -94,13 +94,19 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
 
 
 @pytest.fixture(scope="class")
-def pipeline(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
-    (p,) = cluster.start(
-        EngineSpec("gqa-pp2", ensure("gqa"), role="kv_producer", pp=2, chunk=512, extra=cluster.push_config())
+def pipeline(
+    cluster: Cluster, allowed: list[str], decodes: tuple[Engine, Engine], make_pair: PairMaker
+) -> Iterator[tuple[Pair, Pair, Pair]]:
+    """P with two stages of two layers: behind it D with TP 1, D with TP 2, and D with a stage of one layer and one of three."""
+    model, config = ensure("gqa"), cluster.push_config(*allowed)
+    cut = {"VLLM_PP_LAYER_PARTITION": "1,3"}
+    p, d = cluster.start(
+        EngineSpec("gqa-pp2", model, role="kv_producer", pp=2, chunk=512, extra=cluster.push_config()),
+        EngineSpec("gqa-d-pp2", model, role="kv_consumer", pp=2, policy="fail", extra=config, environment=cut),
     )
-    pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
+    pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1]), make_pair(p, d)
     yield pairs
-    cluster.stop(*(pair.front for pair in pairs), p)
+    cluster.stop(*(pair.front for pair in pairs), d, p)
 
 
 def counted(engine: Engine) -> dict[str, float]:
@@ -309,12 +315,21 @@ class TestFromTp2:
 
 
 class TestFromPipeline:
-    def test_every_length_to_tp_1(self, pipeline: tuple[Pair, Pair]) -> None:
+    def test_every_length_to_tp_1(self, pipeline: tuple[Pair, Pair, Pair]) -> None:
         for length in LENGTHS:
             pipeline[0].check([fresh_prompt(length)], name="PP 2→1")
 
-    def test_many_at_once_to_tp_2(self, pipeline: tuple[Pair, Pair]) -> None:
+    def test_many_at_once_to_tp_2(self, pipeline: tuple[Pair, Pair, Pair]) -> None:
         pipeline[1].check([fresh_prompt(40 + 61 * i) for i in range(8)], name="PP 2→TP 2")
+
+    def test_to_a_pipeline_that_is_cut_elsewhere(self, pipeline: tuple[Pair, Pair, Pair]) -> None:
+        pair = pipeline[2]
+        free = pair.free_counts()
+        for length in LENGTHS:
+            pair.check([fresh_prompt(length)], name="PP 2+2→1+3")
+        pair.check([fresh_prompt(40 + 61 * i) for i in range(8)], name="PP 2+2→1+3, 8 at once")
+        pair.check_prefix_on_decode(BLOCK)
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
 
 
 @pytest.fixture(scope="class")

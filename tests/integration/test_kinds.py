@@ -33,9 +33,8 @@ LENGTHS = (1, 20, BLOCK, BLOCK + 1, CHUNK, 333, 700)
 
 def spec(name: str, model: str, role: str, extra: dict[str, Any], **more: Any) -> EngineSpec:
     policy = {} if role == "kv_producer" else {"policy": "fail"}
-    return EngineSpec(
-        name, ensure(model), role=role, block_size=BLOCK, chunk=CHUNK, plugins=(KINDS,), extra=extra, **policy, **more
-    )
+    given = {"block_size": BLOCK, "chunk": CHUNK, "plugins": (KINDS,), **more}
+    return EngineSpec(name, ensure(model), role=role, extra=extra, **policy, **given)
 
 
 def tuples(**more: Any) -> dict[str, Any]:
@@ -43,8 +42,8 @@ def tuples(**more: Any) -> dict[str, Any]:
     return {"connector": "TupleConnector", "transfer": {"kv_connector_module_path": "pd_test_tuples"}, **more}
 
 
-def exercise(pair: Pair, name: str) -> None:
-    for length in LENGTHS:
+def exercise(pair: Pair, name: str, lengths: tuple[int, ...] = LENGTHS) -> None:
+    for length in lengths:
         pair.check([fresh_prompt(length)], name=name)
     pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
 

@@ -12,6 +12,7 @@ from simulation.mutations import Mutation
 from simulation.network import Network
 from simulation.prefill_engine import PrefillEngine, Prompt
 from simulation.settings import Settings
+from simulation.tables import pool
 from simulation.wire import Wire
 from simulation.world import Process, Violation, World
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
@@ -299,7 +300,7 @@ class Cluster:
             left = {
                 "waiting requests": len(engine.waiting),
                 "loads": len(engine.loading) + engine.book.open_count(),
-                "blocks": self.settings.decode[engine.index].blocks - len(engine.free),
+                "blocks": len(pool(engine.geometry, engine.shape.blocks)) - len(engine.free),
                 "records": sum(rank.core.record_count() for rank in engine.ranks),
                 "parked": sum(rank.core.parked_count() for rank in engine.ranks),
                 "binds": sum(len(rank.core.binds) + len(rank.core.gates) for rank in engine.ranks),
@@ -312,7 +313,7 @@ class Cluster:
                 "prompts": len(prefill.waiting) + len(prefill.running) + len(prefill.holding),
                 "pushes": prefill.book.open_count(),
                 "reports": len(prefill.reports),
-                "blocks": self.settings.prefill[prefill.index].blocks - len(prefill.free),
+                "blocks": len(pool(prefill.geometry, prefill.shape.blocks)) - len(prefill.free),
             }
             _nothing(f"P{prefill.index}", left)
             for worker in prefill.ranks:

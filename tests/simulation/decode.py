@@ -12,10 +12,12 @@ import numpy as np
 from simulation.broker import URL
 from simulation.exchange import Event
 from simulation.memory import Content, Memory, shade
-from simulation.settings import DRAFT, MODEL, Shape
+from simulation.settings import DRAFT, MODEL, Shape, stage_geometry
+from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, Ticket, read_ticket
+from vllm_ascend_pd.geometry.layout import ALL, Group
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Message
@@ -33,11 +35,12 @@ class Request:
     seed: int
     tokens: int
     content: Content
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = field(default_factory=lambda: Tables(()))
     transfer: TransferId | None = None
     serial: int = 0
     arrived: float = 0.0
-    first: int = 0
+    first: int = 0  # of what is loaded
+    end: int = 0
     started: float = 0.0
     stopped_before: float = 0.0  # seconds that its engine's processes had been stopped when it started
     reports: set[int] = field(default_factory=set)
@@ -50,12 +53,12 @@ class Request:
 class DecodeRank:
     """One worker: the production core, a memory, a session."""
 
-    def __init__(self, engine: DecodeEngine, rank: int) -> None:
+    def __init__(self, engine: DecodeEngine, stage: int, rank: int) -> None:
         cluster, settings = engine.cluster, engine.cluster.settings
         self.engine = engine
-        self.rank = rank
-        self.process = Process(cluster.world, f"D{engine.index}.{rank}")
-        self.memory = Memory(settings, engine.shape, engine.geometry, rank, None)
+        self.index = engine.geometry.worker(stage, rank)
+        self.process = Process(cluster.world, f"D{engine.index}.{self.index}")
+        self.memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
         self.session = cluster.world.name("session")
         self.owner = np.zeros(engine.shape.blocks, dtype=np.int64)  # which transfer may write here now, by serial
         self.requests: dict[TransferId, Request] = {}
@@ -64,9 +67,10 @@ class DecodeRank:
         self.undrafted: set[TransferId] = set()  # of a P without the draft model
         self.core = Loads(
             settings.push(),
+            stage,
             rank,
             MODEL,
-            engine.geometry,
+            stage_geometry(engine.geometry, stage),
             lambda: self.memory.addresses(self.session),
             verify=settings.verify,
         )
@@ -94,8 +98,9 @@ class DecodeRank:
             request = self.requests.get(bind.transfer)
             if request is None or bind.transfer in self.reported:
                 continue
-            self.memory.clear(bind.blocks)
-            self.owner[bind.blocks] = request.serial
+            for blocks in bind.blocks:
+                self.memory.clear(blocks)
+                self.owner[blocks] = request.serial
         gate.reached = True
         with self._deciding():
             self.core.look(self.process.clock())
@@ -140,7 +145,7 @@ class DecodeRank:
             raise Violation(f"{self.process.name} does not tell its scheduler what it has reported")
         for loaded in reports:
             delay = self.engine.cluster.world.rng.uniform(0.0002, 0.02)
-            self.engine.scheduler.post(delay, self.engine.reported, loaded, self.rank)
+            self.engine.scheduler.post(delay, self.engine.reported, loaded, self.index)
         self._alarm.set()
 
     def _act(self, action: Action) -> None:
@@ -217,15 +222,15 @@ class DecodeEngine:
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
         self.book = self.cluster.mutation.loads(self.incarnation)
-        self.free = list(range(self.shape.blocks))
+        self.free = pool(self.geometry, self.shape.blocks)
         self.waiting: deque[Request] = deque()
         self.loading: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
         self.outcomes: deque[tuple[TransferId, str]] = deque()
         self._by_transfer: dict[TransferId, Request] = {}
         self._stepping = False
-        self.ranks = [DecodeRank(self, rank) for rank in range(self.shape.tp)]
-        self._bound_at = [0.0] * self.shape.tp
+        self.ranks = [DecodeRank(self, *self.geometry.place_of(worker)) for worker in range(self.geometry.workers)]
+        self._bound_at = [0.0] * len(self.ranks)
 
     def kill(self) -> None:
         """The executor takes all its processes with it."""
@@ -278,41 +283,46 @@ class DecodeEngine:
                 request.hopeless = self.cluster.world.now
         while self.waiting and self._start(self.waiting[0]):
             self.waiting.popleft()
-        step = self.book.take_step(None)
+        step = self.book.take_step(None, self.geometry)
         if step.empty:
             return
         world = self.cluster.world
         requests = {bind.transfer: self._by_transfer[bind.transfer] for bind in step.binds}
         for rank in self.ranks:
             # Ranks bind a step at different times, but every rank binds the steps in order.
-            at = max(self._bound_at[rank.rank] + 1e-6, world.now + world.rng.uniform(0.0001, 0.01))
-            self._bound_at[rank.rank] = at
+            at = max(self._bound_at[rank.index] + 1e-6, world.now + world.rng.uniform(0.0001, 0.01))
+            self._bound_at[rank.index] = at
             rank.process.post(at - world.now, rank.apply, step, requests)
 
     def _start(self, request: Request) -> bool:
         """Allocate and reserve, as update_state_after_alloc does."""
-        world, size = self.cluster.world, self.shape.block_size
+        world, groups = self.cluster.world, self.geometry.tables
+        size = max(group.block_size for group in groups)
         need = -(-request.tokens // size)
-        if need > len(self.free):
+        if sum(-(-request.tokens // group.block_size) for group in groups) > len(self.free):
             return False
-        request.blocks = [self.free.pop(world.rng.randrange(len(self.free))) for _ in range(need)]
+        request.tables = Tables(groups)
+        request.tables.grow(0, request.tokens, self.free, world.rng)
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
         ticket = read_ticket(request.params, frozenset({URL}))
         remote = isinstance(ticket, Ticket)
-        count = self.book.wanted(request.name, request.tokens, computed) if remote else 0
+        leaves = self.geometry.leaves_last
+        count = self.book.wanted(request.name, request.tokens, computed, leaves_last=leaves) if remote else 0
+        self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s
-        bind = self.book.reserve(request.name, count, request.blocks, size, deadline, world.name("uuid"))
-        request.transfer, request.first, request.state = bind.transfer, bind.first, "loading"
+        bind = self.book.reserve(request.name, count, request.tables.ids, groups, deadline, world.name("uuid"))
+        request.transfer, request.state = bind.transfer, "loading"
+        request.first, request.end = computed, computed + count
         self.loading[request.name] = request
         self._by_transfer[bind.transfer] = request
         request.serial = self.cluster.new_transfer(bind.transfer)
-        endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(self.shape.tp))
+        endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
         self.cluster.broker.reserve(self, request, reservation)
         return True
@@ -326,7 +336,7 @@ class DecodeEngine:
         self.book.ended((loaded.end,))
         if loaded.push:
             request.hopeless = None
-        if len(request.reports) < self.shape.tp:
+        if len(request.reports) < len(self.ranks):
             return
         verdict, transfer = self.book.verdict(request.name), self.book.received(request.name)
         if transfer is None or transfer != request.transfer:
@@ -357,8 +367,8 @@ class DecodeEngine:
         if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
             # Its blocks go at once; when it is scheduled again its KV must be computed here, not loaded again.
             self.cluster.world.fault("decode preempted")
-            self.free.extend(request.blocks)
-            request.blocks, request.state = [], "waiting"
+            self.free.extend(request.tables.clear())
+            request.state = "waiting"
             self.waiting.append(request)
             self._poke()
             return
@@ -367,8 +377,7 @@ class DecodeEngine:
 
     def _end(self, request: Request, state: str) -> None:
         request.state = state
-        self.free.extend(request.blocks)
-        request.blocks = []
+        self.free.extend(request.tables.clear())
         self._poke()
 
     # -- promise 3
@@ -381,14 +390,22 @@ class DecodeEngine:
             if wrong is not None:
                 raise Violation(f"promise 3: {request.name} ended well on {rank.process.name} with wrong KV in {wrong}")
 
+    def _looked_at(self, group: Group, request: Request) -> int:
+        """The first token that D needs to be there: one that the next token looks at, or of a block with such a one, because the block
+        is cached as a whole."""
+        if group.matters == ALL:
+            return request.first
+        seen = [token for token in range(request.first, request.end) if token > request.end - group.n]
+        return max(request.first, min(seen, default=request.end) // group.block_size * group.block_size)
+
     def first_difference(self, rank: DecodeRank, request: Request) -> str | None:
         """The first layer whose bytes are not what prefill computed; a P without the draft model has none of its."""
         memory = rank.memory
-        table, cells = np.asarray(request.blocks), {}
+        tables, cells = request.tables.arrays(), {}
         for planes in memory.kinds:
-            first, last = planes.cell_range(request.first, request.tokens)
-            right = request.content.cells(planes.kind, first, last, planes.heads, request.tokens)
-            cells[planes] = planes.offsets(table, first, last), right
+            first, last = planes.cell_range(self._looked_at(planes.kind.own, request), request.end)
+            right = request.content.cells(planes.kind, first, last, planes.heads, request.end)
+            cells[planes] = planes.offsets(tables[planes.kind.group], first, last), right
         names = self.cluster.settings.names()
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and request.transfer in rank.undrafted:

@@ -40,7 +40,8 @@ def shade(layer: int, region: int) -> int:
 
 
 class Planes:
-    """The layers of one kind in one rank, one behind the other: where they begin in its memory, and their blocks."""
+    """The layers of one kind in one rank, one behind the other: where they begin in its memory, and their blocks. Layers of several
+    groups that are alike share it."""
 
     def __init__(self, kind: CacheGeometry, layers: int, blocks: int, rank: int, start: int) -> None:
         self.kind, self.region = kind, kind.regions[0]
@@ -70,7 +71,8 @@ class Planes:
 
 
 class Memory:
-    """All layers and regions of one rank: kind by kind, one after the other."""
+    """All layers and regions of one rank: kind by kind, one after the other. Kinds that differ in their groups alone are at the same
+    addresses, the first layer of each at the first, as vLLM lays them: a block is one group's at a time, in all of them."""
 
     def __init__(self, settings: Settings, shape: Shape, geometry: CacheGeometry, rank: int, stage: int | None) -> None:
         numbers, names = settings.names(), geometry.layers if stage is None else geometry.stages[stage]
@@ -78,25 +80,32 @@ class Memory:
         self.blocks = shape.blocks
         self.kinds: list[Planes] = []
         of: dict[str, tuple[Planes, int]] = {}
-        for kind in geometry.kinds:
-            own = [name for name in names if name in kind.layers]
-            planes = Planes(kind, len(own), shape.blocks, rank, self.kinds[-1].end if self.kinds else 0)
+        owns = [[name for name in names if name in kind.layers] for kind in geometry.kinds]
+        most, starts, end = dict[tuple[str, ...], int](), dict[tuple[str, ...], int](), 0
+        for kind, own in zip(geometry.kinds, owns, strict=True):
+            most[_alike(kind)] = max(len(own), most.get(_alike(kind), 0))
+        for kind, own in zip(geometry.kinds, owns, strict=True):
+            start = starts.setdefault(_alike(kind), end)
+            planes = Planes(kind, most[_alike(kind)], shape.blocks, rank, start)
+            end = max(end, planes.end)
             self.kinds.append(planes)
             of.update({name: (planes, i) for i, name in enumerate(own)})
         self.of = [of[name][0] for name in names]  # the planes of each layer
         self._starts = [planes.start + i * planes.regions * planes.size for planes, i in (of[name] for name in names)]
-        self.bytes = np.zeros(self.kinds[-1].end, dtype=np.uint8)
+        self.bytes = np.zeros(end, dtype=np.uint8)
+        self._apart = list({planes.start: planes for planes in self.kinds}.values())
         self._by_block = [
             self.bytes[planes.start : planes.end].reshape(-1, shape.blocks, planes.region.block_stride)
-            for planes in self.kinds
+            for planes in self._apart
         ]
+        self._groups = len(geometry.tables)
         self.bases = tuple(
             tuple(BASE + start + r * planes.size for r in range(planes.regions))
             for planes, start in zip(self.of, self._starts, strict=True)
         )
 
     def addresses(self, session: str) -> messages.Memory:
-        return messages.Memory(session, (self.blocks,), self.bases)
+        return messages.Memory(session, (self.blocks,) * self._groups, self.bases)
 
     def clear(self, blocks: list[int]) -> None:
         for planes in self._by_block:
@@ -104,10 +113,10 @@ class Memory:
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """The block in which each byte lies."""
-        if len(self.kinds) == 1:
-            return self.kinds[0].block_of(addresses)
-        which = np.searchsorted([planes.end for planes in self.kinds], addresses, side="right")
-        return np.choose(which, [planes.block_of(addresses) for planes in self.kinds])
+        if len(self._apart) == 1:
+            return self._apart[0].block_of(addresses)
+        which = np.searchsorted([planes.end for planes in self._apart], addresses, side="right")
+        return np.choose(which, [planes.block_of(addresses) for planes in self._apart])
 
     def layer(self, index: int) -> NDArray[np.uint8]:
         """All regions of one layer."""
@@ -117,3 +126,7 @@ class Memory:
     def plane(self, index: int, region: int) -> NDArray[np.uint8]:
         size = self.of[index].size
         return self.layer(index)[region * size : (region + 1) * size]
+
+
+def _alike(kind: CacheGeometry) -> tuple[str, ...]:
+    return tuple(region.name for region in kind.regions)

@@ -15,18 +15,20 @@ from simulation.prefill import SimulatedWriter
 from simulation.settings import Faults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
+from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums, Writable
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.decisions import PushBook, PushSlice, PushStart
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import PairGuards, ReservationGuards
-from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
 from vllm_ascend_pd.protocol.pair import Claim, Pair
 from vllm_ascend_pd.protocol.push import Sender
@@ -51,6 +53,7 @@ class Mutation:
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
+    uncut: bool = False  # P computes the last token of a prompt whose window D will need with it
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
@@ -261,6 +264,27 @@ class SealedPushOrderedAgain(PushBook):
         super().preempted(request_id)
 
 
+class StageNotAwaited(Receiver):
+    """D waits for one stage of P, though others have layers for it too."""
+
+    class Guards(ReservationGuards):
+        def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
+            return tuple(one for one in super().contributors(begin) if one.stage == begin.contributor.stage)
+
+    guards = Guards
+
+
+class OneStageForAll(OrderBook):
+    """P pushes to the workers of D's first stage alone."""
+
+    def _destinations(self, d: CacheGeometry) -> tuple[int, ...]:
+        return tuple(worker for worker in super()._destinations(d) if worker < d.tp_size)
+
+
+class FirstStageServed(Pushes):
+    orders_type = OneStageForAll
+
+
 class HoldWhileStopped(Receiver):
     """D's holds run on while D is stopped."""
 
@@ -355,6 +379,13 @@ class ReportedBeforeClosed(Pushes):
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
         return {request for request in ended if self._reported_to.pop(request, None) is not None}
+
+
+class ReportedWithoutBlocks(Pushes):
+    """P's workers report requests of which no blocks are held."""
+
+    def _untold(self, push: Push) -> None:
+        """Nothing is taken back."""
 
 
 class EndsSwallowed(LoadBook):
@@ -467,6 +498,41 @@ class IndexersTooEarly(Steps):
         return moved
 
 
+class WindowTooShort(Pushes):
+    """P pushes a block less of what is in a window."""
+
+    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
+        lo, hi = super()._leaving(push, pairing, piece)
+        own = push.pairings[pairing].d.own
+        return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
+
+
+class FoundByAddress(Pushes):
+    """P takes layers at one address for one layer: the first of them."""
+
+    def _start(self, now: float, start: PushStart) -> None:
+        super()._start(now, start)
+        push, first = self._pushes[start.push], dict[tuple[int, ...], int]()
+        at = [first.setdefault(bases, layer) for layer, bases in enumerate(self._bases)]
+        push.pairing_of = tuple(push.pairing_of[layer] for layer in at)
+
+
+class WrongGroup(Pushes):
+    """P writes every layer into the blocks of D's first group."""
+
+    def _start(self, now: float, start: PushStart) -> None:
+        super()._start(now, start)
+        push = self._pushes[start.push]
+        push.d_blocks = tuple(push.d_blocks[0] for _ in push.d_blocks)
+
+
+class LastTokenLoaded(LoadBook):
+    """D has the last token of the prompt loaded too, and runs it again without what its window needs."""
+
+    def wanted(self, request_id: str, prompt_length: int, computed: int, *, leaves_last: bool = False) -> int:
+        return super().wanted(request_id, prompt_length, computed)
+
+
 class EventsNotAwaited(SimulatedWriter):
     """P's writer does not wait for the device."""
 
@@ -525,7 +591,7 @@ def _preempted(settings: Settings) -> Settings:
     return replace(
         settings,
         prefill=tuple(replace(shape, blocks=4 * need) for shape in settings.prefill),
-        decode=tuple(replace(shape, blocks=20 * need) for shape in settings.decode),
+        decode=tuple(replace(shape, pp=1, blocks=20 * need) for shape in settings.decode),
         chunk=16,
         burst=8,
         timers=replace(settings.timers, preempt_drain_s=0.0),
@@ -580,10 +646,47 @@ def _drafting(settings: Settings) -> Settings:
     return replace(settings, prefill=prefill, decode=decode, faults=replace(settings.faults, undrafted=0.2))
 
 
+def _stages(settings: Settings) -> Settings:
+    """Both sides are pipelines, cut in other places."""
+    prefill, decode = (
+        tuple(replace(shape, pp=pp, late=late) for shape in side)
+        for side, pp, late in ((settings.prefill, 3, False), (settings.decode, 2, True))
+    )
+    return replace(settings, prefill=prefill, decode=decode, layers=4, windows=(), group_of=(), scales=())
+
+
+def _kind_stages(settings: Settings) -> Settings:
+    return _stages(_kind(settings))
+
+
 def _indexed(settings: Settings) -> Settings:
     """Indexers beside all attentions, of which there are several in a stage."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
-    return replace(settings, prefill=prefill, layers=3, indexed=(0, 1, 2))
+    return replace(settings, prefill=prefill, layers=3, indexed=(0, 1, 2), windows=(), group_of=(), scales=())
+
+
+def _windows(settings: Settings) -> Settings:
+    """Groups that share addresses: two windows and layers that need all tokens; nobody is in a hurry."""
+    prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
+    settings = replace(
+        _kind(settings), prefill=prefill, tokens=max(settings.tokens, 24), windows=(), group_of=(), scales=()
+    )
+    return _roomy(settings).grouped((5, 0, 9), (0, 1, 2, 0, 2), (1, 1, 1))
+
+
+def _roomy(settings: Settings) -> Settings:
+    need = -(-settings.tokens // min(shape.block_size for shape in (*settings.prefill, *settings.decode))) + 1
+    prefill, decode = (
+        tuple(replace(shape, blocks=3 * need) for shape in side) for side in (settings.prefill, settings.decode)
+    )
+    return replace(settings, prefill=prefill, decode=decode)
+
+
+def _windows_in_need(settings: Settings) -> Settings:
+    """The same with few blocks on P, which are given away as soon as they are behind a window, and slow writes."""
+    settings = replace(_windows(settings), chunk=16, burst=8, faults=Faults(write_slow=0.3))
+    need = -(-settings.tokens // settings.prefill[0].block_size) + 1
+    return replace(settings, prefill=tuple(replace(shape, blocks=4 * need + 1) for shape in settings.prefill))
 
 
 WANTED = (
@@ -610,11 +713,14 @@ MORE = (
     Mutation("preempted blocks given up at once", core=DrainedAtOnce, world=_preempted_patiently),
     Mutation("the forward waits for ever", core=DrainedForEver, world=_preempted_patiently),
     Mutation("reported before it is closed", core=ReportedBeforeClosed),
+    Mutation("reported though no blocks are held", core=ReportedWithoutBlocks),
     Mutation("a rank's failure is not heard", loads=EndsSwallowed),
     Mutation("every answer is good", loads=EveryAnswerGood),
     Mutation("no answer is good", loads=NoAnswerGood, world=_kind),
     Mutation("a token less is reserved", loads=ReservedTooLittle, world=_kind),
     Mutation("ranks plan what they know", core=PrivatePlans),
+    Mutation("a stage of P is not waited for", receiver=StageNotAwaited, world=_stages),
+    Mutation("a stage of D is not served", core=FirstStageServed, world=_kind_stages),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
     Mutation("one batch, two sessions", core=SessionsMixed, world=_decode_comes_back),
@@ -628,6 +734,11 @@ MORE = (
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
     Mutation("an indexer's keys pushed before they were written", steps=IndexersTooEarly, world=_indexed),
+    Mutation("a window one block short", core=WindowTooShort, world=_windows),
+    Mutation("a layer found by its address", core=FoundByAddress, world=_windows),
+    Mutation("another group's blocks", core=WrongGroup, world=_windows),
+    Mutation("the last token is loaded too", loads=LastTokenLoaded, world=_windows),
+    Mutation("P computes the last token", uncut=True, world=_windows_in_need),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes nobody", core=ReadyUnheeded),
 )

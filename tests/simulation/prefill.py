@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from simulation.exchange import STAGING, Event, Flat, Group, Stream
 from simulation.memory import BASE, Content, Memory, Planes, shade
-from simulation.settings import DRAFT, MODEL
+from simulation.settings import DRAFT, MODEL, stage_geometry
+from simulation.tables import NULL
 from simulation.wire import Flight
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, attention_of
+from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
@@ -45,11 +45,11 @@ _LIVE = (PairState.ASK, PairState.PUSH)
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """Tokens [first, last) of a request, computed by a step into these blocks."""
+    """Tokens [first, last) of a request, computed by a step into these blocks, by group."""
 
     push: str
     content: Content
-    blocks: NDArray[np.int64]
+    tables: tuple[NDArray[np.int64], ...]
     first: int
     last: int
     cells: dict[Planes, tuple[NDArray[np.int64], NDArray[np.uint8]]] = field(default_factory=dict)  # where, and what
@@ -63,6 +63,7 @@ class Step:
     meta: PrefillStep
     fills: list[Fill]
     layer_s: float
+    finished: tuple[str, ...] = ()  # requests that have ended without blocks
     begun: float = 0.0  # what was preempted is drained from then on
     computing: int = 0  # layers that the device has not come to
     ended: bool = False  # every hook has fired
@@ -104,7 +105,9 @@ class RankWire:
                 raise Violation(f"promise 1: {rank.process.name}: one batch, two sessions")
             push, unit, start = rank.core._pushes[claim.push], unit_of(claim), end
             plan = None if unit.part else push.plan(unit.step, unit.layer)
-            end += sum(map(len, staged(push, claim).writes if plan is None else plan.by_rank[claim.d_rank]))
+            end += sum(
+                map(len, staged(push, claim).writes if plan is None else plan.by_rank[push.rank_of(claim.d_rank)])
+            )
             flight.claims.append(claim)
             spans = Triples(src[start:end], dst[start:end], size[start:end])
             flight.pieces.append((claim.push, rank.serials[claim.push], spans))
@@ -203,7 +206,8 @@ class PrefillRank:
         """Preempted pushes are drained before anything is overwritten."""
         if self._ended():
             return
-        step = Step(step.meta, [Fill(f.push, f.content, f.blocks, f.first, f.last) for f in step.fills], step.layer_s)
+        fills = [Fill(f.push, f.content, f.tables, f.first, f.last) for f in step.fills]
+        step = Step(step.meta, fills, step.layer_s, step.finished)
         if not step.meta.preempted:
             self._compute(step)
             return
@@ -252,6 +256,7 @@ class PrefillRank:
             self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
         world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
         self._steps.begin(meta)
+        self.finished(step.finished)
         names = self.engine.geometry.stages[self.stage]
         layers = [i for i, name in enumerate(names) if not attention_of(name)] if meta.slices or step.fills else []
         step.computing = len(layers)
@@ -318,11 +323,14 @@ class PrefillRank:
     def _fill(self, fill: Fill, layer: int) -> None:
         memory, planes = self.memory, self.memory.of[layer]
         if planes not in fill.cells:
-            first, last = planes.cell_range(fill.first, fill.last)
+            table, size = fill.tables[planes.kind.group], planes.kind.block_size
+            begin = fill.first
+            if planes.kind.own.partial:  # of what was cached a window's layers have only what is in it
+                begin = max(begin, next((i for i, block in enumerate(table) if block != NULL), len(table)) * size)
+            first, last = planes.cell_range(begin, fill.last)
             right = fill.content.cells(planes.kind, first, last, planes.heads, fill.last)
-            fill.cells[planes] = planes.offsets(fill.blocks, first, last), right
-            size = self.engine.shape.block_size
-            fill.touched = frozenset(fill.blocks[fill.first // size : -(-fill.last // size)].tolist())
+            fill.cells[planes] = planes.offsets(table, first, last), right
+            fill.touched |= frozenset(table[begin // size : -(-fill.last // size)].tolist())
         if self.flights:
             self._check_overwrite(fill)
         places, cells = fill.cells[planes]
@@ -518,12 +526,3 @@ class PrefillRank:
 
 def _never(seconds: float) -> None:
     raise Violation(f"promise 4: an exchange would wait {seconds} s for a slot in a layer's hook")
-
-
-def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
-    own = g.stages[stage]
-    here = [
-        msgspec.structs.replace(kind, layers=tuple(name for name in kind.layers if name in own)) for kind in g.others
-    ]
-    drafts, others = tuple(name for name in g.drafts if name in own), tuple(kind for kind in here if kind.layers)
-    return msgspec.structs.replace(g, stages=(own,), drafts=drafts, others=others)

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import MODEL, Shape
+from simulation.tables import Tables, pool
 from simulation.world import Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.regroup import Room
@@ -35,9 +34,9 @@ class Prompt:
     reservation: Reservation
     content: Content
     tokens: int
+    tables: Tables
+    known: list[int]  # blocks of each group that the workers were told of
     computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    known: int = 0  # blocks that the workers were told of
     fresh: bool = True  # nothing of it was scheduled since it was (re)started
     aborted: bool = False
     ended: float | None = None
@@ -59,7 +58,7 @@ class PrefillEngine:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
         self.book = self.cluster.mutation.book(model=MODEL)
-        self.free = list(range(self.shape.blocks))
+        self.free = pool(self.geometry, self.shape.blocks)
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
         self.holding: dict[str, Prompt] = {}
@@ -70,6 +69,7 @@ class PrefillEngine:
         self._preempted = False
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
+        self._finished: list[str] = []
         self._looking = False
         self._resting_until = 0.0
         self.ranks: list[PrefillRank] = []
@@ -106,7 +106,11 @@ class PrefillEngine:
     def accept(self, reservation: Reservation, content: Content) -> None:
         """A request came in over HTTP, with its reservation."""
         world = self.cluster.world
-        prompt = Prompt(world.name("prompt"), world.name("push"), reservation, content, reservation.prompt_length)
+        tokens = reservation.prompt_length - (self.geometry.leaves_last and not self.cluster.mutation.uncut)
+        groups = self.geometry.tables
+        prompt = Prompt(
+            world.name("prompt"), world.name("push"), reservation, content, tokens, Tables(groups), [0] * len(groups)
+        )
         self.waiting.append(prompt)
         self._by_transfer[reservation.transfer] = prompt
         self._poke()
@@ -149,7 +153,8 @@ class PrefillEngine:
         self._stepping = True
         self._left = set(range(len(self.ranks)))
         world = self.cluster.world
-        step = Step(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)))
+        finished, self._finished = tuple(self._finished), []
+        step = Step(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)), finished)
         world.log(self.scheduler.name, "STEP", meta.rotation, f"fills={len(fills)} preempted={meta.preempted}")
         for rank in self.ranks:
             delay = rank.stage * step.layer_s + world.rng.uniform(0.0001, 0.002)
@@ -177,7 +182,7 @@ class PrefillEngine:
         rests = self.cluster.world.now < self._resting_until
         while budget > 0 and self.waiting and not self._preempted and not rests:
             prompt = self.waiting[0]
-            size = self.shape.block_size
+            size = max(group.block_size for group in self.geometry.tables)
             hit = self.cluster.world.rng.choice((0, 0, 1, 2)) * size
             prompt.computed = min(hit, (prompt.tokens - 1) // size * size)
             count = min(budget, prompt.tokens - prompt.computed)
@@ -190,33 +195,29 @@ class PrefillEngine:
         return fills
 
     def _allocate(self, prompt: Prompt, tokens: int) -> bool:
-        need = -(-tokens // self.shape.block_size) - len(prompt.blocks)
-        if need > len(self.free):
-            return False
-        rng = self.cluster.world.rng
-        prompt.blocks.extend(self.free.pop(rng.randrange(len(self.free))) for _ in range(max(0, need)))
-        return True
+        self.free.extend(prompt.tables.let_go(prompt.computed))
+        return prompt.tables.grow(prompt.computed, tokens, self.free, self.cluster.world.rng)
 
     def _chunk(self, prompt: Prompt, count: int) -> Fill:
         if not self.book.knows(prompt.name):
             r = prompt.reservation
             self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
-        new = prompt.blocks if prompt.fresh else prompt.blocks[prompt.known :]
-        self.book.scheduled(prompt.name, prompt.computed, count, new, replaces=prompt.fresh)
+        ids = prompt.tables.ids
+        new = ids if prompt.fresh else [table[known:] for table, known in zip(ids, prompt.known, strict=True)]
+        self.book.scheduled(prompt.name, prompt.computed, count, *new, replaces=prompt.fresh)
         # A prefix hit: what is cached was computed before this step.
         first = 0 if prompt.fresh else prompt.computed
-        prompt.known, prompt.fresh = len(prompt.blocks), False
+        prompt.known, prompt.fresh = [len(table) for table in ids], False
         self._scheduled.append((prompt, count))
-        blocks = np.asarray(prompt.blocks, dtype=np.int64)
-        return Fill(prompt.push, prompt.content, blocks, first, prompt.computed + count)
+        return Fill(prompt.push, prompt.content, prompt.tables.arrays(), first, prompt.computed + count)
 
     def _preempt(self, prompt: Prompt) -> None:
         self._preempted = True
         self.running.remove(prompt)
         self.waiting.appendleft(prompt)
         self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
-        self.free.extend(prompt.blocks)
-        prompt.blocks, prompt.known, prompt.computed, prompt.fresh = [], 0, 0, True
+        self.free.extend(prompt.tables.clear())
+        prompt.known, prompt.computed, prompt.fresh = [0] * len(prompt.known), 0, True
         self.book.preempted(prompt.name)
 
     def _look_soon(self) -> None:
@@ -272,13 +273,17 @@ class PrefillEngine:
             del self._by_transfer[prompt.reservation.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         error = self.book.refusal(prompt.name)
-        held = self.book.finished(prompt.name, holds_blocks=bool(prompt.blocks), why=why)
+        self.free.extend(prompt.tables.let_go(prompt.computed))
+        held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why)
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
         else:
             self._release(prompt)
-        for rank in self.ranks:  # with the metadata of the next step
-            rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (prompt.name,))
+        if held:
+            for rank in self.ranks:  # with the metadata of the next step, or a later one
+                rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (prompt.name,))
+        else:
+            self._finished.append(prompt.name)
         if why == "ended":
             kind = "prefilled" if error is None else error.code
             self.cluster.broker.prefill_ended(self, prompt.reservation.transfer, kind)
@@ -293,13 +298,12 @@ class PrefillEngine:
             return
         del self.reports[request]
         prompt = self.holding.pop(request, None)
-        if self.book.released(request) and prompt is not None:
+        if not self.book.released(request):
+            raise Violation(f"promise 5: P{self.index}: {request} is reported, and vLLM does not know it any more")
+        if prompt is not None:
             self.cluster.check_hold(self, prompt)
             self._release(prompt)
-        elif prompt is not None:
-            raise Violation(f"P{self.index}: nobody waits for the report of {request}")
 
     def _release(self, prompt: Prompt) -> None:
-        self.free.extend(prompt.blocks)
-        prompt.blocks = []
+        self.free.extend(prompt.tables.clear())
         self._poke()

@@ -8,8 +8,10 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind, Region
+from vllm_ascend_pd.geometry.layout import ALL, WINDOW, CacheGeometry, Group, Kind, Region
 
 MODEL = "model"
 DRAFT = "draft.0"
@@ -57,6 +59,7 @@ class Shape:
     blocks: int
     head_major: bool
     drafts: bool = False  # whether it has the draft model
+    late: bool = False  # whether its first stage has all layers that its others can do without
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ class Settings:
     room: int = 8  # D blocks in a slot
     indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
     index_cell: int = 1
+    windows: tuple[int, ...] = ()  # of each group of layers; 0: all tokens matter. Without groups there is one such
+    group_of: tuple[int, ...] = ()  # each attention
+    scales: tuple[int, ...] = ()  # of each group: its blocks are so many times as long as the engine's
     faults: Faults = field(default_factory=Faults)
 
     @property
@@ -104,35 +110,77 @@ class Settings:
         attention = f"layer.{i}.attn"
         return (f"layer.{i}.indexer.k", attention) if i in self.indexed else (attention,)
 
+    def _cuts(self, shape: Shape) -> list[int]:
+        """Where stages end. Those that end late have their engine's layers elsewhere than those of another."""
+        rest = self.layers - shape.pp if shape.late else 0
+        return [self.layers * i // shape.pp if not rest else rest + i for i in range(1, shape.pp)]
+
     def geometry(self, shape: Shape) -> CacheGeometry:
         """The engine's cache as it would be told in a reservation."""
-        heads = max(1, -(-self.kv_heads // shape.tp))
-        cell = self.cell * (shape.block_size if self.opaque else 1)
-        if self.opaque:
-            token, head = 0, cell
-        elif shape.head_major:
-            token, head = cell, cell * shape.block_size
-        else:
-            token, head = cell * heads, cell
-        block = heads * shape.block_size * self.cell
-        cuts = [self.layers * i // shape.pp for i in range(shape.pp + 1)]
+        tables = self.tables(shape)
+        page = max(group.block_size for group in tables)  # shorter blocks are padded: the groups share memory
+        cuts = [0, *self._cuts(shape), self.layers]
         stages = [tuple(name for i in range(a, b) for name in self._layer(i)) for a, b in itertools.pairwise(cuts)]
-        keys = Region("key", shape.block_size * self.index_cell, 0, self.index_cell, self.index_cell)
-        indexers = tuple(name for name in self.names() if ".indexer." in name)
+        keys = Region("key", page * self.index_cell, 0, self.index_cell, self.index_cell)
         if shape.drafts:
             stages[-1] = (*stages[-1], DRAFT)
+        packing = "kv" if self.regions == 1 else "k,v"
+        others = []
+        own = self.group_of[0] if self.group_of else 0
+        for index, group in enumerate(tables):
+            names = [n for n in self.names() if self._group(n) == index and (shape.drafts or n != DRAFT)]
+            attentions = tuple(name for name in names if ".indexer." not in name)
+            indexers = tuple(name for name in names if ".indexer." in name)
+            if index != own and attentions:
+                regions = self._regions(shape, group.block_size, page)
+                others.append(Kind(self.kv_heads, "bf16", packing, regions, attentions, index))
+            if indexers:
+                others.append(Kind(1, "bf16", "key", (keys,), indexers, index))
         return CacheGeometry(
-            block_size=shape.block_size,
+            block_size=tables[own].block_size,
             kv_heads=self.kv_heads,
             tp_size=shape.tp,
             dtype="bf16",
-            packing="kv" if self.regions == 1 else "k,v",
-            regions=tuple(Region("kv"[i], block, head, token, cell) for i in range(self.regions)),
+            packing=packing,
+            regions=self._regions(shape, tables[own].block_size, page),
             stages=tuple(stages),
             drafter="a draft model" if shape.drafts else "",
             drafts=(DRAFT,) if shape.drafts else (),
-            others=(Kind(1, "bf16", "key", (keys,), indexers),) if indexers else (),
+            others=tuple(others),
+            groups=tables if self.windows else (),
+            group=own,
         )
+
+    def tables(self, shape: Shape) -> tuple[Group, ...]:
+        size = shape.block_size
+        grouped = zip(self.windows, self.scales, strict=True)
+        return tuple(Group(size * k, WINDOW if n else ALL, n) for n, k in grouped) or (Group(size),)
+
+    def _group(self, name: str) -> int:
+        return self.group_of[int(name.split(".")[1])] if self.group_of and name != DRAFT else 0
+
+    def _regions(self, shape: Shape, size: int, page: int) -> tuple[Region, ...]:
+        """Of attentions with blocks of `size` tokens, which take the room of `page` tokens."""
+        heads = max(1, -(-self.kv_heads // shape.tp))
+        cell = self.cell * (size if self.opaque else 1)
+        if self.opaque:
+            token, head = 0, cell
+        elif shape.head_major:
+            token, head = cell, cell * size
+        else:
+            token, head = cell * heads, cell
+        return tuple(Region("kv"[i], heads * page * self.cell, head, token, cell) for i in range(self.regions))
+
+    def grouped(self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]) -> Settings:
+        """The same world with these groups. Windows are pushed where P's blocks begin at borders of D's."""
+        size = min(shape.block_size for shape in (*self.prefill, *self.decode))
+        prefill, decode = (
+            tuple(replace(shape, blocks=shape.blocks * len(windows) + 1) for shape in side)
+            for side in (self.prefill, self.decode)
+        )
+        decode = tuple(replace(shape, block_size=size, blocks=2 * shape.blocks) for shape in decode)
+        numbers = {"windows": windows, "group_of": group_of, "scales": scales}
+        return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
 
 
 def draw(seed: int, requests: int | None = None) -> Settings:
@@ -150,7 +198,12 @@ def draw(seed: int, requests: int | None = None) -> Settings:
             tuple(replace(shape, drafts=of_drafts.random() < 0.75) for shape in side) for side in (prefill, decode)
         )
     layers = max(rng.choice((1, 2, 2, 3)), *(shape.pp for shape in prefill))
-    return Settings(
+    of_stages = random.Random(f"stages/{seed}")
+    decode = tuple(
+        replace(shape, pp=min(layers, of_stages.choice((1, 1, 1, 2, 3))), late=of_stages.random() < 0.5)
+        for shape in decode
+    )
+    drawn = Settings(
         prefill=prefill,
         decode=decode,
         layers=layers,
@@ -179,6 +232,22 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         slot_destinations=rng.choice((1, 2, 4)),
         room=rng.choice((1, 2, 8)),
     )
+    return _groups(random.Random(f"groups/{seed}"), drawn)
+
+
+def _groups(rng: random.Random, drawn: Settings) -> Settings:
+    """Layers with windows, of one length or of several, beside layers that need all tokens, or alone."""
+    if rng.random() < 0.7:
+        return drawn
+    count = rng.choice((1, 2, 2, 3))
+    windows = [rng.choice((0, rng.randint(2, drawn.tokens))) for _ in range(count)]
+    if count == 1:
+        windows = [rng.randint(2, drawn.tokens)]
+    layers = max(drawn.layers, count)
+    group_of = [*range(count), *(rng.randrange(count) for _ in range(layers - count))]
+    rng.shuffle(group_of)
+    scales = [1 if drawn.opaque else rng.choice((1, 1, 2)) for _ in range(count)]
+    return drawn.grouped(tuple(windows), tuple(group_of), tuple(scales))
 
 
 def _indexers(rng: random.Random, layers: int) -> dict[str, Any]:
@@ -195,7 +264,7 @@ def _engines(
     shapes = []
     for _ in range(rng.choice(counts)):
         tp = rng.choice((1, 2, 2, 2, 3, 4) if prefill else (1, 2, 2, 2, 4))
-        pp = rng.choice((1, 1, 1, 2)) if prefill else 1
+        pp = rng.choice((1, 1, 1, 2)) if prefill else 1  # of decode later: seeds keep what else they draw
         block = size if opaque else rng.choice((size, size, 2 * size))
         need = -(-tokens // block) + 1
         shapes.append(Shape(tp, pp, block, rng.choice((need + 1, 2 * need, 4 * need)), rng.random() < 0.5))
@@ -258,3 +327,13 @@ def _device_faults(rng: random.Random) -> dict[str, float]:
         "late_event": rng.choice((0.0, 0.0, 0.05, 0.3)),
         "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.001)),
     }
+
+
+def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
+    """What a worker of one stage describes."""
+    own = g.stages[stage]
+    here = [
+        msgspec.structs.replace(kind, layers=tuple(name for name in kind.layers if name in own)) for kind in g.others
+    ]
+    drafts, others = tuple(name for name in g.drafts if name in own), tuple(kind for kind in here if kind.layers)
+    return msgspec.structs.replace(g, stages=(own,), drafts=drafts, others=others)

@@ -148,6 +148,7 @@ def test_shapes_of_all_sorts_are_drawn() -> None:
     drawn = [draw(seed) for seed in range(300)]
     prefill = {(shape.tp, shape.pp) for settings in drawn for shape in settings.prefill}
     assert prefill >= {(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2)}
+    assert {shape.pp for settings in drawn for shape in settings.decode} == {1, 2, 3}
     assert {len(settings.prefill) for settings in drawn} == {len(settings.decode) for settings in drawn} == {1, 2, 3, 4}
     assert {settings.indexed for settings in drawn} == {(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)}
     assert {settings.opaque for settings in drawn} == {settings.verify for settings in drawn} == {True, False}

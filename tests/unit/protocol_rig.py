@@ -184,7 +184,7 @@ def reservation(cache: CacheGeometry, end: int, first: int = 0, **changes: Any) 
         "model": MODEL,
         "first": first,
         "end": end,
-        "blocks": np.arange(1, 1 - (-end // size) - first // size, dtype="<i4").tobytes(),
+        "blocks": (np.arange(1, 1 - (-end // size) - first // size, dtype="<i4").tobytes(),),
         "geometry": cache,
         "endpoints": tuple(Endpoint("127.0.0.1", 4711 + rank) for rank in range(cache.tp_size)),
         "deadline_s": 60.0,

@@ -278,7 +278,7 @@ class DecodeSite:
             memory.fill(UNTOUCHED)
             device = self.make_device(cache.layout)
             caches = memory.described(device)
-            site = Site(self.incarnation, rank, NAME, LOOPBACK, 0, "")
+            site = Site(self.incarnation, 0, rank, NAME, LOOPBACK, 0, "")
             self.runtimes.append(ReceiveRuntime(push or config(), site, caches, device, transport, None))
             self.transports.append(transport)
             geometries.append(caches.geometry)
@@ -305,14 +305,14 @@ class DecodeSite:
         blocks = self.pool.take(count)
         transfer = TransferId(self.incarnation, self._count, uuid.uuid4().hex)
         table = np.asarray(blocks, dtype=np.int32)
-        self._binds.append(Bind(name, transfer, first, tokens, table, deadline_s))
+        self._binds.append(Bind(name, transfer, first, tokens, (table,), deadline_s))
         reservation = Reservation(
             version=PROTOCOL_VERSION,
             transfer=transfer,
             model=NAME,
             first=first,
             end=tokens,
-            blocks=table.astype("<i4").tobytes(),
+            blocks=(table.astype("<i4").tobytes(),),
             geometry=self.geometry,
             endpoints=tuple(runtime.endpoint for runtime in self.runtimes),
             deadline_s=deadline_s,
@@ -328,7 +328,7 @@ class DecodeSite:
     def step(self) -> None:
         """What was reserved since the last step is bound on all ranks."""
         binds, self._binds = tuple(self._binds), []
-        self.tell(DecodeStep(binds=binds, incarnation=self.incarnation))
+        self.tell(DecodeStep(binds=binds, incarnation=self.incarnation, engine=self.geometry))
 
     @property
     def sessions(self) -> set[str]:

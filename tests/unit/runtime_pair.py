@@ -14,7 +14,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,13 +97,16 @@ class Request:
 
 
 class DecodeSite:
-    """One decode engine: its book and its workers."""
+    """One decode engine: its book and its workers, stage by stage. `cuts`: after how many layers a stage ends; `hosts`: of the
+    stages, in turns."""
 
     def __init__(
         self,
         model: Model,
         tp: int,
         *,
+        cuts: Sequence[int] = (),
+        hosts: Sequence[str] = (LOOPBACK,),
         block: int = 4,
         blocks: int = 64,
         push: PushConfig | None = None,
@@ -117,20 +121,24 @@ class DecodeSite:
         self.engine = engine_of(self.config, make_transport, secrets)
         self.book = LoadBook(self.engine.incarnation)
         self.pool = Pool(blocks, seed)
-        self.ranks = [RankCache(model, model.names, tp, rank, blocks, block) for rank in range(tp)]
+        self.firsts = [0, *cuts]  # layers, of the stages
+        self.stages = [model.names[a:b] for a, b in pairwise([*self.firsts, len(model.names)])]
+        self.places = [(stage, rank) for stage in range(len(self.stages)) for rank in range(tp)]
+        self.ranks = [RankCache(model, self.stages[stage], tp, rank, blocks, block) for stage, rank in self.places]
         self.workers = []
-        for rank, cache in enumerate(self.ranks):
+        for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
             cache.fill(UNTOUCHED)
             shape = model.shape(block, tp, rank)
-            worker = DecodeWorker(engine_of(self.config, make_transport, secrets), shape, device, rank)
+            there = replace(engine_of(self.config, make_transport, secrets), host=hosts[stage % len(hosts)])
+            worker = DecodeWorker(there, shape, device, stage, rank)
             worker.register_kv_caches(cache.tensors)
             self.workers.append(worker)
-        facts = {(0, rank): worker.handshake() for rank, worker in enumerate(self.workers)}
+        facts = {place: worker.handshake() for place, worker in zip(self.places, self.workers, strict=True)}
         self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
         self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
         self.requests: dict[str, Request] = {}
         self.used: set[int] = set()  # blocks of requests that are over
-        self.seen: list[Counter[str]] = [Counter() for _ in range(tp)]
+        self.seen: list[Counter[str]] = [Counter() for _ in self.workers]
         self.outcomes: dict[str, list[Loaded]] = {}
         self.done: dict[str, list[Loaded]] = {}
 
@@ -142,14 +150,14 @@ class DecodeSite:
         before = first // self.block
         blocks = [0] * before + self.pool.take(-(-tokens // self.block) - before)
         assert self.book.wanted(name, tokens, first) == tokens - first
-        bind = self.book.reserve(name, tokens - first, blocks, self.block, deadline_s, uuid.uuid4().hex)
+        bind = self.book.reserve(name, tokens - first, [blocks], self.geometry.tables, deadline_s, uuid.uuid4().hex)
         reservation = Reservation(
             version=PROTOCOL_VERSION,
             transfer=bind.transfer,
             model=NAME,
             first=bind.first,
             end=bind.end,
-            blocks=bind.blocks.astype("<i4").tobytes(),
+            blocks=tuple(ids.astype("<i4").tobytes() for ids in bind.blocks),
             geometry=self.geometry,
             endpoints=self.endpoints,
             deadline_s=deadline_s,
@@ -161,7 +169,7 @@ class DecodeSite:
 
     def step(self) -> DecodeStep:
         """One engine step: the metadata goes to the workers, their reports come back."""
-        step = self.book.take_step(None)
+        step = self.book.take_step(None, self.geometry)
         for worker in self.workers:
             worker.bind(StepMetadata(decode=step))
         self.collect()
@@ -174,7 +182,7 @@ class DecodeSite:
                 assert self.seen[rank][report.request_id] == 1, f"{report} came twice from rank {rank}"
                 self.outcomes.setdefault(report.request_id, []).append(report)
         for name, reports in list(self.outcomes.items()):
-            if len(reports) == self.tp:
+            if len(reports) == len(self.workers):
                 del self.outcomes[name]
                 if self.book.received(name) is not None:
                     self.done[name] = reports
@@ -200,13 +208,21 @@ class DecodeSite:
     def check(self, *requests: Request, layers: int | None = None) -> None:
         """These requests' KV is all there, and nothing else was touched, except blocks of requests not named. `layers`: so many
         of them, from the first."""
-        for rank, cache in enumerate(self.ranks):
-            for layer, views in enumerate(cache.views[:layers]):
+        for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
+            for own, views in enumerate(cache.views[:layers]):
                 for region, view in enumerate(views):
-                    self._check(requests, f"rank {rank}, layer {layer}, region {region}", view, layer, region, cache)
+                    where = f"stage {stage}, rank {rank}, layer {own}, region {region}"
+                    self._check(requests, where, view, self.firsts[stage] + own, own, region, cache)
 
     def _check(
-        self, requests: Sequence[Request], where: str, view: np.ndarray, layer: int, region: int, cache: RankCache
+        self,
+        requests: Sequence[Request],
+        where: str,
+        view: np.ndarray,
+        layer: int,
+        own: int,
+        region: int,
+        cache: RankCache,
     ) -> None:
         expected = np.full_like(view, UNTOUCHED)
         free = np.zeros(view.shape, dtype=bool)
@@ -219,7 +235,7 @@ class DecodeSite:
             if self.used.intersection(request.d_blocks):  # only what must be there can be told of used blocks
                 free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[tokens // self.block - request.first // self.block]
-            wanted = request.content[layer, region][tokens][:, cache.heads[layer], : view.shape[-1]]
+            wanted = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
             expected[ids, :, tokens % self.block] = wanted
             landed = view[ids, :, tokens % self.block]
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
@@ -251,7 +267,7 @@ def no_hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
 
 
 class PrefillSite:
-    """One prefill engine: its book and its workers, by (stage, rank)."""
+    """One prefill engine: its book and its workers, by (stage, rank). `cuts`: where its stages end, if they are not alike."""
 
     def __init__(
         self,
@@ -259,6 +275,7 @@ class PrefillSite:
         tp: int,
         *,
         pp: int = 1,
+        cuts: Sequence[int] = (),
         block: int = 4,
         blocks: int = 64,
         push: PushConfig | None = None,
@@ -275,7 +292,8 @@ class PrefillSite:
         self.pool = Pool(blocks, seed)
         self.workers: dict[tuple[int, int], PrefillWorker] = {}
         self.caches: dict[tuple[int, int], RankCache] = {}
-        self.stages = [tuple(map(str, part)) for part in np.array_split(np.array(model.names), pp)]
+        self.stages = [tuple(map(str, part)) for part in np.array_split(np.array(model.names), cuts or pp)]
+        pp = len(self.stages)
         for stage, names in enumerate(self.stages):
             for rank in range(tp):
                 cache = RankCache(model, names, tp, rank, blocks, block)

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     HiddenStateCacheSpec,
+    KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -31,6 +32,7 @@ from vllm_ascend_pd.config import ChannelConfig, PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.secret_files import MAX_SECRET_BYTES, load_secrets
@@ -67,11 +69,16 @@ def test_what_is_proven_starts(role: str, arguments: dict[str, Any]) -> None:
     assert engine.host == "127.0.0.1" and engine.secrets is None and "LlamaForCausalLM" in engine.model
 
 
-def test_a_pipeline_may_prefill_but_not_decode() -> None:
-    Engine.of(vllm_config("kv_producer", pipeline_parallel_size=2))
-    refused = refusal(vllm_config("kv_consumer", pipeline_parallel_size=2))
-    assert refused.code == "PD-CONF-005" and "Pipeline parallelism on decode" in refused.sentence
-    assert "-pp 1" in refused.remedy
+@pytest.mark.parametrize("role", BOTH)
+def test_either_side_may_be_a_pipeline(role: str) -> None:
+    Engine.of(vllm_config(role, pipeline_parallel_size=2))
+
+
+def test_each_worker_of_a_pipeline_has_a_port_of_its_own() -> None:
+    config = vllm_config("kv_consumer", {"side_channel_port": 65530}, pipeline_parallel_size=3, tensor_parallel_size=2)
+    assert [Engine.of(config).port_of(worker) for worker in range(6)] == list(range(65530, 65536))
+    config = vllm_config("kv_consumer", {"side_channel_port": 65531}, pipeline_parallel_size=3, tensor_parallel_size=2)
+    assert "would listen on 65536" in refusal(config).sentence
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"])
@@ -298,10 +305,10 @@ def test_a_model_without_a_cache_is_somebody_elses_problem() -> None:
 
 BASE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
 CACHES: list[tuple[str, tuple[Any, ...]]] = [
-    ("2 KV cache groups", (attention(), SlidingWindowSpec(**BASE, sliding_window=16))),
-    ("2 KV cache groups", (attention(), attention())),
+    ("MambaSpec", (attention(), MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)))),
+    ("MLAAttentionSpec in one of several groups", (latent(), SlidingWindowSpec(**BASE, sliding_window=16))),
+    ("retained tokens", (attention(), SlidingWindowSpec(**BASE, sliding_window=16, extra_retained_tokens=2))),
     ("MambaSpec", (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)),)),
-    ("SlidingWindowSpec", (SlidingWindowSpec(**BASE, sliding_window=16),)),
     ("ChunkedLocalAttentionSpec", (ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16),)),
     ("EncoderOnlyAttentionSpec", (EncoderOnlyAttentionSpec(**BASE),)),
     ("CrossAttentionSpec", (CrossAttentionSpec(**BASE),)),
@@ -323,6 +330,51 @@ def test_caches_that_are_not_proven_stop_the_start(feature: str, specs: tuple[An
     with pytest.raises(ConfigError) as caught:
         admission.check_groups(cache_config(*specs))
     assert caught.value.code == "PD-CONF-005" and feature in caught.value.sentence
+
+
+WINDOW = SlidingWindowSpec(**BASE, sliding_window=16)
+
+
+def grouped(*specs: Any) -> Any:
+    """A layer in each group."""
+    groups = [KVCacheGroupSpec([f"model.layers.{i}.self_attn.attn"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("specs", "groups"),
+    [
+        ((WINDOW,), (Group(32, "window", 16),)),
+        ((WINDOW, attention()), (Group(32, "window", 16), Group(32))),
+        ((attention(), attention()), (Group(32), Group(32))),
+    ],
+)
+def test_windows_and_several_groups_of_plain_attention_are_taken(specs: Any, groups: tuple[Group, ...]) -> None:
+    admission.check_groups(grouped(*specs))
+    shape = admission.cache_shape(vllm_config(), grouped(*specs))
+    assert shape.groups == groups
+    assert shape.group_of == {f"model.layers.{i}.self_attn.attn": i for i in range(len(specs))}
+
+
+def test_a_vllm_that_does_not_tell_of_groups_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(KVCacheConfig, "transfer_group_ids")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0"):
+        admission.check_groups(grouped(WINDOW))
+    admission.check_groups(grouped(attention()))
+
+
+@pytest.mark.parametrize("more", [{"pipeline_parallel_size": 2}, {"speculative_config": NGRAM}], ids=["pp", "ngram"])
+def test_what_windows_were_not_shown_with_stops_the_start(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="sliding windows"):
+        admission.cache_shape(vllm_config(**more), grouped(WINDOW, attention()))
+
+
+@pytest.mark.parametrize("told", [{"enable_kv_transfer": False}, {"host_resident": True}], ids=str)
+def test_a_group_that_vllm_does_not_transfer_stops_the_start(told: dict[str, bool]) -> None:
+    groups = grouped(attention(), attention())
+    vars(groups.kv_cache_groups[1]).update(told)
+    with pytest.raises(ConfigError, match="does not transfer"):
+        admission.check_groups(groups)
 
 
 def mixed(*specs: Any) -> Any:
@@ -460,10 +512,10 @@ def test_all_refusals_are_told_where_somebody_asks_and_the_first_stops_the_start
     found = list(admission.engine_refusals(config, push))
     assert [told.code for told in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
     assert refusal(config).sentence == found[0].sentence
-    specs = (attention(dtype=torch.int8), SlidingWindowSpec(**BASE, sliding_window=16))
+    specs = (attention(dtype=torch.int8), ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16))
     told = [refused.values["feature"] for refused in admission.group_refusals(cache_config(*specs))]
     assert [words.split(" (")[0] for words in told] == [
-        "A model with 2 KV cache groups", "A quantised KV cache", "A KV cache of kind SlidingWindowSpec",
+        "A quantised KV cache", "A KV cache of kind ChunkedLocalAttentionSpec",
     ]  # fmt: skip
 
 

@@ -137,7 +137,9 @@ def test_parts_that_are_none_are_skipped() -> None:
     assert [region.name for region in caches.geometry.regions] == ["kv"]
 
 
-@pytest.mark.parametrize(("device", "token_axis"), [(CPU, "heads first"), (NPU_LIKE, "tokens first")], ids=str)
+@pytest.mark.parametrize(
+    ("device", "token_axis"), [(CPU, "heads first"), (NPU_LIKE, "tokens first")], ids=["cpu", "npu"]
+)
 def test_as_many_heads_as_tokens_are_read_as_the_device_lays_them(device: Device, token_axis: str) -> None:
     shape = CacheShape(4, 4, 4, SIZE, 1)
     tensor = torch.empty(BLOCKS, 4, 4, SIZE)

@@ -40,6 +40,15 @@ def test_all_bytes_are_sent_once_to_each_holder(
     assert {link["d"] for link in made["links"]} == set(range(d_tp))
 
 
+@pytest.mark.parametrize("regroup", ["never", "always"])
+def test_stages_send_each_layer_once_to_the_stage_that_has_it(capsys: pytest.CaptureFixture[str], regroup: str) -> None:
+    words = ["--kv-heads", "4", "--head-dim", "64", "--layers", "5", "--tokens", "1024", "--regroup", regroup]
+    made = plan(capsys, "--p-tp", "2", "--p-pp", "2", "--d-tp", "1", "--d-pp", "3", *words)
+    by_worker = {d: sum(link["bytes"] for link in made["links"] if link["d"] == d) for d in range(3)}
+    assert by_worker == {d: whole(1024, 4, 64, layers) for d, layers in enumerate((2, 2, 1))}
+    assert {(link["p"] // 2, link["d"]) for link in made["links"]} == {(0, 0), (0, 1), (1, 1), (1, 2)}
+
+
 def test_equal_sizes_pair_up(capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(capsys, "--p-tp", "4", "--d-tp", "4", *GQA)
     assert [(link["p"], link["d"]) for link in made["links"]] == [(rank, rank) for rank in range(4)]
@@ -180,8 +189,13 @@ def test_a_vision_models_text_part_is_read_and_a_nested_file_is_refused(tmp_path
 
 FULL = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
 REFUSED = {
-    "a window": {"sliding_window": 128, "max_position_embeddings": 4096},
-    "windows between": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+    "windows beside MLA": {
+        "layer_types": ["sliding_attention"],
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "sliding_window": 128,
+    },
+    "chunks": {"layer_types": ["chunked_attention", "full_attention"]},
     "an indexer beside heads": {"index_topk": 2048, "index_head_dim": 128},
     "compressed caches": {"compress_ratios": [4, 128], "index_topk": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "linear attention": {"layer_types": ["linear_attention", "full_attention"]},
@@ -211,6 +225,23 @@ def test_a_model_with_full_attention_is_planned(more, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
     assert "2 KV heads × 64, 4 layers" in capsys.readouterr().out
+
+
+WINDOWED = [
+    ({"layer_types": ["sliding_attention", "full_attention"] * 2}, 2, 2 * 4095 + 2 * 127),
+    ({"max_position_embeddings": 4096}, 4, 4 * 127),
+]
+
+
+@pytest.mark.parametrize(("more", "layers", "tokens"), WINDOWED, ids=["in some layers", "in all"])
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_of_a_window_the_last_blocks_are_planned(mode, more, layers, tokens, tmp_path, capsys):
+    """And without the last token. Of 4,096 tokens the next one, at 4,095, looks at 3,968 and what follows: the last block."""
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **more, "sliding_window": 128}))
+    words = ["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), "--regroup", mode]
+    assert main(words) == 0 and f"4 layers ({layers} with a window of 128 tokens)" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == tokens * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(("more", "cell"), [({}, 576), ({"index_topk": 2048, "index_head_dim": 128}, 704)])

@@ -92,6 +92,7 @@ def test_a_vllm_without_connectors_is_told_about_not_broken(monkeypatch: pytest.
 
 def test_full_graphs_would_skip_the_hooks_so_p_gets_piecewise_ones_and_d_keeps_its_own() -> None:
     """vLLM asks the class, with the extra configuration alone; behind a MultiConnector each child."""
+    plugin.register()
     asked = AscendPushConnector.requires_piecewise_for_cudagraph
     p, d = {"secret_file": "/s"}, {"secret_file": "/s", "metaserver_urls": ["http://127.0.0.1:8000"]}
     assert asked(p) is True and asked(d) is False
@@ -133,7 +134,7 @@ def test_the_scheduler_role_opens_nothing_until_the_workers_are_known(role: str)
 
 def test_a_model_that_is_not_proven_stops_the_start() -> None:
     with pytest.raises(ValueError, match="PD-CONF-005"):
-        AscendPushConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(attention(), attention()))
+        AscendPushConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(attention(dtype=torch.int8)))
 
 
 def tensors(heads: int = 2, names: tuple[str, ...] = LAYERS) -> dict[str, torch.Tensor]:
@@ -369,20 +370,17 @@ def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: 
         pair.prefill_step(output())
 
 
-def test_ids_that_vllm_does_not_know_are_taken_out_in_place(pair: Pair) -> None:
+def test_reports_of_other_connectors_are_left_to_them(pair: Pair) -> None:
+    """Behind a MultiConnector each connector is handed those of all."""
     asked = pair.load()
     pair.prefilled(asked)
     until(pair.results, "the load")
-    both = KVConnectorOutput(finished_recving={"r", "nobody"}, finished_sending={"r-p"})
-    same = both.finished_recving
-    pair.decode.update_connector_output(both)
-    assert both.finished_recving is same and same == {"r"}
-    again = KVConnectorOutput(finished_recving={"r"})
-    pair.decode.update_connector_output(again)
-    assert not again.finished_recving, "an id is passed on once"
-    early = KVConnectorOutput(finished_sending={"r-p", "nobody"})
-    pair.prefill.update_connector_output(early)
-    assert not early.finished_sending, "vLLM does not wait for a request that has not ended"
+    all_of_them = KVConnectorOutput(finished_recving={"r", "another's"}, finished_sending={"r-p", "another's"})
+    for connector in (pair.decode, pair.prefill):
+        connector.update_connector_output(all_of_them)
+        assert all_of_them.finished_recving == {"r", "another's"}
+        assert all_of_them.finished_sending == {"r-p", "another's"}
+    assert pair.decode._open_loads() == 0, "its own it has heard"
     for empty in (KVConnectorOutput(), KVConnectorOutput(finished_recving=set())):
         pair.prefill.update_connector_output(empty)
         pair.decode.update_connector_output(empty)

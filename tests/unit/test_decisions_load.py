@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.protocol.identity import TransferId
 
 URL = "http://127.0.0.1:9"
@@ -22,7 +23,7 @@ GOOD = {"do_remote_prefill": True, "metaserver": URL, "ticket": "t"}
 def loaded(tokens: int = 10, computed: int = 0) -> tuple[LoadBook, TransferId]:
     book = LoadBook("d")
     assert book.wanted("r", tokens, computed) == tokens - computed
-    return book, book.reserve("r", tokens - computed, list(range(50, 60)), 4, 30.0, "u").transfer
+    return book, book.reserve("r", tokens - computed, [list(range(50, 60))], [Group(4)], 30.0, "u").transfer
 
 
 # -- tickets
@@ -75,7 +76,7 @@ def test_asking_is_free_and_one_token_is_not_worth_it() -> None:
     book = LoadBook("d")
     assert [book.wanted("r", 10, computed) for computed in (0, 0, 4, 8, 9, 10)] == [10, 10, 6, 2, 0, 0]
     assert book.wanted("one", 1, 0) == 0
-    assert book.take_step(None).empty and book.open_count() == 0
+    assert book.take_step(None, None).empty and book.open_count() == 0
 
 
 def test_a_load_happens_once_for_each_request() -> None:
@@ -84,16 +85,16 @@ def test_a_load_happens_once_for_each_request() -> None:
     assert book.received("r") == transfer
     assert book.wanted("r", 10, 0) == 0, "asked again after the load: preempted, recomputed, or one token short"
     with pytest.raises(LocalProtocolError):
-        book.reserve("r", 10, [1, 2, 3], 4, 30.0, "u2")
+        book.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u2")
 
 
 def test_only_what_was_asked_for_can_be_reserved() -> None:
     book = LoadBook("d")
     with pytest.raises(LocalProtocolError):
-        book.reserve("r", 5, [1, 2], 4, 30.0, "u")
+        book.reserve("r", 5, [[1, 2]], [Group(4)], 30.0, "u")
     book.wanted("r", 10, 0)
     with pytest.raises(LocalProtocolError):
-        book.reserve("r", 0, [1, 2], 4, 30.0, "u")
+        book.reserve("r", 0, [[1, 2]], [Group(4)], 30.0, "u")
 
 
 @given(st.integers(1, 64), st.integers(0, 300), st.integers(2, 300), st.integers(0, 5))
@@ -105,9 +106,9 @@ def test_a_reservation_names_exactly_the_blocks_of_its_tokens(size: int, compute
     book.wanted("r", tokens, computed)
     table = list(range(1000, 1000 - (-tokens // size) + spare))
     count = max(1, more - spare)
-    bind = book.reserve("r", count, table, size, 30.0, "u")
+    bind = book.reserve("r", count, [table], [Group(size)], 30.0, "u")
     assert (bind.first, bind.end) == (computed, computed + count)
-    assert bind.blocks.tolist() == [
+    assert bind.blocks[0].tolist() == [
         table[t // size] for t in range(bind.first, bind.end) if t == bind.first or t % size == 0
     ]
 
@@ -117,20 +118,20 @@ def test_the_last_answer_about_computed_tokens_counts() -> None:
     book = LoadBook("d")
     book.wanted("r", 20, 4)
     book.wanted("r", 20, 8)
-    assert book.reserve("r", 12, list(range(5)), 4, 30.0, "u").first == 8
+    assert book.reserve("r", 12, [list(range(5))], [Group(4)], 30.0, "u").first == 8
 
 
 def test_each_step_tells_what_is_new_only() -> None:
     book, transfer = loaded()
-    step = book.take_step(("127.0.0.1", 5))
+    step = book.take_step(("127.0.0.1", 5), None)
     assert [bind.transfer for bind in step.binds] == [transfer] and step.wake == ("127.0.0.1", 5)
     assert step.incarnation == "d"
-    assert book.take_step(None).empty
+    assert book.take_step(None, None).empty
     book.prefilled(transfer)
-    assert book.take_step(None).settles == (transfer,)
+    assert book.take_step(None, None).settles == (transfer,)
     assert book.received("r") == transfer
-    assert book.take_step(None).overs == (transfer,)
-    assert book.take_step(None).empty
+    assert book.take_step(None, None).overs == (transfer,)
+    assert book.take_step(None, None).empty
 
 
 # -- bad ends
@@ -138,22 +139,22 @@ def test_each_step_tells_what_is_new_only() -> None:
 
 def test_the_first_word_of_the_metaserver_counts() -> None:
     book, transfer = loaded()
-    book.take_step(None)
+    book.take_step(None, None)
     book.prefilled(transfer)
     book.failed(transfer, "PD-META-002", "too late")
     book.prefilled(transfer)
-    step = book.take_step(None)
+    step = book.take_step(None, None)
     assert step.settles == (transfer,) and not step.cancels
     book.prefilled(TransferId("d", 99, "u"))
     book.failed(TransferId("other", 1, "u"), "PD-META-002", "")
-    assert book.take_step(None).empty, "words about unknown transfers change nothing"
+    assert book.take_step(None, None).empty, "words about unknown transfers change nothing"
 
 
 def test_a_failed_call_cancels_and_the_request_goes_on_only_when_the_workers_say_so() -> None:
     book, transfer = loaded()
-    book.take_step(None)
+    book.take_step(None, None)
     book.failed(transfer, "PD-META-002", "down")
-    (cancel,) = book.take_step(None).cancels
+    (cancel,) = book.take_step(None, None).cancels
     assert (cancel.transfer, cancel.code, cancel.detail) == (transfer, "PD-META-002", "down")
     assert book.open_count() == 1
     assert book.received("r") == transfer and book.open_count() == 0
@@ -161,10 +162,10 @@ def test_a_failed_call_cancels_and_the_request_goes_on_only_when_the_workers_say
 
 def test_a_request_that_ends_while_it_loads_keeps_its_blocks_until_they_are_fenced() -> None:
     book, transfer = loaded()
-    book.take_step(None)
+    book.take_step(None, None)
     assert book.request_finished("r") == transfer
     assert book.request_finished("r") == transfer, "vLLM may say it again after a failed load"
-    assert len(book.take_step(None).cancels) == 1
+    assert len(book.take_step(None, None).cancels) == 1
     assert book.received("r") == transfer, "vLLM waits for this report before it frees the blocks"
     assert book.received("r") is None, "and would stop over a second one"
 
@@ -173,7 +174,7 @@ def test_a_request_that_ends_before_it_was_allocated_leaves_nothing() -> None:
     book = LoadBook("d")
     book.wanted("r", 10, 0)
     assert book.request_finished("r") is None
-    assert book.take_step(None).empty and not book._candidates
+    assert book.take_step(None, None).empty and not book._candidates
 
 
 def test_reports_about_unknown_requests_are_swallowed() -> None:
@@ -229,7 +230,7 @@ class AnySequence(RuleBasedStateMachine):
         if name is None:
             return
         count = self.asked.pop(name)
-        bind = self.book.reserve(name, count, list(range(100)), 4, 30.0, f"u-{name}")
+        bind = self.book.reserve(name, count, [list(range(100))], [Group(4)], 30.0, f"u-{name}")
         assert not self.all or bind.transfer.n > self.all[-1].n, "numbers rise"
         self.all.append(bind.transfer)
         self.loads[name] = bind.transfer
@@ -269,7 +270,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        step = self.book.take_step(None)
+        step = self.book.take_step(None, None)
         for bind in step.binds:
             assert self.heard.setdefault(bind.transfer, []) == []
             self.heard[bind.transfer].append("bind")
@@ -282,7 +283,7 @@ class AnySequence(RuleBasedStateMachine):
                 words = self.heard[transfer]
                 assert words and kind not in words and "over" not in words, (kind, words)
                 words.append(kind)
-        assert self.book.take_step(None).empty
+        assert self.book.take_step(None, None).empty
 
     @invariant()
     def what_is_open_is_what_loads(self) -> None:

@@ -54,9 +54,9 @@ def test_each_step_tells_new_blocks_and_a_token_range_only() -> None:
         meta = step(book)
         (piece,) = meta.slices
         assert (piece.before, piece.after, piece.final) == (begin, begin + 100, begin == 900)
-        assert piece.new_blocks.tolist() == new and piece.new_blocks.dtype == np.int32
+        assert piece.new_blocks[0].tolist() == new and piece.new_blocks[0].dtype == np.int32
         assert len(meta.starts) == (begin == 0) and (meta.engine is None) == (begin > 0)
-        told += len(piece.new_blocks)
+        told += len(piece.new_blocks[0])
     assert told == len(table)
 
 
@@ -65,7 +65,7 @@ def test_a_prefix_hit_on_prefill_is_part_of_the_first_slice() -> None:
     book.scheduled("r", 8, 2, [5, 6, 7], replaces=True)
     (piece,) = step(book).slices
     assert (piece.before, piece.after, piece.final, piece.restart) == (0, 10, True, False)
-    assert piece.new_blocks.tolist() == [5, 6, 7]
+    assert piece.new_blocks[0].tolist() == [5, 6, 7]
 
 
 def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> None:
@@ -93,7 +93,7 @@ def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
     first, second = step(book).slices
     assert (first.before, first.after, first.restart, first.final) == (0, 6, True, False)
     assert (second.before, second.after, second.restart, second.final) == (6, 10, False, True)
-    assert [*first.new_blocks, *second.new_blocks] == [11, 12, 13]
+    assert [*first.new_blocks[0], *second.new_blocks[0]] == [11, 12, 13]
 
 
 def test_a_resumption_that_nobody_announced_starts_over() -> None:
@@ -103,7 +103,7 @@ def test_a_resumption_that_nobody_announced_starts_over() -> None:
     step(book)
     book.scheduled("r", 4, 6, [1, 12, 13], replaces=True)
     (piece,) = step(book).slices
-    assert (piece.before, piece.after, piece.restart, piece.new_blocks.tolist()) == (0, 10, True, [1, 12, 13])
+    assert (piece.before, piece.after, piece.restart, piece.new_blocks[0].tolist()) == (0, 10, True, [1, 12, 13])
 
 
 @pytest.mark.parametrize("computed", [8, 10])
@@ -142,7 +142,7 @@ def test_resuming_onto_a_prefix_hit_pushes_from_the_start() -> None:
 
 def test_what_is_computed_beyond_the_reservation_is_not_pushed() -> None:
     book = PushBook(model="m")
-    some = reservation(10, end=7, blocks=np.arange(2, dtype="<i4").tobytes())
+    some = reservation(10, end=7, blocks=(np.arange(2, dtype="<i4").tobytes(),))
     assert book.admit("r", some, 10, "h", "push") is None
     book.scheduled("r", 0, 8, [1, 2], replaces=True)
     assert book.scheduled("r", 8, 2, [3], replaces=False) is None
@@ -227,9 +227,9 @@ REFUSED = [
     ("PD-META-005", {"first": HUGE}),
     ("PD-META-005", {"end": 11}),
     ("PD-META-005", {"end": HUGE}),
-    ("PD-META-005", {"blocks": b""}),
-    ("PD-META-005", {"blocks": b"\0" * 8}),
-    ("PD-META-005", {"blocks": b"\0" * 13}),
+    ("PD-META-005", {"blocks": (b"",)}),
+    ("PD-META-005", {"blocks": (b"\0" * 8,)}),
+    ("PD-META-005", {"blocks": (b"\0" * 13,)}),
     ("PD-META-005", {"endpoints": ()}),
     ("PD-META-005", {"endpoints": (Endpoint("a", 1),) * 3}),
     ("PD-GEO-001", {"geometry": msgspec.structs.replace(D, kv_heads=4)}),
@@ -384,7 +384,7 @@ class AnySequence(RuleBasedStateMachine):
                 heard.blocks, heard.watermark, heard.final = [], 0, False
             assert not heard.final and piece.before == heard.watermark < piece.after <= heard.end
             assert piece.push not in self.must_abort, "an aborted push gets nothing more"
-            heard.blocks += piece.new_blocks.tolist()
+            heard.blocks += piece.new_blocks[0].tolist()
             heard.watermark, heard.final = piece.after, piece.final
             assert piece.final == (piece.after == heard.end)
             request = self.requests.get(piece.push.removeprefix("push-"))

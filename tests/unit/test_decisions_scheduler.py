@@ -110,7 +110,7 @@ def test_chunks_of_a_request_become_slices() -> None:
     third = scheduler.build_step(output(cached=[("r", 7, 3, None)]))
     assert len(first.starts) == 1 and first.engine is not None and first.engine.tp_size == 2
     pieces = [step.slices for step in (first, second, third)]
-    assert [(p.before, p.after, p.new_blocks.tolist(), p.final) for (p,) in pieces] == [
+    assert [(p.before, p.after, p.new_blocks[0].tolist(), p.final) for (p,) in pieces] == [
         (0, 4, [7], False),
         (4, 7, [8], False),
         (7, 10, [], True),
@@ -132,7 +132,7 @@ def test_both_runners_ways_to_resume_a_request(runner: str) -> None:
     back = ("r", 0, 10, [5, 6, 7])
     again = output(cached=[back], resumed={"r"}) if runner == "V1" else output([back])
     (piece,) = scheduler.build_step(again).slices
-    assert piece.restart and piece.new_blocks.tolist() == [5, 6, 7] and (piece.before, piece.after) == (0, 10)
+    assert piece.restart and piece.new_blocks[0].tolist() == [5, 6, 7] and (piece.before, piece.after) == (0, 10)
 
 
 def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
@@ -289,10 +289,10 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None
     try:
         asked = request(params=ticket(server.url, send_tokens=True))
         assert scheduler.wanted(asked, 4) == 6
-        scheduler.allocated(asked, [40, 41, 42, 43], 6)
+        scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
         step = scheduler.build_step()
         (bind,) = step.binds
-        assert bind.blocks.tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
+        assert bind.blocks[0].tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
         until(lambda: server.bodies, "the POST")
         (body,) = server.bodies
         told = unseal(base64.b64decode(body["reservation"]), SECRETS)
@@ -318,7 +318,7 @@ def loading(server: Metaserver) -> tuple[DecodeScheduler, Request, Bind]:
     """A D scheduler that has asked for the tokens [4, 10) of request `r`."""
     scheduler, asked = decode(server.url), request(params=ticket(server.url))
     assert scheduler.wanted(asked, 4) == 6
-    scheduler.allocated(asked, [40, 41, 42, 43], 6)
+    scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
     (bind,) = scheduler.build_step().binds
     return scheduler, asked, bind
 
@@ -437,7 +437,7 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
     try:
         asked = request(params=ticket(url))
         scheduler.wanted(asked, 0)
-        scheduler.allocated(asked, [1, 2, 3], 10)
+        scheduler.allocated(asked, [[1, 2, 3]], 10)
         (bind,) = scheduler.build_step().binds
         cancels: list[Any] = []
         until(lambda: cancels.extend(scheduler.build_step().cancels) or cancels, "the cancel", 20.0)
@@ -458,7 +458,7 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
         for i in range(count):
             asked = request(f"r{i}", ticket(server.url))
             assert scheduler.wanted(asked, 0) == len(TOKENS)
-            scheduler.allocated(asked, [1, 2, 3], len(TOKENS))
+            scheduler.allocated(asked, [[1, 2, 3]], len(TOKENS))
         until(lambda: len(server.bodies) == count, "all of them posted while none is answered")
         assert {thread.name for thread in threading.enumerate()} <= threads
         assert len(scheduler.build_step().binds) == count
@@ -481,7 +481,7 @@ def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.Log
                 assert scheduler.wanted(asked, 0) == 0
         heard = [r for r in caplog.records if "prefilled locally" in r.getMessage()]
         assert len(heard) == 1, "said once, not in every step that the request waits"
-        scheduler.allocated(asked, [1, 2, 3], 10)
+        scheduler.allocated(asked, [[1, 2, 3]], 10)
         assert scheduler.build_step().empty and not server.bodies
     finally:
         scheduler.close()
@@ -508,7 +508,7 @@ def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
         for i, child in enumerate(children):
             child.kv_transfer_params = params
             assert scheduler.wanted(child, 0) == 10
-            scheduler.allocated(child, [3 * i, 3 * i + 1, 3 * i + 2], 10)
+            scheduler.allocated(child, [[3 * i, 3 * i + 1, 3 * i + 2]], 10)
         binds = scheduler.build_step().binds
         assert len({bind.transfer for bind in binds}) == 3
         assert params == copy

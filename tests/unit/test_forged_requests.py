@@ -177,10 +177,10 @@ FORGERIES: dict[str, dict[str, Any]] = {
     "beyond the prompt": {"end": 1 << 40},
     "a reversed range": {"first": 32, "end": 16},
     "an empty range": {"first": 40, "end": 40},
-    "no blocks": {"blocks": b""},
-    "too few blocks": {"blocks": np.array([1], dtype="<i4").tobytes()},
-    "too many blocks": {"blocks": np.zeros(500_000, dtype="<i4").tobytes()},
-    "half a block": {"blocks": b"\x01\x00\x00"},
+    "no blocks": {"blocks": (b"",)},
+    "too few blocks": {"blocks": (np.array([1], dtype="<i4").tobytes(),)},
+    "too many blocks": {"blocks": (np.zeros(500_000, dtype="<i4").tobytes(),)},
+    "half a block": {"blocks": (b"\x01\x00\x00",)},
     "no endpoints": {"endpoints": ()},
     "another dtype": {"layout": {"dtype": "fp8"}},
     "layers of another model": {"layout": {"stages": (("a", "b"),)}},
@@ -244,7 +244,7 @@ def test_blocks_that_nobody_reserved_are_never_written(pair: Pair, honest: Reser
     transfer = msgspec.structs.replace(honest.transfer, uuid=name)
     ids = np.array(blocks, dtype="<i4").tobytes()
     before = {each: cache.clone() for each, cache in pair.caches[1].items()}
-    asked = request(name, _params(msgspec.structs.replace(honest, transfer=transfer, blocks=ids, deadline_s=1.0)))
+    asked = request(name, _params(msgspec.structs.replace(honest, transfer=transfer, blocks=(ids,), deadline_s=1.0)))
     pair.prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
     pair.prefill_step(output(name, len(TOKENS), [2, 4]))
     held, _ = pair.prefill.request_finished(asked, [2, 4])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -11,10 +12,12 @@ from geometry_reference import geometry, owner_share, range_of, share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_pd.geometry import pairing
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault, require_match
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import plan_digest
-from vllm_ascend_pd.geometry.shard import contributors, destinations, head_shares, holders, owner_shares, shared_stages
+from vllm_ascend_pd.geometry.shard import contributors, destinations, head_shares, holders, owner_shares
 
 BASE = geometry("token", heads=4, tp=2, block=16, layers=3)
 
@@ -141,7 +144,38 @@ def test_a_granule_is_the_smallest_run_worth_a_write(
 
 def test_stages_that_share_a_layer_contribute() -> None:
     p = msgspec.structs.replace(BASE, stages=(("layer.0",), ("layer.1", "layer.2"), ("mtp",)))
-    assert shared_stages(p, BASE) == (0, 1)
+    assert pairing.contributors(p, BASE, 1) == ((0, 1), (1, 1))
+
+
+@pytest.mark.parametrize("p_tp", [1, 2, 4])
+@pytest.mark.parametrize("d_tp", [1, 2, 4])
+@pytest.mark.parametrize("p_cuts", [(), (2,), (1, 4)])
+@pytest.mark.parametrize("d_cuts", [(), (3,), (1, 2, 4)])
+def test_both_sides_name_the_same_pairs_of_workers_and_no_layer_is_forgotten(
+    p_tp: int, d_tp: int, p_cuts: tuple[int, ...], d_cuts: tuple[int, ...]
+) -> None:
+    p, d = (staged(tp, cuts) for tp, cuts in ((p_tp, p_cuts), (d_tp, d_cuts)))
+    heard = {(by, worker) for worker in range(d.workers) for by in pairing.contributors(p, d, worker)}
+    told = {
+        ((stage, rank), worker)
+        for stage in range(len(p.stages))
+        for rank in range(p.tp_size)
+        for worker in pairing.destinations(p, d, stage, rank)
+    }
+    assert heard == told
+    for layer in p.layers:
+        ours, theirs = (next(i for i, names in enumerate(g.stages) if layer in names) for g in (p, d))
+        for rank in range(d_tp):
+            sources = {by for by, worker in heard if by[0] == ours and worker == d.worker(theirs, rank)}
+            assert sources == {(ours, by) for by in contributors(p, d, rank)}, f"{layer} for rank {rank}"
+    for (stage, _), worker in heard:
+        assert set(p.stages[stage]) & set(d.stages[d.place_of(worker)[0]]), "nobody waits for who has nothing for it"
+
+
+def staged(tp: int, cuts: tuple[int, ...]) -> CacheGeometry:
+    names = tuple(f"layer.{i}" for i in range(5))
+    stages = tuple(names[a:b] for a, b in pairwise((0, *cuts, 5)))
+    return msgspec.structs.replace(geometry("token", heads=4, tp=tp, block=16, layers=5), stages=stages)
 
 
 def test_the_plan_digest_depends_on_every_fact() -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.geometry.plan import push_range, window_first
+from vllm_ascend_pd.geometry.layout import Group
+from vllm_ascend_pd.geometry.plan import push_range
 
 
 def test_only_complete_blocks_leave_before_the_end() -> None:
@@ -51,7 +52,8 @@ def test_steps_meet_without_gap_or_overlap(data: st.DataObject) -> None:
 @given(st.integers(0, 50), st.integers(1, 200), st.integers(1, 300), st.integers(1, 40))
 def test_a_window_starts_at_a_block_and_covers_the_window(first: int, length: int, window: int, block: int) -> None:
     end = first + length
-    start = window_first(first, end, window, block)
-    assert first <= start <= max(first, end - window)
+    start = Group(block, "window", window).begins(first, end)
+    assert first <= start <= max(first, end - window + 1), "the next token sees itself and those before it"
     assert start == first or start % block == 0
-    assert start == first or start > end - window - block
+    assert start == first or start > end - window + 1 - block
+    assert Group(block).begins(first, end) == first

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.decode.decisions import LoadEnd, Ticket
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _Asked
+from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.tally import METRICS, MOST_TIMES, PREFIX, Tally
 from vllm_ascend_pd.patience import Patience
@@ -271,7 +272,7 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     scheduler = DecodeScheduler(engine(), Patience(lambda: 0), recomputes=recomputes)
     asked = request()
     assert scheduler._book.wanted("r", asked.num_prompt_tokens, 0)
-    bind = scheduler._book.reserve("r", asked.num_prompt_tokens, [1, 2, 3], 4, 30.0, "u")
+    bind = scheduler._book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
     scheduler._asked["r"] = _Asked(Ticket("http://metaserver", "ticket", False), asked.num_prompt_tokens)
     return scheduler, bind.transfer
 

@@ -11,13 +11,12 @@ import pytest
 from protocol_rig import P, geometry, reservation
 
 from vllm_ascend_pd.errors import RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Region
 from vllm_ascend_pd.geometry.layout import Kind as Unlike
 from vllm_ascend_pd.protocol.auth import decode_reservation
 from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.layouts import (
-    Group,
     Held,
     Kind,
     Layer,
@@ -37,6 +36,13 @@ TOLD = Told("model/1", P, ENDPOINTS)
 LAYOUT = layout_of(TOLD)
 STAGES = (("a", "b"), (), ("c",))
 UNLIKE = Unlike(1, "int8/float32", "", (Region("k", 1, 0, 3, 4), Region("scale", 5, 0, 6, 8)), ("a", "c"))
+GROUPED = geometry(
+    2,
+    stages=STAGES,
+    others=(msgspec.structs.replace(UNLIKE, group=0),),
+    groups=(Group(32, "window", 40), Group(16)),
+    group=1,
+)
 RESERVATION = reservation(P, 40, 20, endpoints=ENDPOINTS, prompt_length=41)
 
 
@@ -66,6 +72,8 @@ def component(**changes: Any) -> tuple[Kind, ...]:
         Told("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)), dtype="int8/float32")),
         Told("m", geometry(2, stages=STAGES, drafter="d", drafts=("c",))),
         Told("m", geometry(2, stages=STAGES, others=(UNLIKE,))),
+        Told("m", geometry(2, groups=(Group(16, "window", 40),))),
+        Told("m", GROUPED),
     ],
 )
 def test_what_is_read_is_what_was_written(told: Told) -> None:
@@ -80,8 +88,8 @@ def test_a_reservation_comes_back_as_it_was_made() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"groups": LAYOUT.groups * 2}, "groups"),
-        ({"groups": (Group(16, "window", 128),)}, "matters"),
+        ({"groups": (Group(16, "chunk", 128),)}, "matters"),
+        ({"groups": (Group(16), Group(16, "state"))}, "matters"),
         ({"kinds": component(sections=(Section(0, 8, Held(4)),))}, "sections"),
         ({"kinds": component(held=Held(4, world=2))}, "world"),
         ({"kinds": component(held=Held(4, only=1))}, "only"),
@@ -108,6 +116,9 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
         ({"workers": (*LAYOUT.workers, Worker(2, 1))}, "its workers"),
         ({"layers": (Layer("a", 1, 0, 0),)}, "a layer is of a kind"),
         ({"layers": (Layer("a", 0, 1, 0),)}, "a layer is of a kind"),
+        ({"layers": (Layer("a", 0, 0, 0), Layer("b", 0, 1, 0)), "groups": LAYOUT.groups * 2}, "of several groups"),
+        ({"groups": (Group(16, "window", 1),)}, "a window of no tokens"),
+        ({"groups": (Group(16, "all", 3),)}, "a window of no tokens"),
         ({"layers": (Layer("a", 0, 0, 1),)}, "a layer is of a kind"),
         ({"layers": tuple(Layer(str(n), 0, 0, 0) for n in range(4096)), "kinds": (Kind(component()[0].components * 5),)}, "4096 layers of 5"),
         ({"kinds": LAYOUT.kinds * 2}, "of one of its kinds"),
@@ -158,7 +169,8 @@ def slices(*found: Sequence[Any]) -> tuple[Slice, ...]:
         ({"groups": slices((0, 16, 0, b""), (0, 16, 0, b""))}, "PD-CTRL-002", "2 slices for one group"),
         ({"groups": slices((20, 40, 0, b""))}, "PD-CTRL-002", "token 20 is not in the block of index 0"),
         ({"layout": b""}, "PD-CTRL-002", "layout: "),
-        ({"layout": encoded(LAYOUT, groups=LAYOUT.groups * 2)}, "PD-CTRL-004", "'groups'"),
+        ({"layout": encoded(LAYOUT, groups=LAYOUT.groups * 2)}, "PD-CTRL-002", "1 slices for 2 groups"),
+        ({"layout": encoded(LAYOUT, groups=(Group(16, "chunk", 128),))}, "PD-CTRL-004", "'matters'"),
     ],
 )
 def test_a_reservation_that_says_more_or_less_is_refused(changes: dict[str, Any], code: str, says: str) -> None:
@@ -181,5 +193,7 @@ def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
         "drafter",
         "drafts",
         "others",
+        "groups",
+        "group",
     }
     assert set(Form.__struct_fields__) - {"layout", "groups", "seed", "meets"} <= set(Reservation.__struct_fields__)

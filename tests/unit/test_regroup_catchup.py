@@ -343,6 +343,11 @@ def push_of(name: str) -> Any:
     return SimpleNamespace(name=name, owed=set())
 
 
+def of_layers(count: int, destination: Endpoint) -> tuple[dict[int, Endpoint], dict[int, bool]]:
+    """Where each layer goes, and that none is there."""
+    return dict.fromkeys(range(count), destination), dict.fromkeys(range(count), False)
+
+
 class Ledger(RuleBasedStateMachine):
     """What is owed of shares, against a plain set of (share, layer) by what became of it."""
 
@@ -367,7 +372,7 @@ class Ledger(RuleBasedStateMachine):
     @rule(target=shares, step=st.integers(1, 2), slot=st.integers(0, 1), names=st.sets(st.sampled_from("abc")))
     def plan(self, step: int, slot: int, names: set[str]) -> Share:
         wanting = [self.pushes[name] for name in sorted(names)]
-        share = Share(step, 1, Endpoint("d", slot), wanting, dict.fromkeys(range(LAYERS), False))
+        share = Share(step, 1, wanting, *of_layers(LAYERS, Endpoint("d", slot)))
         for push in wanting:
             push.owed.add(share)
         self.owed[share] = names
@@ -416,7 +421,7 @@ class Ledger(RuleBasedStateMachine):
         found = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], most)  # type: ignore[attr-defined]
         assert len(found) == len(set(found)) <= most
         waiting = {
-            slot: {share.unit(layer) for share, layer in self.waiting if share.destination.port == slot}
+            slot: {share.unit(layer) for share, layer in self.waiting if share.destinations[layer].port == slot}
             for slot in (0, 1)
         }
         for unit in found:
@@ -445,11 +450,11 @@ def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
     exchanges = Exchanges(cast("Any", None), 80, cast("Any", None), cast("Any", None))
     missed, one = exchanges.missed, push_of("one")
     for step in range(500):
-        share = Share(step, 1, Endpoint("stalled", 1), [one], dict.fromkeys(range(80), False))
+        share = Share(step, 1, [one], *of_layers(80, Endpoint("stalled", 1)))
         one.owed.add(share)
         for layer in range(80):
             missed.miss(share, layer)
-    missed.miss(Share(999, 1, Endpoint("well", 1), [push_of("another")], {0: False}), 0)
+    missed.miss(Share(999, 1, [push_of("another")], *of_layers(1, Endpoint("well", 1))), 0)
     asked: list[str] = []
 
     def room(destination: object) -> int:

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 from runtime_caches import HeldDevice, Model
 from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
@@ -59,6 +60,67 @@ def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_t
             assert p.finish(request), "the blocks are held until every push has closed"
         p.released_blocks_of(*requests)
         assert p.released == {request.p_name for request in requests}
+
+
+STAGES = [
+    pytest.param("opaque", 2, (1, ()), (1, (2,)), id="planes, 1 to two stages"),
+    pytest.param("opaque", 2, (1, (3,)), (1, (2,)), id="planes, 3+2 to 2+3"),
+    pytest.param("token", 4, (2, (1, 4)), (1, (3,)), id="tuples, three stages of 2 to two of 1"),
+    pytest.param("token", 4, (1, (2,)), (2, (1, 2)), id="tuples, two stages of 1 to three of 2"),
+    pytest.param("latent", 1, (2, ()), (2, (4,)), id="MLA, 2 to two stages of 2"),
+    pytest.param("stacked", 2, (2, (2,)), (2, (2,)), id="stacked, two stages of 2, cut alike"),
+]
+
+
+@pytest.mark.parametrize(("layout", "heads", "prefill", "decode"), STAGES)
+def test_every_byte_arrives_where_decode_has_stages(
+    layout: str, heads: int, prefill: tuple[int, tuple[int, ...]], decode: tuple[int, tuple[int, ...]]
+) -> None:
+    """Five layers, so that no cut of two or three stages is even. The stages of decode live on hosts of their own."""
+    model, hosts = Model(layout, heads, layers=5), (LOOPBACK, "127.0.0.2", "127.0.0.3")
+    p = PrefillSite(model, prefill[0], cuts=prefill[1])
+    d = DecodeSite(model, decode[0], cuts=decode[1], hosts=hosts)
+    with sites(p, d):
+        assert len({endpoint.host for endpoint in d.endpoints}) == 1 + len(decode[1])
+        requests = [d.reserve("short", 3), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
+        d.step()
+        for request in requests:
+            p.prefill(request, 1, request.tokens - 1)
+        reports = d.received(*requests)
+        assert len(reports) == 3 * len(d.workers) and all(report.ok for report in reports)
+        d.check(*requests)
+        for request in requests:
+            assert p.finish(request)
+        p.released_blocks_of(*requests)
+
+
+def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
+    """The layers of a stage are compared with their own sums, wherever the stage begins."""
+    model = Model("token", 2, layers=5)
+    p, d = PrefillSite(model, 1), DecodeSite(model, 1, cuts=(2, 3))
+    with sites(p, d):
+        request = d.reserve("r", 21)
+        d.step()
+        until(lambda: not any(worker._runtime.core.gates for worker in d.workers), "the gates are open")
+        assert p.admit(request) is None
+        p.compute((request, 20))
+        landed = d.ranks[1].views[0][0][request.d_blocks[0]]
+        until(lambda: bool((landed != UNTOUCHED).all()), "the block has landed")
+        landed += 1
+        p.compute((request, 1))
+        ends = {report.detail: report.ok for report in d.received(request)}
+        assert ends == {"": True, f"{model.names[2]} (kv0)": False}
+
+
+def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> None:
+    """As where an engine's handshake tells the stages apart by nothing."""
+    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1, cuts=(1,))
+    with sites(p, d):
+        request = d.reserve("r", 9)
+        d.geometry = msgspec.structs.replace(d.geometry, stages=d.geometry.stages[1:])
+        d.step()
+        p.prefill(request)
+        assert {(report.ok, report.code) for report in d.received(request)} == {(False, "PD-XFER-002")}
 
 
 def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:

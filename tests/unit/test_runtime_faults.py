@@ -110,8 +110,10 @@ def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
         p.idle()
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-002")
-        p.released_blocks_of(request)
-        assert not p.released, "vLLM does not wait for this request"
+        runtime = p.workers[0, 0]._runtime
+        assert runtime is not None
+        until(lambda: p.idle().empty and not runtime.core.pushes(), "nothing is left of it")
+        assert not p.seen[0, 0] and not p.released, "vLLM does not wait for this request"
 
 
 def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
@@ -625,7 +627,7 @@ def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
     device = Witness()
     p, d = PrefillSite(PLANES, 1, device=device), DecodeSite(PLANES, 1, device=device)
     with sites(p, d):
-        until(lambda: {"pd-writer-P0.0", "pd-receive-0"} <= set(device.attached), str(device.attached))
+        until(lambda: {"pd-writer-P0.0", "pd-receive-0.0"} <= set(device.attached), str(device.attached))
 
 
 # -- one rank knows more than another

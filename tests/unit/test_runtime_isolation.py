@@ -84,9 +84,9 @@ def test_blocks_that_decode_does_not_have_are_never_written(block: int) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, blocks=64)
     with sites(p, d):
         request, other = d.reserve("r", 30), d.reserve("other", 30)
-        ids = np.frombuffer(request.reservation.blocks, dtype="<i4").copy()
+        ids = np.frombuffer(request.reservation.blocks[0], dtype="<i4").copy()
         ids[3] = block
-        request.reservation = msgspec.structs.replace(request.reservation, blocks=ids.tobytes())
+        request.reservation = msgspec.structs.replace(request.reservation, blocks=(ids.tobytes(),))
         d.step()
         for each in (request, other):
             assert p.admit(each) is None

@@ -15,7 +15,7 @@ from runtime_wires import SlowWire
 from watching import traced, until
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.prefill.core.push import Push
+from vllm_ascend_pd.prefill.core.push import Push, Table
 from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
 from vllm_ascend_pd.prefill.decisions import PushSlice
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -218,10 +218,10 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
 def test_a_push_that_starts_over_without_having_been_told_of_its_loss_is_a_bug_and_says_so() -> None:
     """Else its new blocks would follow the lost ones."""
     blocks, nothing = np.zeros(8, dtype=np.int32), cast("Any", None)
-    push = Push("push", "r", nothing, (), frozenset(), (), (), (), blocks, blocks, 0.0, known=3)
-    again = PushSlice("push", 0, 8, np.array([5], dtype=np.int32), restart=True, final=False)
+    push = Push("push", "r", nothing, (), frozenset(), (), (), (), (0,), (blocks,), (Table(blocks, 3),), 0.0)
+    again = PushSlice("push", 0, 8, (np.array([5], dtype=np.int32),), restart=True, final=False)
     with pytest.raises(LocalProtocolError, match="push push starts over"):
         push.extend(2, again)
     push.forget()
     push.extend(2, again)
-    assert push.known == 1
+    assert push.tables[0].known == 1

@@ -14,7 +14,7 @@ from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence
 from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.prefill.core.push import Push as WorkersPush
-from vllm_ascend_pd.prefill.core.push import Share
+from vllm_ascend_pd.prefill.core.push import Share, Table
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -80,12 +80,12 @@ def test_a_staging_slot_tells_whose_it_is_and_who_reads_it() -> None:
 def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
     blocks = np.zeros(4, dtype=np.int32)
     reservation = cast("Any", SimpleNamespace(transfer=T))
-    push = WorkersPush("p-1", "r", reservation, (), frozenset(), (), (), (0,), blocks, blocks, 0.0, known=3)
+    push = WorkersPush("p-1", "r", reservation, (), frozenset(), (), (), (0,), (), (blocks,), (Table(blocks, 3),), 0.0)
     assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks; no D rank>"
     s = sender()
     s.open(0.0, order())
     push.pairs, push.held = s.pairs(PUSH), True
-    push.owed.add(Share(1, 1, Endpoint("d0", 4711), [push], {0: False}))
+    push.owed.add(Share(1, 1, [push], {0: Endpoint("d0", 4711)}, {0: False}))
     assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks, owes 1, held; D rank 0 ask>"
 
 

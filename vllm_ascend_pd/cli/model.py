@@ -15,6 +15,7 @@ from typing import Any
 from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.errors import ConfigError
 
+_KINDS = {"full_attention", "attention", "sliding_attention"}
 _STATES = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
 
 
@@ -26,6 +27,8 @@ class Model:
     dim: int
     layers: int
     mla: bool
+    window: int = 0  # tokens that some layers look at; 0: all layers at all
+    windowed: frozenset[int] = frozenset()  # layers that have it
 
 
 def read_model(model: str) -> Model:
@@ -43,7 +46,7 @@ def read_model(model: str) -> Model:
     found = refused(config)
     if found:
         raise ConfigError(
-            "PD-CONF-005", feature=found, remedy="Use a model with full attention or MLA in plain numbers."
+            "PD-CONF-005", feature=found, remedy="Use a model with attention, windows or MLA in plain numbers."
         )
 
     def size(name: str) -> int:
@@ -58,19 +61,28 @@ def read_model(model: str) -> Model:
         index = size("index_head_dim") if config.get("index_topk") else 0
         return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim") + index, layers, True)
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
-    return Model(size("num_key_value_heads") if config.get("num_key_value_heads") else attention, dim, layers, False)
+    heads = size("num_key_value_heads") if config.get("num_key_value_heads") else attention
+    windowed = windows(config, layers)
+    return Model(heads, dim, layers, False, size("sliding_window") if windowed else 0, windowed)
+
+
+def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """The layers that look at a window only."""
+    kinds, window, longest = (config.get(name) for name in ("layer_types", "sliding_window", "max_position_embeddings"))
+    if isinstance(kinds, list):
+        return frozenset(index for index, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
+    shorter = isinstance(window, int) and not (isinstance(longest, int) and window >= longest)
+    return frozenset(range(layers) if shorter and config.get("use_sliding_window", True) else ())
 
 
 def refused(config: Mapping[str, Any]) -> str:
-    """What of this model's cache is more than one group of full attention in plain numbers; empty if nothing is."""
+    """What of this model's cache is more than attention in plain numbers, with windows or without; empty if nothing is."""
     kinds = config.get("layer_types")
-    others = sorted({str(kind) for kind in kinds} - {"full_attention", "attention"}) if isinstance(kinds, list) else []
+    others = sorted({str(kind) for kind in kinds} - _KINDS) if isinstance(kinds, list) else []
     if others:
         return f"A model with layers of kind {', '.join(others)[:200]}"
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    used = config.get("use_sliding_window", True) and not isinstance(kinds, list)
-    if used and isinstance(window, int) and not (isinstance(longest, int) and window >= longest):
-        return f"A model with a sliding window of {window} tokens"
+    if config.get("kv_lora_rank") and windows(config, 1):
+        return "A model with sliding windows beside MLA"
     if config.get("compress_ratios"):
         return "A model with compressed KV caches"
     if config.get("index_topk") and not config.get("kv_lora_rank"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd plan`: who sends what to whom for two tensor-parallel sizes, before anything is started.
+"""`vllm-ascend-pd plan`: who sends what to whom for two engines of any sizes, before anything is started.
 
 Runs the production planners on one prompt and prints the mode and why, descriptors and bytes per link, the staging
 memory, and a rough time for a given link. `--svg FILE` draws it.
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,10 @@ from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_
 from vllm_ascend_pd.cli.model import read_model
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import WINDOW, CacheGeometry, Group, Region
+from vllm_ascend_pd.geometry.pairing import contributors
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
-from vllm_ascend_pd.geometry.shard import contributors
 
 ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
 LAYOUTS = ("token-major", "head-major", "mla")
@@ -32,6 +33,8 @@ LAYOUTS = ("token-major", "head-major", "mla")
 MOST = {
     "p_tp": 1024,
     "d_tp": 1024,
+    "p_pp": 64,
+    "d_pp": 64,
     "kv_heads": 4096,
     "head_dim": 65_536,
     "layers": 4096,
@@ -53,14 +56,25 @@ class Shape:
     item: int
     layout: str
     tokens: int
+    window: int = 0
+    windowed: frozenset[int] = frozenset()  # layers with that window
+
+    @property
+    def parts(self) -> list[tuple[set[str], int, int]]:
+        """Layers, and from which token up to which they are pushed. Beside windows the last token is left to decode."""
+        end = self.tokens - 1 if self.windowed and self.tokens > 1 else self.tokens
+        begin = Group(self.block_size, WINDOW, self.window).begins(0, end) if self.windowed else 0
+        whole = {f"layers.{index}" for index in range(self.layers) if index not in self.windowed}
+        some = {f"layers.{index}" for index in range(self.layers) if index in self.windowed}
+        return [part for part in ((whole, 0, end), (some, begin, end)) if part[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one P rank writes to one D rank for the whole prompt and all layers."""
+    """What one P worker writes to one D worker for the whole prompt and all layers that both have."""
 
-    p_rank: int
-    d_rank: int
+    p: int  # worker, stage by stage
+    d: int
     descriptors: int
     nbytes: int
 
@@ -71,6 +85,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--p-tp", type=int, required=True, help="tensor-parallel size of prefill")
     parser.add_argument("--d-tp", type=int, required=True, help="tensor-parallel size of decode")
+    parser.add_argument("--p-pp", type=int, default=1, help="pipeline stages of prefill (default: %(default)s)")
+    parser.add_argument("--d-pp", type=int, default=1, help="pipeline stages of decode (default: %(default)s)")
     parser.add_argument("--model", metavar="DIR", help="take heads, dimension and layers from DIR/config.json")
     parser.add_argument("--kv-heads", type=int, help="KV heads of the whole model")
     parser.add_argument("--head-dim", type=int, help="elements of one head")
@@ -94,7 +110,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
-    p, d = _geometry(shape, "--p-tp", args.p_tp), _geometry(shape, "--d-tp", args.d_tp)
+    p, d = (
+        _geometry(shape, f"--{side}", *sizes)
+        for side, *sizes in (("p", args.p_tp, args.p_pp), ("d", args.d_tp, args.d_pp))
+    )
     decision = decide(p, d, args.regroup, MIN_SPAN)
     links = _links(p, d, shape, decision)
     seconds = _seconds(links, args.link_gbps, args.descriptor_us)
@@ -102,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg:
         write_text("--svg", args.svg, _svg(p, d, links, decision))
     if args.json:
-        rows = [{"p": x.p_rank, "d": x.d_rank, "descriptors": x.descriptors, "bytes": x.nbytes} for x in links]
+        rows = [{"p": x.p, "d": x.d, "descriptors": x.descriptors, "bytes": x.nbytes} for x in links]
         print(
             json.dumps(
                 {
@@ -126,7 +145,7 @@ def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> Cache
     """What an engine of this model would tell of its cache, as far as the model's configuration says. Raises ConfigError."""
     told = read_model(model)
     layout = "mla" if told.mla else "token-major"
-    return _geometry(Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1), "--tp", tp)
+    return _geometry(Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1), "-", tp, 1)
 
 
 def _shape(args: argparse.Namespace) -> Shape:
@@ -138,22 +157,27 @@ def _shape(args: argparse.Namespace) -> Shape:
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
+    window, windowed = 0, frozenset[int]()
     if args.model:
         told = read_model(args.model)
         heads, dim, layers = heads or told.heads, dim or told.dim, layers or told.layers
+        window, windowed = told.window, told.windowed
         if told.mla:
             layout, dim = "mla", told.dim
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             refuse(name, value, "it is needed", "Give it, or --model.")
-    return Shape(1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype], layout, args.tokens)
+    sizes = 1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype]
+    return Shape(*sizes, layout, args.tokens, window, windowed)
 
 
-def _geometry(shape: Shape, flag: str, tp: int) -> CacheGeometry:
+def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
     """Raises ConfigError for a size that no engine has: all ranks' caches are alike, so heads or replicas come out even."""
+    if pp > shape.layers:
+        refuse(f"{flag}-pp", pp, f"there are {shape.layers} layers", "Give each stage one at least.")
     if shape.kv_heads % tp and tp % shape.kv_heads:
         why = f"{shape.kv_heads} KV heads do not come out even on {tp} ranks"
-        refuse(flag, tp, why, f"Give a divisor or a multiple of {shape.kv_heads}: vLLM starts with no other.")
+        refuse(f"{flag}-tp", tp, why, f"Give a divisor or a multiple of {shape.kv_heads}: vLLM starts with no other.")
     heads = max(1, shape.kv_heads // tp)
     cell, size = shape.head_dim * shape.item, shape.block_size
     block = heads * size * cell
@@ -168,26 +192,37 @@ def _geometry(shape: Shape, flag: str, tp: int) -> CacheGeometry:
         dtype=f"{shape.item}-byte",
         packing="plain",
         regions=tuple(Region(name, block, head_stride, token_stride, cell) for name in names),
-        stages=(tuple(f"layers.{index}" for index in range(shape.layers)),),
+        stages=tuple(tuple(f"layers.{index}" for index in range(a, b)) for a, b in pairwise(_cuts(shape.layers, pp))),
     )
+
+
+def _cuts(layers: int, pp: int) -> list[int]:
+    """As vLLM cuts: what does not come out even goes to the stages before the last, from the end."""
+    each, left = divmod(layers, pp)
+    sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
+    return [0, *accumulate(sizes)]
 
 
 def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision) -> list[Link]:
     """Every link, all layers; block ids are not neighbours on either side, as in an engine that has run for a while."""
     blocks = -(-shape.tokens // shape.block_size)
     table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
-    job = Job(d, 0, 0, shape.tokens, table, table[::-1].copy())
-    links = []
-    for rank in range(p.tp_size):
+    sums: dict[tuple[int, int], list[int]] = {}
+    for rank, (names, lo, hi) in product(range(p.tp_size), shape.parts):
+        job = Job(d, lo, lo, hi, table, table[::-1][lo // shape.block_size :].copy())
         if decision.regroup:
             slots = RegroupPlanner(p, rank).plan([job]).slots
             spans = {slot.d_rank: slot.writes.get(0, ()) for slot in slots}
         else:
             spans = dict(StepPlanner(p, rank).plan([job])[0].by_rank)
-        for d_rank, regions in sorted(spans.items()):
+        for d_rank, regions in spans.items():
             count, size = sum(len(s) for s in regions), sum(s.nbytes for s in regions)
-            links.append(Link(rank, d_rank, count * shape.layers, size * shape.layers))
-    return links
+            for (stage, ours), (d_stage, theirs) in product(enumerate(p.stages), enumerate(d.stages)):
+                if layers := len(names.intersection(ours, theirs)):
+                    total = sums.setdefault((p.worker(stage, rank), d.worker(d_stage, d_rank)), [0, 0])
+                    total[0] += count * layers
+                    total[1] += size * layers
+    return [Link(*places, *total) for places, total in sorted(sums.items())]
 
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
@@ -203,16 +238,17 @@ def _seconds(links: Iterable[Link], gbps: float, descriptor_us: float) -> float:
     by_rank: dict[int, float] = {}
     for link in links:
         cost = max(link.nbytes / (gbps * 1e9), link.descriptors * descriptor_us * 1e-6)
-        by_rank[link.p_rank] = by_rank.get(link.p_rank, 0.0) + cost
+        by_rank[link.p] = by_rank.get(link.p, 0.0) + cost
     return max(by_rank.values(), default=0.0)
 
 
 def _table(
     p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision, links: list[Link], seconds: float
 ) -> list[str]:
+    windows = f" ({len(shape.windowed)} with a window of {shape.window} tokens)" if shape.windowed else ""
     lines = [
-        f"prefill TP {p.tp_size} → decode TP {d.tp_size}, {shape.kv_heads} KV heads × {shape.head_dim}, "
-        f"{shape.layers} layers, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",
+        f"prefill {_sizes(p)} → decode {_sizes(d)}, {shape.kv_heads} KV heads × {shape.head_dim}, "
+        f"{shape.layers} layers{windows}, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",
         f"mode: {decision.mode} ({decision.why}; spans {decision.direct_span} B direct, "
         f"{decision.regroup_span} B regrouped)",
         "",
@@ -220,18 +256,30 @@ def _table(
     ]
     for x in links:
         each = x.nbytes // max(1, x.descriptors)
-        lines.append(f"{f'P{x.p_rank} → D{x.d_rank}':<12}{x.descriptors:>12}{x.nbytes / 2**20:>10.2f}{each:>12}")
-    for rank in range(d.tp_size):
-        names = ", ".join(f"P{source}" for source in contributors(p, d, rank))
-        lines.append(f"D{rank} is complete when it has heard from {names}")
+        lines.append(
+            f"{f'P{_named(p, x.p)} → D{_named(d, x.d)}':<12}{x.descriptors:>12}{x.nbytes / 2**20:>10.2f}{each:>12}"
+        )
+    for worker in range(d.workers):
+        names = ", ".join(f"P{_named(p, p.worker(*source))}" for source in contributors(p, d, worker))
+        lines.append(f"D{_named(d, worker)} is complete when it has heard from {names}")
     lines.append(f"busiest prefill rank: about {seconds * 1e3:.2f} ms on the wire, most of it behind the computation")
     return lines
+
+
+def _sizes(g: CacheGeometry) -> str:
+    return f"TP {g.tp_size}" + (f" × PP {len(g.stages)}" if len(g.stages) > 1 else "")
+
+
+def _named(g: CacheGeometry, worker: int) -> str:
+    """By its rank; of a pipeline by stage and rank."""
+    stage, rank = g.place_of(worker)
+    return f"{stage}.{rank}" if len(g.stages) > 1 else str(rank)
 
 
 def _svg(p: CacheGeometry, d: CacheGeometry, links: list[Link], decision: Decision) -> str:
     """Two columns of ranks; a line's width grows with its bytes."""
     width, step = 640, 56
-    height = step * (max(p.tp_size, d.tp_size) + 1)
+    height = step * (max(p.workers, d.workers) + 1)
     most = max((link.nbytes for link in links), default=1)
 
     def place(rank: int, size: int) -> float:
@@ -242,20 +290,22 @@ def _svg(p: CacheGeometry, d: CacheGeometry, links: list[Link], decision: Decisi
         f'font-size="13"><title>{escape(decision.mode)}: {escape(decision.why)}</title>'
     ]
     for x in links:
-        a, b = place(x.p_rank, p.tp_size), place(x.d_rank, d.tp_size)
+        a, b = place(x.p, p.workers), place(x.d, d.workers)
         stroke = 1 + 7 * x.nbytes / most
         parts.append(
             f'<line x1="130" y1="{a}" x2="{width - 130}" y2="{b}" stroke="#3b6ea5" stroke-opacity="0.55" '
-            f'stroke-width="{stroke:.1f}"><title>P{x.p_rank} → D{x.d_rank}: {x.descriptors} descriptors, '
+            f'stroke-width="{stroke:.1f}"><title>P{_named(p, x.p)} → D{_named(d, x.d)}: {x.descriptors} descriptors, '
             f"{x.nbytes / 2**20:.2f} MiB</title></line>"
         )
-    for side, size, x0, tp in (("P", p.tp_size, 30, p), ("D", d.tp_size, width - 130, d)):
-        for rank in range(size):
-            y, held = place(rank, size), tp.head_range(rank)
+    for side, x0, engine in (("P", 30, p), ("D", width - 130, d)):
+        for worker in range(engine.workers):
+            stage, rank = engine.place_of(worker)
+            y, held, first = place(worker, engine.workers), engine.head_range(rank), engine.first_layer(stage)
+            layers = f"layers {first}–{first + len(engine.stages[stage]) - 1}, " if len(engine.stages) > 1 else ""
             parts.append(
                 f'<rect x="{x0}" y="{y - 18}" width="100" height="36" rx="6" fill="#eef3f8" stroke="#3b6ea5"/>'
-                f'<text x="{x0 + 50}" y="{y - 2}" text-anchor="middle">{side}{rank}</text>'
+                f'<text x="{x0 + 50}" y="{y - 2}" text-anchor="middle">{side}{_named(engine, worker)}</text>'
                 f'<text x="{x0 + 50}" y="{y + 13}" text-anchor="middle" fill="#555" font-size="10">'
-                f"heads {held.start}–{held.stop - 1}</text>"
+                f"{layers}heads {held.start}–{held.stop - 1}</text>"
             )
     return "\n".join([*parts, "</svg>\n"])

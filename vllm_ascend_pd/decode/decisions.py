@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
@@ -38,7 +38,7 @@ class Bind:
     transfer: TransferId
     first: int
     end: int
-    blocks: NDArray[np.int32]
+    blocks: tuple[NDArray[np.int32], ...]  # by group, from the block with the first token that is wanted of it
     deadline_s: float
 
     def reservation(
@@ -56,7 +56,7 @@ class Bind:
             model=model,
             first=self.first,
             end=self.end,
-            blocks=self.blocks.astype("<i4").tobytes(),
+            blocks=tuple(ids.astype("<i4").tobytes() for ids in self.blocks),
             geometry=geometry,
             endpoints=endpoints,
             deadline_s=self.deadline_s,
@@ -104,6 +104,7 @@ class DecodeStep:
     overs: tuple[TransferId, ...] = ()
     wake: tuple[str, int] | None = None
     incarnation: str = ""  # of the scheduler: what its transfers are named after
+    engine: CacheGeometry | None = None  # with binds: the cache of all stages
 
     @property
     def empty(self) -> bool:
@@ -159,27 +160,43 @@ class LoadBook:
         self._consumed: set[str] = set()
         self._pending = _Pending()
 
-    def wanted(self, request_id: str, prompt_length: int, computed: int) -> int:
-        """How many tokens to load remotely. Repeatable. One token or none is not worth it: D computes the last anyway."""
+    def wanted(self, request_id: str, prompt_length: int, computed: int, *, leaves_last: bool = False) -> int:
+        """How many tokens to load remotely. Repeatable. One token or none is not worth it: D computes the last anyway, and where
+        the cache `leaves_last` it is not loaded at all."""
         if request_id in self._consumed or prompt_length - computed <= 1:
             return 0
         self._candidates[request_id] = computed
-        return prompt_length - computed
+        return prompt_length - computed - leaves_last
 
     def reserve(
-        self, request_id: str, count: int, blocks: Sequence[int], block_size: int, deadline_s: float, uuid: str
+        self,
+        request_id: str,
+        count: int,
+        blocks: Sequence[Sequence[int]],
+        groups: Sequence[Group],
+        deadline_s: float,
+        uuid: str,
     ) -> Bind:
-        """vLLM allocated `blocks` (the request's whole table) and loads `count` tokens."""
+        """vLLM allocated `blocks` (the request's whole table of each group) and loads `count` tokens."""
         first = self._candidates.pop(request_id, None)
         if first is None or count <= 0:
             raise LocalProtocolError(f"reserve({request_id!r}, {count}) without a wanted load")
         self._n += 1
         end = first + count
-        wanted = np.asarray(blocks[first // block_size : -(-end // block_size)], dtype=np.int32)
-        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid), len(wanted))
+        begins = [group.begins(first, end) for group in groups]
+        wanted = tuple(
+            np.asarray(table[begin // group.block_size : -(-end // group.block_size)], dtype=np.int32)
+            for table, group, begin in zip(blocks, groups, begins, strict=True)
+        )
+        for ids, group, begin in zip(wanted, groups, begins, strict=True):
+            if group.partial and (not ids.all() or len(ids) < -(-end // group.block_size) - begin // group.block_size):
+                raise LocalProtocolError(
+                    f"vLLM keeps no block for some of [{begin}, {end}), of {group}: {ids.tolist()}"
+                )
+        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid), sum(map(len, wanted)))
         self._loads[request_id] = self._by_transfer[load.transfer] = load
         self._consumed.add(request_id)
-        bind = Bind(request_id, load.transfer, first, end, wanted, deadline_s)
+        bind = Bind(request_id, load.transfer, min(begins), end, wanted, deadline_s)
         self._pending.binds.append(bind)
         return bind
 
@@ -229,7 +246,7 @@ class LoadBook:
         return Verdict(code, next((end.push for end in ends if end.push), ""))
 
     def received(self, request_id: str) -> TransferId | None:
-        """All workers reported the load; None if vLLM must not hear of it (again)."""
+        """All workers have reported the request; None if it is no load of ours (any more)."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return None
@@ -244,7 +261,7 @@ class LoadBook:
         """Blocks of cancelled loads whose writers are not known to be quiet yet."""
         return sum(load.blocks for load in self._loads.values() if load.cancelled)
 
-    def take_step(self, wake: tuple[str, int] | None) -> DecodeStep:
+    def take_step(self, wake: tuple[str, int] | None, engine: CacheGeometry | None) -> DecodeStep:
         """This step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
         return DecodeStep(
@@ -254,6 +271,7 @@ class LoadBook:
             overs=tuple(pending.overs),
             wake=wake,
             incarnation=self._incarnation,
+            engine=engine if pending.binds else None,
         )
 
     def _cancel(self, load: _Load, code: str, detail: str) -> None:

@@ -46,7 +46,8 @@ class Site:
     """Who and where this worker is."""
 
     incarnation: str
-    rank: int
+    stage: int
+    rank: int  # within its stage
     model: str
     host: str
     port: int
@@ -74,6 +75,7 @@ class ReceiveRuntime:
         self._verifier = Verifier(caches, device, site.rank) if config.wire.verify == "full" else None
         self.core = Loads(
             config,
+            site.stage,
             site.rank,
             site.model,
             caches.geometry,
@@ -81,7 +83,7 @@ class ReceiveRuntime:
             verify=self._verifier is not None,
         )
         target.register(caches.storages)
-        self._loop = LoopThread(f"pd-receive-{site.rank}")
+        self._loop = LoopThread(f"pd-receive-{site.stage}.{site.rank}")
         self._listener = Listener(
             host=site.host,
             port=site.port,
@@ -234,4 +236,5 @@ class ReceiveRuntime:
     }
 
     def _addresses(self) -> Memory:
-        return Memory(self._target.session, (self._caches.num_blocks,), self._caches.bases)
+        groups = len(self._caches.geometry.tables)
+        return Memory(self._target.session, (self._caches.num_blocks,) * groups, self._caches.bases)

@@ -72,7 +72,8 @@ class DecodeScheduler(SchedulerRole):
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
-        if endpoints and (words := secluded(endpoints[0].host, sorted(self._allowed))):
+        allowed = sorted(self._allowed)
+        if words := next((words for one in endpoints if (words := secluded(one.host, allowed))), ""):
             log.warning("%s %s", words, COME_OUT)
         loop = LoopThread("pd-reserve")
         doorbell = Doorbell(self._patience.news)
@@ -92,16 +93,17 @@ class DecodeScheduler(SchedulerRole):
             log.warning("request %s is prefilled locally: %s", request.request_id, ticket)
         if not isinstance(ticket, Ticket):
             return 0
-        return self._book.wanted(request.request_id, request.num_prompt_tokens, computed)
+        leaves = self._online.geometry.leaves_last
+        return self._book.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
 
-    def allocated(self, request: Any, blocks: Sequence[int], count: int) -> None:
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """vLLM allocated blocks and will load `count` tokens: reserve them and ask the metaserver for a prefill."""
         online, ticket = self._online, read_ticket(request.kv_transfer_params, self._allowed)
         if count <= 0 or online is None or not isinstance(ticket, Ticket):
             return
         deadline = self._engine.config.timers.recv_deadline_s
-        size = online.geometry.block_size
-        bind = self._book.reserve(request.request_id, count, blocks, size, deadline, uuid.uuid4().hex)
+        groups = online.geometry.tables
+        bind = self._book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(ticket, count)
@@ -122,7 +124,7 @@ class DecodeScheduler(SchedulerRole):
             ticket=ticket.ticket,
             first=bind.first,
             end=bind.end,
-            blocks=len(bind.blocks),
+            blocks=sum(map(len, bind.blocks)),
         )
         online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
 
@@ -136,7 +138,8 @@ class DecodeScheduler(SchedulerRole):
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
             self._book.answered(transfer, outcome.kind, outcome.code, outcome.detail)
-        return self._book.take_step(self._online.wake if self._online is not None else None)
+        online = self._online
+        return self._book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
 
     def heard(self, news: WorkerNews) -> None:
         self.ended(news.ends)
@@ -145,7 +148,7 @@ class DecodeScheduler(SchedulerRole):
         self._book.ended(ends)
 
     def received(self, request_id: str) -> bool:
-        """All workers reported this load. False if vLLM must not hear of it."""
+        """All workers have reported this request: whether it was a load of ours, which is over now."""
         verdict = self._book.verdict(request_id)
         transfer, asked, code = self._book.received(request_id), self._asked.get(request_id), verdict.code
         if transfer is None or asked is None:

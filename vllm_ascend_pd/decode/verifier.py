@@ -28,14 +28,15 @@ class Verifier:
             if name not in pushed:
                 continue
             kind = self._geometry.by_layer[index]
+            begin = kind.own.begins(bind.first, bind.end)
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
                 kind,
                 self._rank,
                 kind.head_range(self._rank),
-                range(bind.first, bind.end),
-                bind.blocks,
-                bind.first // self._geometry.block_size,
+                range(begin, bind.end),
+                bind.blocks[kind.group],
+                begin // kind.block_size,
             )
             for number, region in enumerate(kind.regions):
                 if sums.get((index, number)) != found[number]:

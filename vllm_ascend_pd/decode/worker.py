@@ -19,8 +19,9 @@ from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 class DecodeWorker(WorkerRole):
     """Created with the worker; the runtime starts when the KV caches are registered."""
 
-    def __init__(self, engine: Engine, shape: CacheShape, device: Device, rank: int) -> None:
-        self._engine, self._shape, self._device, self._rank = engine, shape, device, rank
+    def __init__(self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int) -> None:
+        self._engine, self._shape, self._device = engine, shape, device
+        self._stage, self._rank = stage, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
         self._ends: list[LoadEnd] = []
@@ -30,10 +31,11 @@ class DecodeWorker(WorkerRole):
         caches = describe(tensors, self._shape, self._device)
         site = Site(
             incarnation=engine.incarnation,
+            stage=self._stage,
             rank=self._rank,
             model=engine.model,
             host=engine.host,
-            port=engine.port_of(self._rank),
+            port=engine.port_of(caches.geometry.worker(self._stage, self._rank)),
             advertise_host=channel.advertise_host,
         )
         target = engine.create_target(self._device.attach_thread)

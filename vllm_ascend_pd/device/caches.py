@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind, Region, in_one_word
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Kind, Region, executed, in_one_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,20 @@ class CacheShape:
     drafter: str = ""  # which draft model; empty where it has no cache
     drafts: frozenset[str] = frozenset()  # its layers
     unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # layers of other sizes
+    groups: tuple[Group, ...] = ()  # none: one, in which all tokens matter
+    group_of: Mapping[str, int] = field(default_factory=dict)  # layers, where there are groups
 
     def of(self, name: str) -> LayerShape:
         return self.unlike.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
+
+    def group(self, name: str) -> tuple[int, Group]:
+        """Of a layer. Raises PD-GEO-003 for one that is of none."""
+        if not self.groups:
+            return 0, Group(self.block_size)
+        index = self.group_of.get(name)
+        if index is None:
+            raise ConfigError("PD-GEO-003", layer=name, why="it belongs to no group of the engine's cache")
+        return index, self.groups[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,8 @@ class CacheBytes:
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Raises PD-GEO-003 for a layout that is not understood."""
-    layers = {name: _layer(name, value, shape, device) for name, value in tensors.items()}
+    names = executed(tensors) if shape.groups else list(tensors)
+    layers = {name: _layer(name, tensors[name], shape, device) for name in names}
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
     first_name, first = next(iter(layers.items()))
@@ -78,11 +90,13 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         if layer.blocks != first.blocks:
             why = f"it has {layer.blocks} blocks, {first_name} has {first.blocks}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
-    kinds: dict[tuple[int, str, str, tuple[Region, ...]], list[str]] = {}
+    kinds: dict[tuple[int, str, str, tuple[Region, ...], int], list[str]] = {}
     for name, layer in layers.items():
-        kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions), []).append(name)
+        group, _ = shape.group(name)
+        kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions, group), []).append(name)
+    index, own = shape.group(first_name)
     geometry = CacheGeometry(
-        block_size=shape.block_size,
+        block_size=own.block_size,
         kv_heads=first.heads,
         tp_size=shape.tp_size,
         dtype=first.dtype,
@@ -91,7 +105,12 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         stages=(tuple(layers),),
         drafter=shape.drafter,
         drafts=tuple(name for name in layers if name in shape.drafts),
-        others=tuple(Kind(*kind, tuple(names)) for kind, names in list(kinds.items())[1:]),
+        others=tuple(
+            Kind(heads, dtype, packing, regions, tuple(names), group)
+            for (heads, dtype, packing, regions, group), names in list(kinds.items())[1:]
+        ),
+        groups=shape.groups,
+        group=index,
     )
     storages = {address: length for layer in layers.values() for address, length in layer.storages}
     bases, parts = tuple(layer.bases for layer in layers.values()), tuple(layer.parts for layer in layers.values())
@@ -111,15 +130,15 @@ class _Layer:
 
 
 def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
-    own = shape.of(name)
+    own, block_size = shape.of(name), shape.group(name)[1].block_size
     parts = [part for tensor in _tensors(value) for part in _unstack(tensor)]
     regions, packings = [], []
     for index, part in enumerate(parts):
         if part.dim() not in (3, 4):
             raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
-        packing, opaque = device.packing(part, shape.block_size, own.head_size)
+        packing, opaque = device.packing(part, block_size, own.head_size)
         word = f"kv{index}" if len(parts) > 1 else "kv"
-        regions.append(_region(name, word, part, shape.block_size, own, opaque, device.token_major))
+        regions.append(_region(name, word, part, block_size, own, opaque, device.token_major))
         packings.append(packing)
     blocks = {part.shape[0] for part in parts}
     if len(blocks) != 1:

@@ -7,13 +7,17 @@ Head-major, token-major, packed K‖V and MLA differ only in these strides. Wher
 is opaque (the CPU backend permutes inside a (block, head) plane) `token_stride` is 0 and the cell
 is the whole plane.
 
-Layers of one block table need not be alike: a draft model has heads of its own, an indexer keeps one key per token beside
+Layers of one block table are a *group*: with a block size, and a rule of which tokens matter once a prompt is there. Groups
+draw their blocks from one pool and share memory: what tells layers apart is their name, never an address.
+
+Layers of one group need not be alike: a draft model has heads of its own, an indexer keeps one key per token beside
 the attention's cache. Layers that are alike are a *kind*, and each kind by itself is a cache whose layers are all alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated
 
@@ -43,6 +47,31 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 MAX_KINDS = 256
+MAX_GROUPS = 64
+ALL, WINDOW = "all", "window"  # of the rules of which tokens matter those that are understood
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """Layers with one block table, and which of the tokens matter to who has a prompt: all, or the last `n` with the next one."""
+
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    matters: Annotated[str, msgspec.Meta(max_length=64)] = ALL
+    n: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+
+    def __str__(self) -> str:
+        return self.matters if self.matters == ALL else f"{self.matters} of {self.n} tokens"
+
+    @property
+    def partial(self) -> bool:
+        """Whether tokens cease to matter."""
+        return self.matters != ALL
+
+    def begins(self, first: int, end: int) -> int:
+        """Where the wanted ones of tokens [first, end) begin, `end` being the next token that is computed. Whole blocks: D takes a
+        block for complete, and gives it to whoever has the same prefix."""
+        if not self.partial:
+            return first
+        return max(first, max(0, end - self.n + 1) // self.block_size * self.block_size)
 
 
 class Kind(msgspec.Struct, frozen=True, array_like=True):
@@ -53,13 +82,15 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
     packing: Name
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     layers: Stage
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
 
 
 class CacheGeometry(msgspec.Struct, frozen=True):
     """One engine's KV cache: what the peer must know to write into it or read from it.
 
     Regions describe one rank's tensors and are the same for all ranks and for all layers but those of `others`. `kv_heads`
-    counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads `head_range(r)`.
+    counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads `head_range(r)`. `block_size` and `group`
+    are those of the layers that are not of `others`; without `groups` there is one, in which all tokens matter.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -72,6 +103,24 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     drafter: Name = ""  # which draft model; empty without one, or where it has no cache
     drafts: Stage = ()  # its layers, of those in `stages`
     others: Annotated[tuple[Kind, ...], msgspec.Meta(max_length=MAX_KINDS)] = ()
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
+
+    @property
+    def tables(self) -> tuple[Group, ...]:
+        """The groups, each with a block table; also of a plain cache."""
+        return self.groups or (Group(self.block_size),)
+
+    @property
+    def own(self) -> Group:
+        """Of layers that are all alike."""
+        return self.tables[self.group]
+
+    @property
+    def leaves_last(self) -> bool:
+        """Whether the last token of a prompt must not be taken for computed before it is: D runs it again, and P would have let go
+        of what that needs."""
+        return any(group.partial for group in self.groups)
 
     @property
     def kinds(self) -> tuple[CacheGeometry, ...]:
@@ -97,6 +146,22 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         drafts = set(self.drafts)
         return tuple(name for name in self.layers if name not in drafts)
 
+    @property
+    def workers(self) -> int:
+        """Of all stages; a worker is counted stage by stage, and by rank within its stage."""
+        return max(1, len(self.stages)) * self.tp_size
+
+    def worker(self, stage: int, rank: int) -> int:
+        return stage * self.tp_size + rank
+
+    def place_of(self, worker: int) -> tuple[int, int]:
+        """Its stage, and its rank there."""
+        return divmod(worker, self.tp_size)
+
+    def first_layer(self, stage: int) -> int:
+        """Of a stage's layers the first, counted through the whole engine."""
+        return sum(map(len, self.stages[:stage]))
+
     def head_range(self, rank: int) -> range:
         """Heads that `rank` holds. With fewer heads than ranks neighbouring ranks hold replicas."""
         first = rank * self.kv_heads // self.tp_size
@@ -116,7 +181,15 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
     return (
         first,
         *(
-            only(set(k.layers), kv_heads=k.kv_heads, dtype=k.dtype, packing=k.packing, regions=k.regions)
+            only(
+                set(k.layers),
+                block_size=geometry.tables[k.group].block_size,
+                kv_heads=k.kv_heads,
+                dtype=k.dtype,
+                packing=k.packing,
+                regions=k.regions,
+                group=k.group,
+            )
             for k in geometry.others
         ),
     )
@@ -126,6 +199,12 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
 def _by_layer(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
     of = {name: kind for kind in geometry.kinds for name in kind.layers}
     return tuple(of[name] for name in geometry.layers)
+
+
+def executed(names: Iterable[str]) -> list[str]:
+    """Names of layers as they are executed: by the numbers in them, and where those are equal as they come. vLLM registers caches
+    group by group."""
+    return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
 def attention_of(name: str) -> str:

@@ -53,10 +53,13 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
             ("dtype", p.dtype, d.dtype),
             ("kv_heads", p.kv_heads, d.kv_heads),
             ("packing", p.packing, d.packing),
+            ("tokens that matter", _matters(p), _matters(d)),
         )
         if ours != theirs
     ]
-    if (p.opaque or d.opaque) and p.block_size != d.block_size:
+    # What P keeps of a window begins at a border of its blocks, what D wants at one of D's.
+    unlike = p.block_size % d.block_size if p.own.partial else (p.opaque or d.opaque)
+    if unlike and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     return [*found, *_regions(p, d)]
 
@@ -68,15 +71,25 @@ def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
         raise found[0].error()
 
 
-def range_fault(d: CacheGeometry, first: int, end: int, blocks: int) -> str:
-    """Why tokens [first, end) in `blocks` D blocks, the first of which holds `first`, cannot be pushed; "" if they can."""
+def _matters(geometry: CacheGeometry) -> str:
+    group = geometry.own
+    return f"{group.matters} {group.n}" if group.partial else group.matters
+
+
+def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
+    """Why tokens [first, end) in so many D blocks of each group, the first of which holds the group's first wanted token, cannot be
+    pushed; "" if they can."""
     if not 0 <= first < end:
         return f"the token range [{first}, {end}) is empty or negative"
-    if d.opaque and first % d.block_size:
-        return f"token {first} is inside a block of {d.block_size}, and the token axis is opaque"
-    wanted = -(-end // d.block_size) - first // d.block_size
-    if blocks != wanted:
-        return f"{blocks} blocks are named where [{first}, {end}) needs {wanted}"
+    if len(blocks) != len(d.tables):
+        return f"blocks of {len(blocks)} groups are named where there are {len(d.tables)}"
+    for group, count in zip(d.tables, blocks, strict=True):
+        begin = group.begins(first, end)
+        if d.opaque and begin % group.block_size:
+            return f"token {begin} is inside a block of {group.block_size}, and the token axis is opaque"
+        wanted = -(-end // group.block_size) - begin // group.block_size
+        if count != wanted:
+            return f"{count} blocks are named where [{begin}, {end}) needs {wanted}"
     return ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of P go into which of D's, kind by kind, and which ranks that makes meet.
+"""Which layers of P go into which of D's, kind by kind, and which ranks that makes meet. Layers of unlike groups are of unlike kinds.
 
 Plans, shares and exchanges are made for one kind on either side. What is here puts them together for a whole cache.
 """
@@ -42,14 +42,30 @@ def pairings(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
     return tuple(Pairing(a, p.kinds[a], d.kinds[b], frozenset(names)) for (a, b), names in found.items())
 
 
-def contributors(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[int, ...]:
-    """The P ranks (of one pipeline stage) that `d_rank` waits for: of every kind of layer."""
-    return tuple(sorted({rank for pair in pairings(p, d) for rank in shard.contributors(pair.p, pair.d, d_rank)}))
+def between(p: CacheGeometry, d: CacheGeometry, stage: int, d_stage: int) -> tuple[Pairing, ...]:
+    """Of which kinds a stage of P has layers for a stage of D."""
+    both = frozenset(p.stages[stage]).intersection(d.stages[d_stage])
+    return tuple(pair for pair in pairings(p, d) if not both.isdisjoint(pair.layers))
 
 
-def destinations(p: CacheGeometry, d: CacheGeometry, rank: int) -> tuple[int, ...]:
-    """The D ranks to which P's `rank` contributes."""
-    return tuple(sorted({one for pair in pairings(p, d) for one in shard.destinations(pair.p, pair.d, rank)}))
+@lru_cache(maxsize=1024)
+def contributors(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[tuple[int, int], ...]:
+    """The workers of P, by stage and rank, that D's `worker` waits for: of every stage of P with a layer for its stage, and of
+    every kind of layer among those. One that would receive nothing still hears of the transfer: from P's leader."""
+    d_stage, d_rank = d.place_of(worker)
+    found = {
+        (stage, rank)
+        for stage in range(len(p.stages))
+        for pair in between(p, d, stage, d_stage)
+        for rank in shard.contributors(pair.p, pair.d, d_rank)
+    }
+    return tuple(sorted(found)) or ((0, 0),)
+
+
+@lru_cache(maxsize=1024)
+def destinations(p: CacheGeometry, d: CacheGeometry, stage: int, rank: int) -> tuple[int, ...]:
+    """The workers of D that wait for this one of P."""
+    return tuple(worker for worker in range(d.workers) if (stage, rank) in contributors(p, d, worker))
 
 
 def exchanged(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:

@@ -37,11 +37,6 @@ def push_range(first: int, end: int, before: int, after: int, d_block_size: int)
     return lo, max(lo, hi)
 
 
-def window_first(first: int, end: int, window: int, d_block_size: int) -> int:
-    """The first token that a sliding-window group still needs once D has the prompt up to `end`."""
-    return max(first, max(0, end - window) // d_block_size * d_block_size)
-
-
 def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: str) -> str:
     """What P and D must agree on before a byte moves: both geometries, the token range and the mode, as a hash."""
     facts = ("plan/1", _facts(p), _facts(d), first, end, mode)
@@ -50,15 +45,17 @@ def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: 
 
 def _facts(geometry: CacheGeometry) -> tuple[object, ...]:
     """What is there since plan/1 only where it is filled: releases that differ in what they can do agree about the rest."""
-    *plain, drafter, drafts, others = msgspec.structs.astuple(geometry)
-    return (*plain, drafter, drafts, others) if drafts or others else tuple(plain)
+    *plain, drafter, drafts, others, groups, group = msgspec.structs.astuple(geometry)
+    kinds = tuple(msgspec.structs.astuple(kind)[: None if groups else -1] for kind in others)
+    more = (drafter, drafts, kinds) if drafts or others or groups else ()
+    return (*plain, *more, *((groups, group) if groups else ()))
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):
     """One request's tokens [lo, hi) of one step, on their way to one D instance."""
 
     d: CacheGeometry
-    first: int  # where the transfer starts
+    first: int  # where the transfer starts, in this group
     lo: int
     hi: int
     p_blocks: npt.NDArray[np.int32]  # from token 0

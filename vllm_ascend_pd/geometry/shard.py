@@ -89,9 +89,3 @@ def contributors(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[int, 
 def destinations(p: CacheGeometry, d: CacheGeometry, rank: int) -> tuple[int, ...]:
     """The D ranks to which P's `rank` contributes."""
     return tuple(d_rank for d_rank in range(d.tp_size) if rank in contributors(p, d, d_rank))
-
-
-def shared_stages(p: CacheGeometry, d: CacheGeometry) -> tuple[int, ...]:
-    """The pipeline stages of P that have a layer in common with D."""
-    wanted = set(d.layers)
-    return tuple(index for index, names in enumerate(p.stages) if not wanted.isdisjoint(names))

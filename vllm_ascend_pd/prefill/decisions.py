@@ -41,7 +41,7 @@ class PushSlice:
     push: str
     before: int
     after: int
-    new_blocks: Blocks  # appended to the blocks that the workers know
+    new_blocks: tuple[Blocks, ...]  # by group; appended to the blocks that the workers know
     restart: bool  # the workers forget blocks and coverage first (preemption)
     final: bool
 
@@ -171,9 +171,9 @@ class PushBook:
         return self._refused.get(request_id)
 
     def scheduled(
-        self, request_id: str, computed: int, count: int, blocks: Sequence[int], *, replaces: bool
+        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
     ) -> PushSlice | None:
-        """The step computes tokens [computed, computed + count) of a request; `blocks` are new, or all if `replaces`."""
+        """The step computes tokens [computed, computed + count) of a request; `blocks` of each group are new, or all if `replaces`."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and replaces and not tracked.restart:
             self.preempted(request_id)  # vLLM 0.23 does not say so of requests that reset_prefix_cache preempted
@@ -188,7 +188,7 @@ class PushBook:
             push=tracked.push,
             before=before,
             after=min(tracked.watermark, tracked.reservation.end),
-            new_blocks=np.asarray(blocks, dtype=np.int32),
+            new_blocks=tuple(np.asarray(ids, dtype=np.int32) for ids in blocks),
             restart=tracked.restart,
             final=tracked.sealed,
         )
@@ -225,7 +225,7 @@ class PushBook:
         return holds_blocks
 
     def released(self, request_id: str) -> bool:
-        """A report of the workers arrived: true if vLLM waits for it."""
+        """All workers have reported the request: true if its blocks were held for a push."""
         push = self._holding.pop(request_id, None)
         if push is not None:
             self._pending.ended.append(push)
@@ -269,8 +269,11 @@ def _malformed(reservation: Reservation) -> str:
     d = reservation.geometry
     if reservation.end > reservation.prompt_length:
         return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
-    if len(reservation.endpoints) != d.tp_size:
-        return f"{len(reservation.endpoints)} endpoints for TP {d.tp_size}"
-    if len(reservation.blocks) % 4:
-        return f"{len(reservation.blocks)} bytes of block ids"
-    return range_fault(d, reservation.first, reservation.end, len(reservation.blocks) // 4)
+    if len(reservation.endpoints) != d.workers:
+        return f"{len(reservation.endpoints)} endpoints for {d.workers} workers"
+    if d.leaves_last and reservation.end >= reservation.prompt_length:
+        return f"{reservation.end} tokens of {reservation.prompt_length}, of a cache of which the last is not pushed"
+    sizes = [len(ids) for ids in reservation.blocks]
+    if any(size % 4 for size in sizes):
+        return f"{', '.join(map(str, sizes))} bytes of block ids"
+    return range_fault(d, reservation.first, reservation.end, *(size // 4 for size in sizes))

@@ -40,7 +40,18 @@ class PrefillScheduler(SchedulerRole):
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._geometry = merge_geometries(workers)
 
-    def allocated(self, request: Any, blocks: Sequence[int] = (), count: int = 0) -> None:
+    def arrived(self, request: Any) -> None:
+        """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
+        the prompt that is computed here ends before that token."""
+        if self._geometry is None or not self._geometry.leaves_last:
+            return
+        self.allocated(request)
+        if self._book.tracks(request.request_id):
+            for tokens in (request.prompt_token_ids, request._all_token_ids):
+                tokens.pop()
+            request.num_prompt_tokens -= 1
+
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """vLLM schedules the request: take its reservation, once."""
         request_id = request.request_id
         params = request.kv_transfer_params
@@ -64,10 +75,9 @@ class PrefillScheduler(SchedulerRole):
             self._book.preempted(request_id)
         counts = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self._book.scheduled(
-                new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids[0], replaces=True
-            )
+            self._book.scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], *new.block_ids, replaces=True)
         cached = output.scheduled_cached_reqs
+        nothing: Sequence[Sequence[int]] = ((),) * (len(self._geometry.tables) if self._geometry is not None else 1)
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
@@ -76,7 +86,7 @@ class PrefillScheduler(SchedulerRole):
                     request_id,
                     computed,
                     counts[request_id],
-                    blocks[0] if blocks else (),
+                    *(blocks or nothing),
                     replaces=request_id in cached.resumed_req_ids,
                 )
         return self._book.take_step(self._geometry)
@@ -97,7 +107,7 @@ class PrefillScheduler(SchedulerRole):
         return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint)
 
     def released(self, request_id: str) -> bool:
-        """All workers reported this push. False if vLLM must not hear of it; else its blocks are free now."""
+        """All workers have reported this request. If it was a push of ours, its blocks are free now."""
         free = self._book.released(request_id)
         if free:
             trace.emit("released", request=request_id)

@@ -21,19 +21,19 @@ class Summer:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
         self._device = device
 
-    def direct(self, push: Push, unit: Unit, d_rank: int) -> tuple[int, ...]:
-        """Of what one layer's writes to a D rank read from the cache."""
+    def direct(self, push: Push, unit: Unit, worker: int) -> tuple[int, ...]:
+        """Of what one layer's writes to a D worker read from the cache."""
         plan = push.plan(unit.step, unit.layer)
         if plan is None:
             raise LocalProtocolError(f"step {unit.step} of push {push.name} was forgotten")
-        part = plan.parts[d_rank]
+        part = plan.parts[push.rank_of(worker)]
         return cache_digest(
             lambda region: self._memory.region(unit.layer, region),
             self._geometry.by_layer[unit.layer],
             self._rank,
             range(*part.heads),
             range(part.lo, part.hi),
-            push.blocks[: push.known],
+            push.table(unit.layer),
         )
 
     def staged(self, item: Staged) -> list[Sums]:

@@ -38,7 +38,7 @@ class Verify:
     """D: every contributor is done; compare the memory with the sum of their checksums, then call `verified`."""
 
     transfer: TransferId
-    sums: Mapping[tuple[int, int], int]  # by layer and component
+    sums: Mapping[tuple[int, int], int]  # by layer, counted in this worker's stage, and component
     pushed: frozenset[str]  # which layers P has to push; a draft model may be on D alone
 
 

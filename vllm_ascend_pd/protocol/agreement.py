@@ -11,7 +11,6 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.pairing import contributors
 from vllm_ascend_pd.geometry.plan import plan_digest
-from vllm_ascend_pd.geometry.shard import shared_stages
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.layouts import Told, contributors_digest
 from vllm_ascend_pd.protocol.messages import Begin
@@ -22,20 +21,16 @@ PLAN_MODES = ("direct", "regroup")
 
 
 @lru_cache(maxsize=1024)
-def contributor_pairs(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[Contributor, ...]:
-    """The P workers that write to `d_rank`, over all pipeline stages that share a layer with D.
-
-    A D rank that would receive nothing still hears of the transfer: from P's leader rank.
-    """
-    ranks = contributors(p, d, d_rank)
-    found = tuple(Contributor(stage, rank) for stage in shared_stages(p, d) for rank in ranks)
-    return found or (Contributor(0, 0),)
+def contributor_pairs(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[Contributor, ...]:
+    """The P workers that write to D's `worker`, of all pipeline stages that share a layer with its own."""
+    return tuple(Contributor(stage, rank) for stage, rank in contributors(p, d, worker))
 
 
 def differences(
-    begin: Begin, theirs: Told | PdError, model: str, d: CacheGeometry, d_rank: int, first: int, end: int
+    begin: Begin, theirs: Told | PdError, model: str, d: CacheGeometry, worker: int, first: int, end: int
 ) -> list[str]:
-    """What speaks against this BEGIN of an engine with `theirs` for a layout, one sentence per field; empty if nothing does."""
+    """What speaks against this BEGIN of an engine with `theirs` for a layout to a worker of `d`, one sentence per field; empty if
+    nothing does."""
     found: list[str] = []
     refusal = OURS.refusal(begin.version, begin.needs)
     if refusal is not None:
@@ -48,7 +43,7 @@ def differences(
     found.extend(_mismatches(theirs.geometry, d))
     if not found:
         # Only now: shares and plans of caches that do not fit each other mean nothing.
-        pairs = contributor_pairs(theirs.geometry, d, d_rank)
+        pairs = contributor_pairs(theirs.geometry, d, worker)
         if begin.contributors != contributors_digest(pairs):
             found.append(f"contributors: prefill {begin.contributors}, decode {_set(pairs)}")
         if begin.contributor not in pairs:

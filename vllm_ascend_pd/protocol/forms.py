@@ -6,14 +6,15 @@ Its version stands where every version's reservation has it. What is filled and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
 from vllm_ascend_pd.errors import RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import Name
+from vllm_ascend_pd.geometry.layout import MAX_GROUPS, Group, Name
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
-from vllm_ascend_pd.protocol.layouts import MAX_GROUPS, MAX_LAYOUT_BYTES, Told, read, written
+from vllm_ascend_pd.protocol.layouts import MAX_LAYOUT_BYTES, Told, read, written
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Reservation, Seconds
 
 
@@ -42,8 +43,12 @@ class Form(msgspec.Struct, frozen=True):
 def form_of(reservation: Reservation) -> Form:
     r = reservation
     layout = written(Told(r.model, r.geometry, r.endpoints))
-    group = Slice(r.first, r.end, r.first // r.geometry.block_size, r.blocks)
-    return Form(r.version, r.transfer, layout, (group,), r.deadline_s, r.prompt_length, r.prompt_hash, r.needs)
+    begins = [group.begins(r.first, r.end) for group in r.geometry.tables]
+    slices = tuple(
+        Slice(begin, r.end, begin // group.block_size, ids)
+        for group, begin, ids in zip(r.geometry.tables, begins, r.blocks, strict=True)
+    )
+    return Form(r.version, r.transfer, layout, slices, r.deadline_s, r.prompt_length, r.prompt_hash, r.needs)
 
 
 def reservation_of(form: Form) -> Reservation:
@@ -52,19 +57,16 @@ def reservation_of(form: Form) -> Reservation:
         if filled:
             raise RemoteProtocolError("PD-CTRL-004", word=word)
     told = read(form.layout)
-    if len(form.groups) != 1:
-        raise RemoteProtocolError("PD-CTRL-002", why=f"{len(form.groups)} slices for one group")
-    (group,) = form.groups
-    if group.index != group.first // told.geometry.block_size:
-        why = f"token {group.first} is not in the block of index {group.index}"
+    why = _contradiction(form.groups, told.geometry.tables)
+    if why:
         raise RemoteProtocolError("PD-CTRL-002", why=why)
     return Reservation(
         version=form.version,
         transfer=form.transfer,
         model=told.model,
-        first=group.first,
-        end=group.end,
-        blocks=group.ids,
+        first=min(group.first for group in form.groups),
+        end=form.groups[0].end,
+        blocks=tuple(group.ids for group in form.groups),
         geometry=told.geometry,
         endpoints=told.endpoints,
         deadline_s=form.deadline_s,
@@ -72,3 +74,19 @@ def reservation_of(form: Form) -> Reservation:
         prompt_hash=form.prompt_hash,
         needs=form.needs,
     )
+
+
+def _contradiction(slices: Sequence[Slice], groups: Sequence[Group]) -> str:
+    """What the slices of no reservation can say."""
+    if len(slices) != len(groups):
+        count = len(groups) if len(groups) > 1 else "one"
+        return f"{len(slices)} slices for {count} group{'s' if len(groups) > 1 else ''}"
+    first, end = min(one.first for one in slices), slices[0].end
+    for one, group in zip(slices, groups, strict=True):
+        if one.end != end:
+            return f"slices that end at {end} and at {one.end}"
+        if one.first != group.begins(first, end):
+            return f"a slice that begins at {one.first} where {group} of [{first}, {end}) are to come"
+        if one.index != one.first // group.block_size:
+            return f"token {one.first} is not in the block of index {one.index}"
+    return ""

@@ -72,9 +72,9 @@ class Refusal:
 class ReservationGuards:
     """D: what a message is to a transfer, by what this rank serves and knows."""
 
-    rank: int
+    rank: int  # this worker, counted through all stages
     model: str
-    geometry: CacheGeometry
+    geometry: CacheGeometry  # of the whole engine
     verify: bool
     fence: Fence
     layouts: Layouts  # of P's
@@ -155,8 +155,17 @@ class ReservationGuards:
         return contributor_pairs(self._theirs(begin), self.geometry, self.rank)
 
     def pushed(self, begin: Begin) -> frozenset[str]:
-        """Which of our layers such a BEGIN is about."""
-        return pushed(self._theirs(begin), self.geometry)
+        """Which of this worker's layers such a BEGIN is about."""
+        return pushed(self._theirs(begin), self.geometry).intersection(self.layers)
+
+    @property
+    def stage(self) -> int:
+        return self.geometry.place_of(self.rank)[0]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Those of this worker's stage."""
+        return self.geometry.stages[self.stage]
 
     def _theirs(self, begin: Begin) -> CacheGeometry:
         theirs = self.layouts.get(begin.layout)

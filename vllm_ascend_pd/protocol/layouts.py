@@ -17,9 +17,13 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import (
+    ALL,
+    MAX_GROUPS,
     MAX_KINDS,
     MAX_LAYERS,
+    WINDOW,
     CacheGeometry,
+    Group,
     Name,
     Region,
     Stride,
@@ -28,9 +32,9 @@ from vllm_ascend_pd.geometry.layout import (
 )
 from vllm_ascend_pd.geometry.layout import Kind as Unlike
 from vllm_ascend_pd.protocol.failure import Text
-from vllm_ascend_pd.protocol.identity import Contributor, Count, Endpoint, Rank, Token
+from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, Rank, Token
 
-MAX_COMPONENTS, MAX_SECTIONS, MAX_GROUPS, MAX_WORKERS = 16, 8, 64, 4096
+MAX_COMPONENTS, MAX_SECTIONS, MAX_WORKERS = 16, 8, 4096
 MAX_COMPONENTS_OF_ALL = 16384  # layers × components
 _KEPT = 64  # layouts of reservations: each D has one, and each of its data-parallel ranks is a D
 MAX_LAYOUT_BYTES = 1 << 20
@@ -75,14 +79,6 @@ class Kind(msgspec.Struct, frozen=True):
     components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
-    """Layers with one block table, and which of the tokens D needs of them."""
-
-    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    matters: Token = "all"
-    n: Count = 0
-
-
 class Layer(msgspec.Struct, frozen=True, array_like=True):
     name: Name
     kind: Index
@@ -119,14 +115,14 @@ class Told(msgspec.Struct, frozen=True):
 
 def layout_of(engine: Told) -> Layout:
     g = engine.geometry
-    kind_of = {name: index for index, kind in enumerate(g.kinds) for name in kind.layers}
-    layers = tuple(Layer(name, kind_of[name], 0, stage) for stage, names in enumerate(g.stages) for name in names)
+    kind_of = {name: (index, kind.group) for index, kind in enumerate(g.kinds) for name in kind.layers}
+    layers = tuple(Layer(name, *kind_of[name], stage) for stage, names in enumerate(g.stages) for name in names)
     ranks = [(stage, rank) for stage in range(len(g.stages)) for rank in range(g.tp_size)]
     endpoints = (*engine.endpoints, *(None for _ in ranks[len(engine.endpoints) :]))
     workers = tuple(Worker(*rank, 0, endpoint) for rank, endpoint in zip(ranks, endpoints, strict=True))
     drafts = tuple(index for index, name in enumerate(g.layers) if name in set(g.drafts))
     kinds = tuple(Kind(_components(kind)) for kind in g.kinds)
-    return Layout(engine.model, kinds, (Group(g.block_size),), layers, workers, g.drafter, drafts)
+    return Layout(engine.model, kinds, g.tables, layers, workers, g.drafter, drafts)
 
 
 def _components(g: CacheGeometry) -> tuple[Component, ...]:
@@ -167,13 +163,15 @@ def read(layout: bytes) -> Told:
         raise RemoteProtocolError("PD-CTRL-002", why=f"layout: {why}")
     stages: list[list[str]] = [[] for _ in range(1 + found.workers[-1].stage)]
     of_kind: list[list[str]] = [[] for _ in found.kinds]
+    group_of = [0 for _ in found.kinds]
     for layer in found.layers:
         stages[layer.stage].append(layer.name)
         of_kind[layer.kind].append(layer.name)
-    (group,) = found.groups
+        group_of[layer.kind] = layer.group
+    plain = len(found.groups) == 1 and not found.groups[0].partial
     heads, dtype, packing, regions = _planned(found.kinds[0])
     geometry = CacheGeometry(
-        block_size=group.block_size,
+        block_size=found.groups[group_of[0]].block_size,
         kv_heads=heads,
         tp_size=1 + found.workers[-1].tp,
         dtype=dtype,
@@ -183,8 +181,11 @@ def read(layout: bytes) -> Told:
         drafter=found.drafter,
         drafts=tuple(found.layers[index].name for index in found.drafts),
         others=tuple(
-            Unlike(*_planned(kind), tuple(names)) for kind, names in zip(found.kinds[1:], of_kind[1:], strict=True)
+            Unlike(*_planned(kind), tuple(names), group)
+            for kind, names, group in list(zip(found.kinds, of_kind, group_of, strict=True))[1:]
         ),
+        groups=() if plain else found.groups,
+        group=group_of[0],
     )
     endpoints = tuple(worker.endpoint for worker in found.workers if worker.endpoint is not None)
     return Told(found.model, geometry, endpoints)
@@ -201,13 +202,12 @@ def _beyond(layout: Layout) -> str:
     components = [component for kind in layout.kinds for component in kind.components]
     held = [component.held for component in components]
     filled = {
-        "groups": len(layout.groups) > 1,
         "sections": any(component.sections for component in components),
         "world": any(h.world > 1 for h in held),
         "only": any(h.only >= 0 for h in held),
         "replicated": not all(h.heads for h in held),
         "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
-        "matters": any(group.matters != "all" for group in layout.groups),
+        "matters": any(group.matters not in (ALL, WINDOW) for group in layout.groups),
         "context": any(worker.cp for worker in layout.workers),
     }
     return next((word for word, is_filled in filled.items() if is_filled), "")
@@ -224,8 +224,13 @@ def _contradiction(layout: Layout) -> str:
     grid = [(stage, rank) for stage in range(last.stage + 1) for rank in range(last.tp + 1)]
     if [(worker.stage, worker.tp) for worker in layout.workers] != grid:
         return "its workers are not those of every stage and rank, in order"
-    if any(layer.kind >= len(counts) or layer.group or layer.stage > last.stage for layer in layout.layers):
+    groups = len(layout.groups)
+    if any(layer.kind >= len(counts) or layer.group >= groups or layer.stage > last.stage for layer in layout.layers):
         return "a layer is of a kind, group or stage that is not there"
+    if any(group.n < 2 if group.partial else group.n for group in layout.groups):
+        return "a window of no tokens before the next, or the length of one where all tokens matter"
+    if len({(layer.kind, layer.group) for layer in layout.layers}) > len({layer.kind for layer in layout.layers}):
+        return "layers of one kind are of several groups"
     if len(counts) > 1 and {layer.kind for layer in layout.layers} != set(range(len(counts))):
         return "of one of its kinds there is no layer"
     stages = [layer.stage for layer in layout.layers]

@@ -14,10 +14,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from vllm_ascend_pd.geometry.layout import MAX_LAYERS, CacheGeometry, Name
+from vllm_ascend_pd.geometry.layout import MAX_GROUPS, MAX_LAYERS, CacheGeometry, Name
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Endpoint, Rank, Token, TransferId
-from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_GROUPS, MAX_LAYOUT_BYTES, Index
+from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_LAYOUT_BYTES, Index
 
 MAX_MESSAGE_BYTES = 4 << 20
 
@@ -28,7 +28,7 @@ Needs = Annotated[tuple[Token, ...], msgspec.Meta(max_length=64)]
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Where one rank's layers lie. Groups share storage at the same addresses: an address never names a layer."""
+    """Where the layers of one worker lie: those of its stage. Groups share storage at the same addresses: an address never names a layer."""
 
     session: Name  # the transfer engine's own name
     blocks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # how many, by group
@@ -70,9 +70,9 @@ class Reservation(msgspec.Struct, frozen=True):
     version: int
     transfer: TransferId
     model: str  # fingerprint
-    first: int  # tokens [first, end) are wanted
+    first: int  # tokens [first, end) are wanted, of each group those that matter
     end: int
-    blocks: bytes  # int32, block index first//block_size onwards
+    blocks: tuple[bytes, ...]  # by group: int32, from the block with the first token that is wanted of it
     geometry: CacheGeometry
     endpoints: tuple[Endpoint, ...]  # of D's workers, by rank
     deadline_s: float
@@ -87,7 +87,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     p_incarnation: Token
     d_incarnation: Token
     contributor: Contributor
-    d_rank: Rank
+    d_rank: Rank  # D's worker, by its place in the layout: stage by stage
     seq: Count
 
 

@@ -18,17 +18,18 @@ MAX_SENT = 128  # BEGINs whose sending time is remembered; older ones could not 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One D rank of a push, and what was agreed about it from the two geometries."""
+    """One D worker of a push, and what was agreed about it from the two geometries."""
 
     d_rank: int
     peer: Hashable
     contributors: tuple[Contributor, ...]
     plan_digest: str
-    regions: tuple[int, ...]  # of each of D's layers: what the addresses in READY must be of
+    regions: tuple[int, ...]  # of each layer of its stage: what the addresses in READY must be of
+    groups: int = 1  # of D's: each has its number of blocks there
 
     def fits(self, addresses: Memory) -> bool:
         """Whether every address that a plan may ask for is there."""
-        return addresses.counts == self.regions and len(addresses.blocks) == 1
+        return addresses.counts == self.regions and len(addresses.blocks) == self.groups
 
 
 @dataclass(frozen=True, slots=True)

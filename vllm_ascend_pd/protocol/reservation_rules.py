@@ -129,7 +129,7 @@ class ReservationMachine:
         record.push, record.plan_digest, record.contributors = begin.push, begin.plan_digest, begin.contributors
         record.writers = {contributor: Writer(contributor) for contributor in self.guards.contributors(begin)}
         record.pushed = self.guards.pushed(begin)
-        missing = len(self.guards.geometry.layers) - len(record.pushed)
+        missing = len(self.guards.layers) - len(record.pushed)
         if missing:
             self.note("undrafted", record, layers=missing, prefill=begin.p_incarnation)
         self.grant(now, record, heard)
@@ -167,10 +167,13 @@ class ReservationMachine:
         self.compare(now, record, None)
 
     def compare(self, now: float, record: Transfer, came: None) -> None:
+        """The sums come by the layers' place in the layout, and leave by that in this worker's cache."""
         sums: dict[tuple[int, int], int] = {}
+        first = self.guards.geometry.first_layer(self.guards.stage)
         for writer in record.writers.values():
             for layer, component, value in writer.checksums:
-                sums[layer, component] = (sums.get((layer, component), 0) + value) % 2**64
+                place = layer - first, component
+                sums[place] = (sums.get(place, 0) + value) % 2**64
         self.actions.append(Verify(record.transfer, sums, record.pushed))
 
     # -- ending badly

@@ -73,7 +73,7 @@ def assembled(
     rank = place.rank % place.tp_size
     views = [
         [
-            cell_view(part, region, len(kind.head_range(rank)), 1 if region.opaque else geometry.block_size)
+            cell_view(part, region, len(kind.head_range(rank)), 1 if region.opaque else kind.block_size)
             for part, region in zip(parts, kind.regions, strict=True)
         ]
         for parts, kind in zip(caches.tensors, geometry.by_layer, strict=True)
@@ -98,10 +98,11 @@ def assembled(
 
 def slot_bytes(geometry: CacheGeometry, place: Place) -> int:
     """One rank's share of a full step with all heads, and two blocks more for rounding; longer steps are cut."""
-    blocks = -(-place.step_tokens // (place.tp_size * geometry.block_size)) + 2
     sizes = [
-        kind.kv_heads * sum(r.cell_bytes * (1 if r.opaque else geometry.block_size) for r in kind.regions)
+        (-(-place.step_tokens // (place.tp_size * kind.block_size)) + 2)
+        * kind.kv_heads
+        * sum(r.cell_bytes * (1 if r.opaque else kind.block_size) for r in kind.regions)
         for kind in geometry.kinds
         if kind.kv_heads > 1 or not geometry.others
     ]
-    return -(-blocks * max(sizes) // ALIGNMENT) * ALIGNMENT
+    return -(-max(sizes) // ALIGNMENT) * ALIGNMENT

@@ -48,13 +48,15 @@ class Loaded:
 
 
 class Loads:
-    """`addresses` is asked when the machine starts; after a revocation `revoked` brings new ones."""
+    """`geometry` is of this worker's stage; the scheduler's first step tells that of the whole engine. `addresses` is asked when
+    the machine starts; after a revocation `revoked` brings new ones."""
 
     receiver_type = Receiver
 
     def __init__(
         self,
         config: PushConfig,
+        stage: int,
         rank: int,
         model: str,
         geometry: CacheGeometry,
@@ -62,7 +64,8 @@ class Loads:
         *,
         verify: bool,
     ) -> None:
-        self._config, self._rank, self._model, self._geometry = config, rank, model, geometry
+        self._config, self._model, self._geometry = config, model, geometry
+        self._stage, self._rank = stage, rank
         self._addresses, self._verify = addresses, verify
         self._receiver: Receiver | None = None
         self._effects: list[act.Action] = []
@@ -85,7 +88,7 @@ class Loads:
         """`gate` is behind everything that may still use the blocks of this step's binds."""
         for bind in step.binds:
             with self._alone(now, bind.transfer):
-                self._bind(now, step.incarnation, bind, gate)
+                self._bind(now, step, bind, gate)
         for cancel in step.cancels:
             if cancel.transfer in self.binds:  # else it was given up at its bind
                 with self._alone(now, cancel.transfer):
@@ -157,22 +160,27 @@ class Loads:
             raise LocalProtocolError("the machine is asked before the scheduler's first step")
         return self._receiver
 
-    def _bind(self, now: float, incarnation: str, bind: Bind, gate: Event | None) -> None:
+    def _bind(self, now: float, step: DecodeStep, bind: Bind, gate: Event | None) -> None:
         self.binds[bind.transfer] = bind
-        receiver = self._receiver or self._start(incarnation)
+        receiver = self._receiver or self._start(step)
         facts = {"transfer": str(bind.transfer), "first": bind.first, "end": bind.end}
         self._effects.append(act.Note("bound", facts))
         self._do(receiver.bind(now, bind.transfer, bind.first, bind.end, bind.deadline_s))
         if gate is not None:
             self.gates[bind.transfer] = gate
 
-    def _start(self, incarnation: str) -> Receiver:
-        """The scheduler's first step names the incarnation that we serve."""
+    def _start(self, step: DecodeStep) -> Receiver:
+        """The scheduler's first step names the incarnation that we serve, and says what the other stages have."""
+        engine = step.engine
+        if engine is None or engine.stages[self._stage : self._stage + 1] != self._geometry.stages:
+            raise LocalProtocolError(
+                f"the engine does not know the layers of stage {self._stage} by its worker's names"
+            )
         self._receiver = self.receiver_type(
-            incarnation=incarnation,
-            rank=self._rank,
+            incarnation=step.incarnation,
+            rank=engine.worker(self._stage, self._rank),
             model=self._model,
-            geometry=self._geometry,
+            geometry=engine,
             addresses=self._addresses(),
             timers=self._config.timers,
             quiet_s=self._config.quiet_s,
@@ -212,5 +220,5 @@ class Loads:
         self._effects.append(act.Note("closed", facts))
         bind = self.binds.get(report.transfer)
         if bind is not None:
-            blocks = () if report.ok else tuple(bind.blocks.tolist())
+            blocks = () if report.ok else tuple(block for ids in bind.blocks for block in ids.tolist())
             self._reports.append(Loaded(bind.request_id, report.ok, why.code, why.detail, blocks, report.push))

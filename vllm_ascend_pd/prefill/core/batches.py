@@ -97,7 +97,7 @@ def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Tripl
     plan = push.plan(unit.step, unit.layer)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
-    return aimed(plan.by_rank[claim.d_rank], own[unit.layer], push, unit, theirs)
+    return aimed(plan.by_rank[push.rank_of(claim.d_rank)], own[unit.layer], push, unit, theirs)
 
 
 def staged(push: Push, claim: Claim) -> Piece:
@@ -109,12 +109,13 @@ def staged(push: Push, claim: Claim) -> Piece:
 
 def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> list[Triples]:
     """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
-    regions = push.d_kind(unit.layer).regions
+    kind = push.d_kind(unit.layer)
+    blocks, bases = theirs.blocks[kind.group], theirs.bases[push.place_of[unit.layer][1]]
     parts: list[Triples] = []
-    for part, region, src, dst in zip(spans, regions, sources, theirs.bases[push.index(unit.layer)], strict=True):
+    for part, region, src, dst in zip(spans, kind.regions, sources, bases, strict=True):
         if not len(part.dst):
             continue
-        end = region.block_stride * theirs.blocks[0]
+        end = region.block_stride * blocks
         if part.dst.min() < 0 or (part.dst + part.size).max() > end:
             bad = int(np.argmax((part.dst < 0) | (part.dst + part.size > end)))
             raise PdError("PD-WIRE-003", length=int(part.size[bad]), address=int(part.dst[bad]) + dst, side="D's layer")

@@ -109,6 +109,8 @@ class Exchanges:
         """Plan a step's exchanges, by kind of layer. `work` must be the same on every rank."""
         parts: list[SubStep] = []
         for kind, some in sorted(work.items()):
+            if not self.layers[kind]:
+                continue  # other stages have them
             planner, pushes = self.planners[kind], [push for push, _ in some]
             for cut in sub_steps(planner, [job for _, job in some], self.room.slot, self.room.send, step):
                 plan, number = planner.plan(cut.jobs, cut.rotation), len(parts) + 1
@@ -121,8 +123,10 @@ class Exchanges:
     def _share(self, step: int, part: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
         theirs = [members[member] for member in slot.writes]
         wanting = [push for push in theirs if push.live]
-        layers = {layer: False for layer in self.layers[kind] if theirs[0].wants(layer)}  # one D's: all want the same
-        share = Share(step, part, theirs[0].endpoint(slot.d_rank), wanting, layers)
+        one = theirs[0]  # they go to one D: all want the same
+        layers = {layer: False for layer in self.layers[kind] if one.wants(layer)}
+        destinations = {layer: one.endpoint(one.worker(layer, slot.d_rank)) for layer in layers}
+        share = Share(step, part, wanting, destinations, layers)
         for push in wanting:
             push.owed.add(share)
         return share
@@ -166,15 +170,15 @@ class Exchanges:
 
     def patience(self, now: float, run: Run, index: int) -> float:
         """For how many seconds to wait before `slot` is asked."""
-        share = run.part.shares[index]
-        return self.staging.patience(now, share.destination) if share.wants(run.unit.layer) else 0.0
+        share, layer = run.part.shares[index], run.unit.layer
+        return self.staging.patience(now, share.destinations[layer]) if share.wants(layer) else 0.0
 
     def slot(self, run: Run, index: int) -> StagingSlot | None:
         """A slot for what this exchange brings, if somebody wants it. Taken first: what finds none is missed."""
         share, layer = run.part.shares[index], run.unit.layer
         if not share.wants(layer):
             return None
-        slot = self.staging.take(share.destination, run.part.plan.slots[index].nbytes)
+        slot = self.staging.take(share.destinations[layer], run.part.plan.slots[index].nbytes)
         if slot is None:
             self.missed.miss(share, layer)
         else:

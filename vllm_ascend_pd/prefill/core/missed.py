@@ -23,15 +23,16 @@ class Missed:
     def miss(self, share: Share, layer: int) -> None:
         """There was no slot, for the first time or once more."""
         self.total += 1
-        self._waiting.setdefault(share.destination, {})[share, layer] = None
+        self._waiting.setdefault(share.destinations[layer], {})[share, layer] = None
 
     def drop(self, share: Share, layer: int) -> None:
         """A slot was found for it, or nobody wants it any more."""
-        waiting = self._waiting.get(share.destination)
+        destination = share.destinations[layer]
+        waiting = self._waiting.get(destination)
         if waiting is not None:
             waiting.pop((share, layer), None)
             if not waiting:
-                del self._waiting[share.destination]
+                del self._waiting[destination]
 
     def wanted(self, room: Callable[[Hashable], int], most: int) -> list[Unit]:
         """Exchanges to ask for: of each destination that has room the oldest, `most` at a time; each is asked once."""

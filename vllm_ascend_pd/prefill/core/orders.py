@@ -19,6 +19,7 @@ from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.decisions import PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
+from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.push import Destination, PushOrder
 
@@ -32,37 +33,44 @@ class OrderBook:
     """One worker's view of its engine's geometry. `room` is what slots and buffers hold, None without them."""
 
     def __init__(
-        self, engine: CacheGeometry, own: CacheGeometry, rank: int, config: RegroupConfig, room: Room | None
+        self, engine: CacheGeometry, own: CacheGeometry, me: Contributor, config: RegroupConfig, room: Room | None
     ) -> None:
         self.engine = engine
-        self._own, self._rank, self._config, self._room = own, rank, config, room
+        self._own, self._me, self._config, self._room = own, me, config, room
         self._modes: dict[CacheGeometry, str] = {}
 
     def take(self, now: float, start: PushStart) -> tuple[Push, PushOrder, tuple[Mismatch, ...]]:
         """The record and the order of a push; where the geometries do not fit, an order without destinations, and why."""
         reservation = start.reservation
-        found = mismatches(self.engine, reservation.geometry)
-        mode = DIRECT if found else self._mode(reservation.geometry)
-        ranks = () if found else destinations(self.engine, reservation.geometry, self._rank)
-        some = () if found else pairings(self.engine, reservation.geometry)
-        apart = exchanged(self.engine, reservation.geometry) if mode != DIRECT else ()
-        push = Push.of(now, start, self._own, ranks, some, apart)
+        d = reservation.geometry
+        found = mismatches(self.engine, d)
+        mode = DIRECT if found else self._mode(d)
+        workers = () if found else self._destinations(d)
+        some = () if found else pairings(self.engine, d)
+        apart = exchanged(self.engine, d) if mode != DIRECT else ()
+        push = Push.of(now, start, self._own, some, apart)
         order = PushOrder(
             push=start.push,
             transfer=reservation.transfer,
             deadline_s=reservation.deadline_s,
-            destinations=tuple(self._destination(reservation, rank, mode) for rank in ranks),
+            destinations=tuple(self._destination(reservation, worker, mode) for worker in workers),
         )
         return push, order, found
 
-    def _destination(self, reservation: Reservation, rank: int, mode: str) -> Destination:
+    def _destinations(self, d: CacheGeometry) -> tuple[int, ...]:
+        return destinations(self.engine, d, self._me.stage, self._me.rank)
+
+    def _destination(self, reservation: Reservation, worker: int, mode: str) -> Destination:
         d = reservation.geometry
+        stage, _ = d.place_of(worker)
+        first = d.first_layer(stage)
         return Destination(
-            d_rank=rank,
-            peer=reservation.endpoints[rank],
-            contributors=contributor_pairs(self.engine, d, rank),
+            d_rank=worker,
+            peer=reservation.endpoints[worker],
+            contributors=contributor_pairs(self.engine, d, worker),
             plan_digest=plan_digest(self.engine, d, reservation.first, reservation.end, mode),
-            regions=tuple(len(kind.regions) for kind in d.by_layer),
+            regions=tuple(len(kind.regions) for kind in d.by_layer[first : first + len(d.stages[stage])]),
+            groups=len(d.tables),
         )
 
     def _mode(self, d: CacheGeometry) -> str:

@@ -42,8 +42,8 @@ class Share:
 
     step: int
     part: int
-    destination: Endpoint
     pushes: list[Push]  # that want it
+    destinations: dict[int, Endpoint]  # by layer: the worker of D that has it
     layers: dict[int, bool]  # that are not here: whether an exchange has found a slot and is bringing them
 
     def unit(self, layer: int) -> Unit:
@@ -66,6 +66,27 @@ class Piece:
         return sum(spans.nbytes for spans in self.writes)
 
 
+@dataclass(slots=True, eq=False)
+class Table:
+    """A request's blocks of one group, as far as the workers were told of them."""
+
+    ids: NDArray[np.int32]
+    known: int = 0
+
+    @property
+    def told(self) -> NDArray[np.int32]:
+        return self.ids[: self.known]
+
+    def extend(self, more: NDArray[np.int32]) -> None:
+        end = self.known + len(more)
+        if end > len(self.ids):
+            grown = np.empty(2 * end, dtype=np.int32)
+            grown[: self.known] = self.told
+            self.ids = grown
+        self.ids[self.known : end] = more
+        self.known = end
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Push:
     """Remembered until it has closed here and the scheduler has said that it is over."""
@@ -77,16 +98,16 @@ class Push:
     exchanged: frozenset[int]  # of those, by place: the ranks of P regroup before they write; equal on all ranks
     layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: it is not D's
     pairing_of: tuple[int, ...]  # own layer → its place in `pairings`; of one that is not D's nothing
-    ranks: tuple[int, ...]  # D ranks that this worker writes to
-    d_blocks: NDArray[np.int32]
-    blocks: NDArray[np.int32]
+    place_of: tuple[tuple[int, int], ...]  # own layer → D's stage, and its place there; of one that is not D's nothing
+    firsts: tuple[int, ...]  # by pairing: the first token that D wants of its layers
+    d_blocks: tuple[NDArray[np.int32], ...]  # by group of D
+    tables: tuple[Table, ...]  # by group of P
     opened: float
-    known: int = 0  # blocks
     sealed_at: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
-    pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D rank; the protocol's own records
+    pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D worker; the protocol's own records
     plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
-    pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D rank and unit
+    pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D worker and unit
     owed: set[Share] = field(default_factory=set)  # exchanges that have not brought everything yet
     held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
     sealing: bool = False  # the last layer was announced, but exchanges are still owed
@@ -99,13 +120,18 @@ class Push:
         now: float,
         start: PushStart,
         own: CacheGeometry,
-        ranks: tuple[int, ...],
         some: tuple[Pairing, ...],
         exchanged: tuple[Pairing, ...],
     ) -> Push:
         reservation = start.reservation
         place = {name: index for index, pair in enumerate(some) for name in pair.layers}
         d_layers = {name: index for index, name in enumerate(reservation.geometry.layers)}
+        first, end, length = reservation.first, reservation.end, reservation.prompt_length
+        stages = {
+            name: (stage, index)
+            for stage, names in enumerate(reservation.geometry.stages)
+            for index, name in enumerate(names)
+        }
         return cls(
             name=start.push,
             request_id=start.request_id,
@@ -114,21 +140,22 @@ class Push:
             exchanged=frozenset(index for index, pair in enumerate(some) if pair in exchanged),
             layer_index=tuple(d_layers.get(name) for name in own.layers) if some else (),
             pairing_of=tuple(place.get(name, -1) for name in own.layers),
-            ranks=ranks,
-            d_blocks=np.frombuffer(reservation.blocks, dtype="<i4"),
-            blocks=np.empty(reservation.prompt_length // own.block_size + 2, dtype=np.int32),
+            place_of=tuple(stages.get(name, (-1, -1)) for name in own.layers),
+            firsts=tuple(pair.d.own.begins(first, end) for pair in some),
+            d_blocks=tuple(np.frombuffer(ids, dtype="<i4") for ids in reservation.blocks),
+            tables=tuple(Table(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in own.tables),
             opened=now,
         )
 
     def __repr__(self) -> str:
         """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 pieces, owes 1, held; D rank 0 push 3 out>"""
-        words = [f"{self.known} blocks"]
+        words = [f"{' + '.join(str(table.known) for table in self.tables)} blocks"]
         words += [f"{len(self.pieces)} pieces"] if self.pieces else []
         words += [f"owes {len(self.owed)}"] if self.owed else []
         words += [word for word in ("held", "sealing", "closed", "over") if getattr(self, word)]
         pairs = [
-            f"D rank {rank} {pair.state.value}" + (f" {len(pair.coverage.out)} out" if pair.coverage.out else "")
-            for rank, pair in self.pairs.items()
+            f"D rank {worker} {pair.state.value}" + (f" {len(pair.coverage.out)} out" if pair.coverage.out else "")
+            for worker, pair in self.pairs.items()
         ]
         return (
             f"<Push {self.name} of {self.reservation.transfer}: {', '.join(words)}; {', '.join(pairs) or 'no D rank'}>"
@@ -159,20 +186,23 @@ class Push:
             raise LocalProtocolError(f"push {self.name} has nothing of layer {layer}")
         return index
 
-    def endpoint(self, d_rank: int) -> Endpoint:
-        return self.reservation.endpoints[d_rank]
+    def worker(self, layer: int, rank: int) -> int:
+        """Which of D's workers has an own layer, of those with this rank in their stage."""
+        return self.reservation.geometry.worker(self.place_of[layer][0], rank)
+
+    def rank_of(self, worker: int) -> int:
+        """In its stage; plans are made by it."""
+        return self.reservation.geometry.place_of(worker)[1]
+
+    def endpoint(self, worker: int) -> Endpoint:
+        return self.reservation.endpoints[worker]
 
     def extend(self, step: int, piece: PushSlice) -> None:
         """Take in a step's new blocks. Those of before a preemption were forgotten (`Pushes.preempt`)."""
-        if piece.restart and self.known:
+        if piece.restart and any(table.known for table in self.tables):
             raise LocalProtocolError(f"push {self.name} starts over, but nobody was told that it had lost its blocks")
-        end = self.known + len(piece.new_blocks)
-        if end > len(self.blocks):
-            grown = np.empty(2 * end, dtype=np.int32)
-            grown[: self.known] = self.blocks[: self.known]
-            self.blocks = grown
-        self.blocks[self.known : end] = piece.new_blocks
-        self.known = end
+        for table, more in zip(self.tables, piece.new_blocks, strict=True):
+            table.extend(more)
         if piece.final:
             self.final_step = step
 
@@ -186,20 +216,32 @@ class Push:
 
     def forget(self) -> None:
         """The blocks are lost: what was planned with them must not be read."""
-        self.known = 0
+        for table in self.tables:
+            table.known = 0
         self.final_step = None
         self.sealing = False
         self.plans.clear()
 
+    def table(self, layer: int) -> NDArray[np.int32]:
+        """The blocks of an own layer."""
+        return self.tables[self.pairings[self.pairing_of[layer]].p.group].told
+
+    def lost(self, pairing: int, lo: int, hi: int) -> bool:
+        """Whether P itself has let go of some of tokens [lo, hi), that is kept no block for them."""
+        p = self.pairings[pairing].p
+        if not p.own.partial:
+            return False
+        return not self.tables[p.group].told[lo // p.block_size : -(-hi // p.block_size)].all()
+
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
         """Of the layers of one pairing. `instance` tells D engines of equal geometry apart within a step."""
-        d = self.reservation
+        pair = self.pairings[pairing]
         return Job(
-            d=self.pairings[pairing].d,
-            first=d.first,
+            d=pair.d,
+            first=self.firsts[pairing],
             lo=lo,
             hi=hi,
-            p_blocks=self.blocks[: self.known],
-            d_blocks=self.d_blocks,
+            p_blocks=self.tables[pair.p.group].told,
+            d_blocks=self.d_blocks[pair.d.group],
             instance=instance,
         )

@@ -23,7 +23,7 @@ from vllm_ascend_pd.prefill.core.batches import Bases, Batch, Triples, grouped, 
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushStart
+from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
@@ -40,7 +40,7 @@ MOST_WORDS = 200  # of another library's error that D is told
 Sums = Mapping[int, tuple[int, ...]]  # by member of an exchange; of each component
 Digest = Callable[
     [Push, Unit, int], tuple[int, ...]
-]  # by component, of what a push's unit reads from the cache for a D rank
+]  # by component, of what a push's unit reads from the cache for a D worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ class StepPlan:
 class Pushes:
     """`staging` and `room` are what exchanges use, None without them. `digest` is asked with `verify: full` only."""
 
+    # What the simulator replaces when it takes a rule out.
     sender_type = Sender
+    orders_type = OrderBook
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Pushes:
         over = self._named(step.ended)
         for push in over:
             push.over = True
+            self._untold(push)
             self._forget_if_done(push)
         if self.exchanges is not None:
             self.exchanges.over(over)
@@ -216,7 +219,8 @@ class Pushes:
             plan = push.plan(step, layer)
             if plan is not None and not push.closed:
                 for rank in plan.by_rank:
-                    self._do(now, self._machine.offer(now, push.name, rank, unit, plan.nbytes(rank)))
+                    worker = push.worker(layer, rank)
+                    self._do(now, self._machine.offer(now, push.name, worker, unit, plan.nbytes(rank)))
 
     def uncomputed(self, now: float, plan: StepPlan, layer: str) -> None:
         """A layer was not computed in a step: what the step computed of its pushes is incomplete, also where it is pushed later."""
@@ -366,8 +370,8 @@ class Pushes:
 
     def _open_engine(self, engine: CacheGeometry) -> None:
         me = self._site.contributor
-        self._first_layer = sum(len(names) for names in engine.stages[: me.stage])
-        self._orders = OrderBook(engine, self._own, me.rank, self._config.regroup, self._room)
+        self._first_layer = engine.first_layer(me.stage)
+        self._orders = self.orders_type(engine, self._own, me, self._config.regroup, self._room)
         self._planners = [StepPlanner(kind, me.rank) for kind in engine.kinds]
         if self._staging is not None and self._room is not None:
             self.exchanges = Exchanges.of(engine, self._own, me.rank, self._staging, self._room)
@@ -407,18 +411,24 @@ class Pushes:
             planned.pushes.append(push)
             if piece.final:
                 planned.final.append(push)
-            r = push.reservation
-            lo, hi = push_range(r.first, r.end, piece.before, piece.after, r.geometry.block_size)
-            facts = {"step": step.rotation, "before": piece.before, "after": piece.after, "tokens": hi - lo}
+            tokens = 0
+            for index, pair in enumerate(push.pairings):
+                lo, hi = self._leaving(push, index, piece)
+                tokens = max(tokens, hi - lo)
+                if hi == lo:
+                    continue
+                if push.lost(index, lo, hi):  # on every rank: they were told the same blocks
+                    why = f"prefill keeps no block for some of tokens [{lo}, {hi}), of {pair.p.own}"
+                    self.abort(now, push.name, "PD-XFER-002", why)
+                    continue
+                instance = instances.setdefault(push.reservation.endpoints, len(instances))
+                job = push.job(index, lo, hi, instance)
+                if index in push.exchanged:
+                    exchanged.setdefault(pair.kind, []).append((push, job))
+                elif not self.dead:  # else nothing would use the plan
+                    direct.setdefault(pair.kind, []).append((push, index, job))
+            facts = {"step": step.rotation, "before": piece.before, "after": piece.after, "tokens": tokens}
             self._effects.append(act.Note("step", {"transfer": push.transfer, **facts}))
-            if hi > lo:
-                instance = instances.setdefault(r.endpoints, len(instances))
-                for index, pair in enumerate(push.pairings):
-                    job = push.job(index, lo, hi, instance)
-                    if index in push.exchanged:
-                        exchanged.setdefault(pair.kind, []).append((push, job))
-                    elif not self.dead:  # else nothing would use the plan
-                        direct.setdefault(pair.kind, []).append((push, index, job))
         for kind, work in sorted(direct.items()):
             plans = self._planners[kind].plan([job for _, _, job in work], step.rotation)
             for (push, index, _), plan in zip(work, plans, strict=True):
@@ -430,6 +440,11 @@ class Pushes:
         if exchanged and self.exchanges is not None:
             planned.parts = self.exchanges.plan(step.rotation, exchanged)
         return planned
+
+    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
+        """Which tokens of the layers of one pairing leave in a step."""
+        size = push.pairings[pairing].d.block_size
+        return push_range(push.firsts[pairing], push.reservation.end, piece.before, piece.after, size)
 
     def _takes_part(self, push: Push) -> bool:
         """Whatever this rank knows of the push: ranks share the tokens of all jobs, so all must plan the same jobs."""
@@ -447,8 +462,9 @@ class Pushes:
             push, piece = run.part.members[member], Piece(slot, writes, sums.get(member))
             if piece.nbytes and share in push.owed:
                 slot.users += 1
-                push.pieces[planned.d_rank, run.unit] = piece
-                self._do(now, self._machine.offer(now, push.name, planned.d_rank, run.unit, piece.nbytes))
+                worker = push.worker(run.unit.layer, planned.d_rank)
+                push.pieces[worker, run.unit] = piece
+                self._do(now, self._machine.offer(now, push.name, worker, run.unit, piece.nbytes))
 
     def _fail_exchanged(self, now: float, pushes: Iterable[Push], why: str) -> None:
         for push in pushes:
@@ -511,8 +527,8 @@ class Pushes:
 
     # -- staging slots: one goes back when the last of its pieces is written or dropped
 
-    def _drop(self, push: Push, d_rank: int, unit: Unit) -> None:
-        piece = push.pieces.pop((d_rank, unit), None)
+    def _drop(self, push: Push, worker: int, unit: Unit) -> None:
+        piece = push.pieces.pop((worker, unit), None)
         if piece is not None and self._staging is not None:
             piece.slot.users -= 1
             if not piece.slot.users:
@@ -522,9 +538,9 @@ class Pushes:
         """Nothing of it is exchanged any more, and what is staged is dropped, but for what is being written."""
         if self.exchanges is not None:
             self.exchanges.forget(push)
-        for d_rank, unit in list(push.pieces):
-            if unit not in push.pairs[d_rank].coverage.out:
-                self._drop(push, d_rank, unit)
+        for worker, unit in list(push.pieces):
+            if unit not in push.pairs[worker].coverage.out:
+                self._drop(push, worker, unit)
 
     # -- records and effects
 
@@ -572,6 +588,11 @@ class Pushes:
             exposed = max(0.0, now - push.sealed_at) if push.sealed_at else 0.0
             self._effects.append(Told("xfer_time_seconds", now - push.opened))
             self._effects.append(Told("exposed_time_seconds", exposed))
+
+    def _untold(self, push: Push) -> None:
+        """No blocks are held for it (any more): vLLM must not hear of it, and would stop the engine over it."""
+        self._reported_to.pop(push.request_id, None)
+        self._ended.discard(push.request_id)
 
     def _forget_if_done(self, push: Push) -> None:
         if push.closed and push.over:

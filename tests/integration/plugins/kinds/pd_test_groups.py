@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A P that leaves out what a test says, in PD_TEST_LEAVES_OUT: `group 1`, the layers of one group, or `block`, the first one of
+each window. The tables of a request stay right, and so does what P itself computes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.prefill.core.push import Push
+from vllm_ascend_pd.prefill.core.pushes import Pushes
+from vllm_ascend_pd.prefill.decisions import PushSlice
+
+_WHAT, _, _NUMBER = os.environ.get("PD_TEST_LEAVES_OUT", "").partition(" ")
+_leaving = Pushes._leaving
+
+
+def _left(self: Any, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
+    lo, hi = _leaving(self, push, pairing, piece)
+    pair = push.pairings[pairing]
+    if _WHAT == "group" and pair.p.group == int(_NUMBER):
+        return hi, hi
+    if _WHAT == "block" and pair.p.own.partial:
+        lo = max(lo, push.firsts[pairing] + pair.d.block_size)
+    return min(lo, hi), hi
+
+
+class LeavingConnector(AscendPushConnector):
+    """Named by the engines' --kv-transfer-config; its import changes what this process pushes."""
+
+    Pushes._leaving = _left  # type: ignore[method-assign]

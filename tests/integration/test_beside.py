@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Behind vLLM's MultiConnector, beside others: what another connector serves, or holds, is not ours, and what both hold is free
+when both have let it go. Without a model (vLLM's own scheduler, aggregator and MultiConnector), and with real engines.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_metaserver import fake_metaserver
+from miniature import BLOCK, MiniatureEngine, run_until
+from pairs import Pair, PairMaker, fresh_prompt, wait_for_free_blocks
+
+from scripts.support.client import body_of, gather, post
+from scripts.support.cluster import Cluster
+from scripts.support.models import ensure
+from scripts.support.process import free_port
+from scripts.support.spec import EngineSpec
+
+PLUGIN = Path(__file__).parent / "plugins" / "sibling"
+SIBLING = {"kv_connector": "Sibling", "kv_connector_module_path": "pd_test_sibling", "kv_role": "kv_both"}
+TOKENS = [3 + 7 * i % 500 for i in range(5 * BLOCK + 3)]
+MEMORY = {"transport": "memory", "patient": False, "patient_shm": "off", "verify": "full"}
+
+
+@pytest.fixture(params=["ours first", "ours second"])
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[MiniatureEngine, MiniatureEngine, str, Any]]:
+    """P with TP 2 and D with TP 2, each with a sibling; the metaserver's address, and what it was sent."""
+    sys.path.insert(0, str(PLUGIN))
+    port, reservations = free_port(), queue.SimpleQueue[dict[str, Any]]()
+    url = f"http://127.0.0.1:{port}"
+
+    def script(body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        reservations.put(body)
+        return 200, [{"event": "accepted", "prefill": "here"}, {"event": "prefilled"}]
+
+    def engine(role: str, **more: Any) -> MiniatureEngine:
+        children = [ours(role, {**MEMORY, **more}), SIBLING]
+        return MiniatureEngine(role, 2, {}, children=children if request.param == "ours first" else children[::-1])
+
+    with fake_metaserver(port, script):
+        made = engine("kv_producer"), engine("kv_consumer", metaserver_urls=[url])
+        made[0].fill(seed=1)
+        yield *made, url, reservations
+        for each in made:
+            each.close()
+    sys.path.remove(str(PLUGIN))
+
+
+def ours(role: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "AscendPushConnector",
+        "kv_connector_module_path": "vllm_ascend_pd.connector",
+        "kv_role": role,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@pytest.mark.timeout(180)
+def test_each_connectors_requests_end_and_all_blocks_go_back(engines: Any) -> None:
+    prefill, decode, url, reservations = engines
+    free = [engine.free_blocks() for engine in (prefill, decode)]
+    decode.add("pushed-d", TOKENS, {"do_remote_prefill": True, "metaserver": url, "ticket": "t"}, max_tokens=2)
+    decode.add("sibling-d", TOKENS[::-1], {"sibling": True}, max_tokens=2)
+    decode.step()
+    params = {"do_remote_decode": True, "reservation": reservations.get(timeout=10.0)["reservation"]}
+    prefill.add("pushed-p", TOKENS, params)
+    prefill.add("sibling-p", TOKENS[::-1], {"sibling": True})
+    prefill.add("plain-p", TOKENS[1:], {})
+    both = prefill, decode
+    run_until(both, lambda: {"pushed-d", "sibling-d"} <= set(decode.finished.received))
+    run_until(both, lambda: [engine.free_blocks() for engine in both] == free)
+    run_until(both, lambda: not (prefill.scheduler.requests or decode.scheduler.requests))
+    assert sorted(prefill.finished.sent) == ["plain-p", "pushed-p", "sibling-p"], (
+        "each is told once, when all are done with it"
+    )
+    assert not decode.finished.failed
+
+
+@pytest.mark.timeout(180)
+def test_what_ended_before_its_push_had_blocks_is_told_by_nobody_but_its_sibling(engines: Any) -> None:
+    """A push whose request is aborted holds its blocks until its writes are over; the sibling holds them, too."""
+    prefill, decode, url, reservations = engines
+    free = prefill.free_blocks()
+    decode.add("r-d", TOKENS, {"do_remote_prefill": True, "metaserver": url, "ticket": "t"}, max_tokens=2)
+    decode.step()
+    params = {"do_remote_decode": True, "reservation": reservations.get(timeout=10.0)["reservation"]}
+    prefill.add("r-p", TOKENS, params, max_tokens=4)
+    prefill.step()
+    prefill.abort("r-p")
+    run_until((prefill, decode), lambda: prefill.free_blocks() == free and not prefill.scheduler.requests)
+    assert prefill.finished.sent == ["r-p"]
+
+
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.fixture(params=["Sibling", "ExampleConnector"], scope="module")
+def pair(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    store = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("store"))}}
+    other = SIBLING if request.param == "Sibling" else {**EXAMPLE, **store}
+
+    def spec(role: str, *metaservers: str) -> EngineSpec:
+        extra = {"connectors": [ours(role, cluster.push_config(*metaservers)), other]}
+        name = f"{role.removeprefix('kv_')}-beside-{request.param.lower()}"
+        more = {"connector": "MultiConnector", "transfer": {"kv_role": "kv_both"}, "extra": extra}
+        return EngineSpec(name, ensure("gqa"), role=role, plugins=(PLUGIN,), max_seqs=16, **more)
+
+    p, d = cluster.start(spec("kv_producer"), spec("kv_consumer", *allowed))
+    made = make_pair(p, d)
+    yield made
+    cluster.stop(made.front, d, p)
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_pair_beside_another_connector(pair: Pair) -> None:
+    free = pair.free_counts()
+    pair.check([fresh_prompt(length) for length in (5, 33, 200, 700)], name="beside another")
+    for engine in (pair.prefill, *pair.decode):
+        post(engine.url, body_of(fresh_prompt(200), 2))
+        if "sibling" in engine.name:
+            own = [body_of(fresh_prompt(100), 2, kv_transfer_params={"sibling": True}) for _ in range(4)]
+            assert len(gather(engine.url, own)) == 4, "what the other connector loads is loaded"
+    pair.check([fresh_prompt(40 + 50 * i) for i in range(8)], name="beside another, 8 at once")
+    wait_for_free_blocks((pair.prefill, *pair.decode), free)

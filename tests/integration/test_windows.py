@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sliding windows through real pairs, `verify: full`: in every other layer (gpt-oss), in five of six (Gemma-3), in all (Mistral).
+
+vLLM keeps a block table for each group of layers, all of one pool, at the same addresses, and lets go of the blocks behind a window.
+What of a window is wrong or missing shows in the tokens: the last class leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pairs import Pair, PairMaker, fresh_prompt, reference_answers, wait_for_free_blocks
+from test_drafts import running
+from test_kinds import BLOCK, exercise, spec
+
+from scripts.support.client import body_of, complete, leave_after
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+from scripts.support.models import RECIPES
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+# 127, 159 and 191: where the last token is run again, its window of 128 begins with the last token of a block.
+LENGTHS = (1, 2, 20, 127, 128, 129, 159, 160, 161, 191, 200, 330, 700)
+
+
+@contextmanager
+def windowed(
+    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
+) -> Iterator[Pair]:
+    with running(cluster, make_pair, *specs, beside=beside) as pair:
+        pair.leaves_last = True
+        yield pair
+
+
+def check_prefixes(pair: Pair, window: int) -> None:
+    """On P and on D. Of layers with a window there is what the last token of the earlier prompt saw, so only what goes on from there
+    has a prefix."""
+    head = fresh_prompt(6 * BLOCK + 9)
+    pair.check([head], name="cold")
+    longer = [*head, *fresh_prompt(3 * BLOCK)]
+    before = pair.loaded_tokens()
+    answer = complete(pair.front.url, body_of(longer, 12))
+    loaded = pair.loaded_tokens() - before
+    assert loaded == len(longer) - 1 - 6 * BLOCK, f"D loaded {loaded} of {len(longer)} tokens"
+    pair.compare([longer], [answer], f"a prefix on D, window {window}")
+    head = fresh_prompt(6 * BLOCK + 5)
+    complete(pair.prefill.url, body_of(head, 1))  # P alone: D has never seen it
+    pair.check([[*head, *fresh_prompt(50)]], name=f"a prefix on P, window {window}")
+
+
+@pytest.fixture(scope="module")
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    (d,) = cluster.start(spec("gptoss-d", "gptoss", "kv_consumer", cluster.push_config(*allowed)))
+    yield d
+    cluster.stop(d)
+
+
+@pytest.fixture(scope="class")
+def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+    p = spec("gptoss-p", "gptoss", "kv_producer", cluster.push_config())
+    with windowed(cluster, make_pair, p, beside=[decode]) as made:
+        yield made
+
+
+class TestTwoGroups:
+    """gpt-oss: layers 0 and 2 look at 128 tokens, 1 and 3 at all, and 0 and 1 lie at one address."""
+
+    def test_every_length_in_chunks(self, pair: Pair) -> None:
+        exercise(pair, "gptoss 1→1", LENGTHS)
+
+    def test_prefixes(self, pair: Pair) -> None:
+        check_prefixes(pair, RECIPES["gptoss"].window)
+
+    def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
+        free = pair.free_counts()
+        for seconds in (0.02, 0.2, 0.4):
+            leave_after(pair.front.url, body_of(fresh_prompt(1500), 400), seconds)
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
+        pair.check([fresh_prompt(159)], name="after clients that have left")
+
+
+@pytest.mark.slow
+class TestWindowShapes:
+    def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+        p = spec("gptoss-p2", "gptoss", "kv_producer", cluster.push_config(regroup="always"), tp=2)
+        with windowed(cluster, make_pair, p, beside=[decode]) as pair:
+            exercise(pair, "gptoss 2→1 regrouped", LENGTHS)
+            check_prefixes(pair, RECIPES["gptoss"].window)
+
+    def test_six_groups(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        """Gemma-3: each of six layers is a group, and all are at one address."""
+        specs = (
+            spec("gemma3-p", "gemma3", "kv_producer", cluster.push_config()),
+            spec("gemma3-d", "gemma3", "kv_consumer", cluster.push_config(*allowed)),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            exercise(pair, "gemma3 1→1", LENGTHS)
+            check_prefixes(pair, RECIPES["gemma3"].window)
+
+    def test_windows_alone_and_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        """Mistral's: one group, of whose blocks none holds the whole prompt."""
+        specs = (
+            spec("windowed-p", "windowed", "kv_producer", cluster.push_config()),
+            spec("windowed-d", "windowed", "kv_consumer", cluster.push_config(*allowed), tp=2),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            exercise(pair, "window only 1→2", LENGTHS)
+            check_prefixes(pair, RECIPES["windowed"].window)
+
+
+@pytest.mark.slow
+class TestPlantedFaults:
+    @pytest.mark.parametrize("what", ["group 0", "group 1", "block"])
+    def test_what_is_left_out_makes_other_answers(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str
+    ) -> None:
+        """No sum finds it: P sums what it pushes, so D does not compare. At these lengths the first block lies in the window whole: of
+        one token in 128 an answer need not depend."""
+        less: dict[str, Any] = {
+            "connector": "LeavingConnector",
+            "transfer": {"kv_connector_module_path": "pd_test_groups"},
+            "environment": {"PD_TEST_LEAVES_OUT": what},
+        }
+        specs = (
+            spec("leaving-p", "gptoss", "kv_producer", cluster.push_config(verify="off"), **less),
+            spec("leaving-d", "gptoss", "kv_consumer", cluster.push_config(*allowed, verify="off")),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            wrong = 0
+            for length in (160, 192, 320, 352):
+                prompt = fresh_prompt(length)
+                (expected,) = reference_answers(pair.prefill, [prompt], 12)
+                before = pair.loaded_tokens()
+                got = complete(pair.front.url, body_of(prompt, 12))
+                assert pair.loaded_tokens() - before == length - 1
+                wrong += got.tokens != expected.tokens
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out ({what})"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens dealt out among ranks: every byte of a prompt reaches the rank and the place where the other engine has it, once, by a
+reference that knows single tokens only."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.context import Dealt, contributors, shared
+
+UNTOUCHED = -1
+WORLDS = [(8, 2), (1, 4), (4, 1), (2, 2), (2, 8), (4, 3), (3, 2), (1, 1), (6, 4)]
+SIZES = [(4, 4), (8, 4), (4, 16)]  # of blocks
+INTERLEAVES = [(1, 1), (4, 4), (1, 4), (2, 1), (4, 2)]
+
+
+def place(engine: Dealt, token: int) -> tuple[int, int, int]:
+    """The reference, token by token: holder, index in the table, place in the block."""
+    inside = token % (engine.block_size * engine.world)
+    own = [t for t in range(inside) if (t // engine.interleave) % engine.world == holder(engine, token)]
+    return holder(engine, token), token // (engine.block_size * engine.world), len(own)
+
+
+def holder(engine: Dealt, token: int) -> int:
+    return (token // engine.interleave) % engine.world
+
+
+def table(engine: Dealt, tokens: int, seed: int) -> np.ndarray:
+    blocks = -(-tokens // (engine.block_size * engine.world))
+    return np.random.default_rng(seed).permutation(2 * blocks)[:blocks]
+
+
+def filled(engine: Dealt, tokens: int, first: int, seed: int) -> np.ndarray:
+    """[rank, block, place]: which token lies there."""
+    ids = table(engine, tokens, seed)
+    memory = np.full((engine.world, 2 * len(ids), engine.block_size), UNTOUCHED)
+    for token in range(first, tokens):
+        rank, block, at = place(engine, token)
+        assert memory[rank, ids[block], at] == UNTOUCHED
+        memory[rank, ids[block], at] = token
+    return memory
+
+
+@pytest.mark.parametrize(("p_world", "d_world"), WORLDS)
+@pytest.mark.parametrize(("p_block", "d_block"), SIZES)
+@pytest.mark.parametrize(("p_run", "d_run"), INTERLEAVES)
+def test_every_token_arrives_where_decode_has_it(
+    p_world: int, d_world: int, p_block: int, d_block: int, p_run: int, d_run: int
+) -> None:
+    p, d = Dealt(p_block, p_world, p_run), Dealt(d_block, d_world, d_run)
+    for tokens, first in ((1, 0), (97, 0), (130, 31), (p.covers * d_world, 0)):
+        source, wanted = filled(p, tokens, 0, 1), filled(d, tokens, first, 2)
+        landed = np.full_like(wanted, UNTOUCHED)
+        p_ids, d_ids = table(p, tokens, 1), table(d, tokens, 2)
+        for p_rank, d_rank in product(range(p_world), range(d_world)):
+            found = shared(p, p_rank, d, d_rank, first, tokens)
+            for count, a, at, b, to in zip(
+                found.count, found.p_block, found.p_token, found.d_block, found.d_token, strict=True
+            ):
+                part = landed[d_rank, d_ids[b], to : to + count]
+                assert len(part) == count and (part == UNTOUCHED).all(), "nothing is written twice, or past its block"
+                part[:] = source[p_rank, p_ids[a], at : at + count]
+            assert (found.tokens > 0) <= (p_rank in contributors(p, d, d_rank))
+        assert (landed == wanted).all()
+
+
+@pytest.mark.parametrize("engine", [Dealt(4, 1), Dealt(4, 2, 4), Dealt(8, 3, 2), Dealt(16, 8)])
+def test_ranks_have_as_many_tokens_as_they_are_dealt(engine: Dealt) -> None:
+    for tokens in range(100):
+        held = [sum(holder(engine, token) == rank for token in range(tokens)) for rank in range(engine.world)]
+        assert [engine.holds(rank, tokens) for rank in range(engine.world)] == held
+    assert [engine.holder(token) for token in range(50)] == [holder(engine, token) for token in range(50)]
+
+
+def test_ranks_that_have_nothing_in_common_do_not_meet() -> None:
+    """Equal worlds pair up; a world of 8 deals to one of 2 by every second rank."""
+    assert [contributors(Dealt(16, 4), Dealt(16, 4), rank) for rank in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert [contributors(Dealt(16, 8), Dealt(16, 2), rank) for rank in range(2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [contributors(Dealt(16, 8, 16), Dealt(16, 2, 16), rank) for rank in range(2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert contributors(Dealt(16, 3), Dealt(16, 2), 0) == (0, 1, 2)
+
+
+def test_neighbours_on_both_sides_are_one_run() -> None:
+    whole = shared(Dealt(16, 1), 0, Dealt(16, 1), 0, 0, 160)
+    assert whole.count.tolist() == [16] * 10
+    blocks = shared(Dealt(16, 2, 16), 0, Dealt(16, 4, 16), 0, 0, 640)
+    assert set(blocks.count.tolist()) == {16}, "whole blocks move whole where whole blocks are dealt"
+
+
+def test_what_no_engine_has_is_no_layout() -> None:
+    for wrong in ((0, 1, 1), (16, 0, 1), (16, 2, 0), (16, 2, 32), (16, 2, 5)):
+        with pytest.raises(LocalProtocolError):
+            Dealt(*wrong)
+
+
+def test_a_million_tokens_cost_what_they_hold() -> None:
+    found = shared(Dealt(128, 8, 128), 3, Dealt(128, 2, 128), 1, 0, 1 << 20)
+    assert len(found.count) == (1 << 20) // 128 // 8 and found.tokens == (1 << 20) // 8
