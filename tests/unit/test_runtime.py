@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from runtime_caches import HeldDevice, Model
 from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
-from watching import traced, until
+from watching import Events, traced, until
 
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -369,6 +369,11 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
         d.check(request)
 
 
+def heard_ready(events: Events) -> set[tuple[str, int]]:
+    """Transfers and D ranks whose first READY has come to P. D may say READY more than once: BEGINs are repeated."""
+    return {(facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts}
+
+
 def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_layer() -> None:
     model, device = Model("token"), HeldDevice()
     p = PrefillSite(model, 1, blocks=256, device=device)
@@ -381,7 +386,7 @@ def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_la
             request.name = f"{request.name}.{i}"
             assert p.admit(request) is None
         p.compute(*((request, request.tokens) for request in requests))
-        until(lambda: len([1 for stage, _ in events if stage == "ready"]) >= 3 * 2 * 16, "READY of all")
+        until(lambda: len(heard_ready(events)) == 3 * 16, "P has heard READY of three ranks for each request")
         device.open.set()
         for site in (one, two):
             wanted = list(site.requests)
