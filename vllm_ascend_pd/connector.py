@@ -63,7 +63,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = PrefillScheduler(engine)
         else:
             recomputes = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
-            self._scheduler = DecodeScheduler(engine, self.patience, recomputes=recomputes)
+            longest = vllm_config.model_config.max_model_len
+            self._scheduler = DecodeScheduler(engine, self.patience, longest=longest, recomputes=recomputes)
 
     def _start_trace(self, prefill: bool, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir

@@ -11,6 +11,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol import messages
 
 _POOL = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
+_PERIOD = 1_048_573  # of longer prompts; a prime, so that no block is like another
 NOISE = 0xEE  # what zeroing, or the step before, leaves in a block
 BASE = 1 << 20  # addresses do not start at zero
 
@@ -25,7 +26,8 @@ class Content:
         """Cells [first, last) of `heads` in layer 0, region 0, if that is of this kind: shape (cells, heads, bytes)."""
         width = kind.regions[0].cell_bytes
         size = kind.kv_heads * width
-        flat = _POOL[self._start + first * size : self._start + last * size]
+        begin, end = self._start + first * size, self._start + last * size
+        flat = _POOL[begin:end] if end <= len(_POOL) else _POOL[np.arange(begin, end) % _PERIOD]
         found = flat.reshape(last - first, kind.kv_heads, width)[:, heads.start : heads.stop]
         if kind.opaque:
             blocks = np.arange(first, last)

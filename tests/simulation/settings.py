@@ -182,6 +182,22 @@ class Settings:
         numbers = {"windows": windows, "group_of": group_of, "scales": scales}
         return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
 
+    def without_faults(self) -> Settings:
+        """The same world where nothing goes wrong and no deadline is near."""
+        patient = replace(self.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0)
+        return replace(self, faults=Faults(), timers=patient)
+
+    def lengthened(self, tokens: int, chunk: int) -> Settings:
+        """The same world, of one engine a side and few layers, with prompts of up to so many tokens."""
+
+        def long(shape: Shape) -> Shape:
+            return replace(shape, block_size=128, blocks=2 * (tokens // 128 + 1))
+
+        prefill, decode = tuple(map(long, self.prefill[:1])), tuple(map(long, self.decode[:1]))
+        layers = min(self.layers, 3)
+        small = {"layers": layers, "cell": 1, "regions": 1, "indexed": (), "windows": (), "group_of": (), "scales": ()}
+        return replace(self, prefill=prefill, decode=decode, tokens=tokens, chunk=chunk, requests=4, room=64, **small)  # type: ignore[arg-type]
+
 
 def draw(seed: int, requests: int | None = None) -> Settings:
     """The settings of a seed."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from simulation.run import Sum, main, run_seed, run_seeds
-from simulation.settings import Faults, draw
+from simulation.settings import draw
 from simulation.sums import summed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,13 +184,24 @@ def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None
         d = replace(drawn.decode[0], tp=1, pp=1, block_size=p.block_size)
         wide = replace(drawn, prefill=(p,), decode=(d,) * 32, kv_heads=4, opaque=False, requests=96, burst=32, slots=1)
         wide = replace(wide, regroup=replace(drawn.regroup, regroup="always"))
-        if not faults:
-            patient = replace(drawn.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0)
-            wide = replace(wide, faults=Faults(), timers=patient)
-        result = run_seed(seed, settings=wide)
+        result = run_seed(seed, settings=wide if faults else wide.without_faults())
         assert not result.violation, f"seed {seed}: {result.violation}"
         total.transfers += result.transfers
         total.stats += result.stats
     assert total.transfers > 600
     assert total.stats["catch-ups"] > 500
+    assert faults or total.stats["transfers ok"] == total.transfers
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
+def test_prompts_of_a_million_tokens_are_pushed_in_chunks(faults: bool) -> None:
+    """The longest that vllm-ascend's configurations allow."""
+    total = Sum()
+    for seed in range(7000, 7012):
+        settings = draw(seed).lengthened(1 << 20, 65536)
+        result = run_seed(seed, settings=settings if faults else settings.without_faults())
+        assert not result.violation, f"seed {seed}: {result.violation}"
+        total.transfers += result.transfers
+        total.stats += result.stats
+    assert total.transfers > 40 and total.stats["writes landed"] > 500
     assert faults or total.stats["transfers ok"] == total.transfers

@@ -228,14 +228,14 @@ async def test_long_bodies_take_turns_with_each_other() -> None:
 @pytest.mark.parametrize("ids", [b"[" + b"1," * LONG + b"1]", b"[" + b"1 " * LONG + b"[]]", b'["x"]', b"7"])
 def test_token_ids_that_d_posts_are_carried_and_not_made(ids: bytes) -> None:
     body = b'{"ticket": "t", "transfer": "x", "reservation": "", "prompt_token_ids": ' + ids + b"}"
-    steps = reserve._reading(body, {"t"})
+    steps = reserve.reading(body, {"t"})
     try:
         read = outline.at_once(steps)
     except msgspec.DecodeError:
         assert ids[:3] != b"[1,"
     else:
         assert bytes(read.prompt_token_ids) == ids and read.tokens == LONG + 1
-    assert outline.at_once(reserve._reading(body, ())).tokens == 0, "an unknown ticket's prompt is not looked at"
+    assert outline.at_once(reserve.reading(body, ())).tokens == 0, "an unknown ticket's prompt is not looked at"
 
 
 def test_each_name_of_a_connection_header_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:

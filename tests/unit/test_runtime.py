@@ -371,7 +371,9 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
 
 def heard_ready(events: Events) -> set[tuple[str, int]]:
     """Transfers and D ranks whose first READY has come to P. D may say READY more than once: BEGINs are repeated."""
-    return {(facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts}
+    return {
+        (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
+    }
 
 
 def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_layer() -> None:

@@ -55,11 +55,21 @@ class _Online:
     wake: tuple[str, int]
 
 
+def pace(longest: int, deadline_s: float) -> str:
+    """How fast P must be for the longest prompt: to be read at start, and not in the first failure."""
+    return (
+        f"the longest prompt, {longest:,} tokens, has {deadline_s:g} s to come (recv_deadline_s): prefill engines need "
+        f"{longest / deadline_s:,.0f} tokens a second for it, the wait in their queues included"
+    )
+
+
 class DecodeScheduler(SchedulerRole):
     """The constructor does no network I/O; the client and the doorbell start with the handshake."""
 
-    def __init__(self, engine: Engine, patience: Patience, *, recomputes: bool = False) -> None:
+    def __init__(self, engine: Engine, patience: Patience, *, longest: int = 0, recomputes: bool = False) -> None:
         self._engine, self._patience = engine, patience
+        if longest:
+            log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
         self._book = LoadBook(engine.incarnation)
         self._recomputes = recomputes
         self._asked: dict[str, _Asked] = {}  # by request id, until request and load are over

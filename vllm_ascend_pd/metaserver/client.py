@@ -43,6 +43,7 @@ _PATIENCE_S = 10.0  # a metaserver that is away for longer has lost the ticket w
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 _REPORT_S = 10.0
 _REPORTS_AT_ONCE = 16
+_KIND = {"content-type": "application/json"}
 _MOST_REPORTS = 4096
 _MOST_CONNECTING = 64  # a burst of reservations takes its time to connect, and none of them times out for it
 
@@ -226,12 +227,10 @@ class MetaserverClient:
     async def _post_report(self, slots: asyncio.Semaphore, url: str, report: LoadReport) -> bool:
         """Whether the metaserver took it: it may know nothing of the request any more, which is no failure."""
         async with slots:
-            kind = {"content-type": "application/json"}
+            body = msgspec.json.encode(report)
+            again = {REPEATABLE: True}
             answer = await self._client().post(
-                url.rstrip("/") + reports.ROUTE,
-                content=msgspec.json.encode(report),
-                headers=kind,
-                extensions={REPEATABLE: True},
+                url.rstrip("/") + reports.ROUTE, content=body, headers=_KIND, extensions=again
             )
             return answer.status_code < 500
 
@@ -269,8 +268,9 @@ class MetaserverClient:
         if trace.enabled():
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
         url = call.url.rstrip("/") + "/v1/metaserver"
+        body = msgspec.json.encode(call.body)  # 20 times as fast as httpx's way, and a prompt may have a million ids
         try:
-            async with self._client().stream("POST", url, json=call.body) as answer:
+            async with self._client().stream("POST", url, content=body, headers=_KIND) as answer:
                 if answer.status_code != 200:
                     raise await _refusal(answer)
                 if "ndjson" in answer.headers.get("content-type", ""):

@@ -99,7 +99,7 @@ class Reservations:
     async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: Send) -> None:
         """Answer one POST. Interrupted when D closes it or the client's request ends."""
         try:
-            posted = await self._front.turns.take(_reading(body, self._front.journal.tickets))
+            posted = await self._front.turns.take(reading(body, self._front.journal.tickets))
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
             await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
@@ -263,7 +263,7 @@ class Reservations:
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
-def _reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[Reservation]:
+def reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[Reservation]:
     """Anybody can post, so the prompt is not looked at before the ticket is known. Raises BodyError and msgspec's errors."""
     if len(body) <= outline.SLICE:
         posted = _DECODER.decode(body)
