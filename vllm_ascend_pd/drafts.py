@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-_WITH_LAYERS = ("mtp", "eagle3", "eagle", "draft_model")
+_WITH_LAYERS = ("mtp", "eagle3", "eagle", "dflash", "draft_model")
 _PROVEN = (*_WITH_LAYERS, "ngram")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -40,7 +40,7 @@ def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
         yield f"A draft model of {modules} MTP layers", "Start without it."
     if getattr(speculative, "disable_padded_drafter_batch", False):
         yield "disable_padded_drafter_batch", "Leave it out."
-    if getattr(speculative, "parallel_drafting", False):
+    if speculative.method != "dflash" and getattr(speculative, "parallel_drafting", False):
         yield "parallel_drafting", "Leave it out."
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         # Where that says none, the draft model does not run, and a prompt that is prefilled then has no cache of it.

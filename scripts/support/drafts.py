@@ -3,6 +3,9 @@
 
 Such a draft sees the next token's embedding where the target saw it, attends over its own cache as the target's layer does, and
 so says mostly what the target will say. With a wrong or missing cache of the prompt it does not: that is what it is for.
+
+DFlash drafts all tokens in one pass, from the places where they will be: it does not know the tokens before, but those whose cache
+it has. So the query of its target's last layer is the same for every token, and only its position tells one from another.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 EMBEDDING = 0.08  # root mean square of an embedding; a norm of this weight gives one back as it was
 OUTPUTS = ("o_proj.weight", "down_proj.weight")
 OTHER_LAYERS, LAST_LAYER = 0.0005, 4.0  # times what they would add to the residual stream
+MASK, SHARPLY = 3, 4.0  # DFlash's token in the place of one that is drafted; the factor of its target's queries
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
@@ -24,6 +28,23 @@ def let_one_layer_decide(model: Any) -> None:
         for name, weight in layer.named_parameters():
             if name.endswith(OUTPUTS):
                 weight.mul_(LAST_LAYER if layer is layers[-1] else OTHER_LAYERS)
+
+
+def let_every_token_ask_alike(model: Any) -> None:
+    """Embeddings have a part in common. The last layer's queries see that part alone, its keys and values all but that, and what it
+    looks for it looks for sharply."""
+    import torch
+
+    common = torch.nn.functional.normalize(torch.randn(model.config.hidden_size), dim=0)
+    embeddings = model.model.embed_tokens.weight
+    embeddings -= torch.outer(embeddings @ common, common)
+    embeddings += EMBEDDING * common * model.config.hidden_size**0.5
+    embeddings[MASK] = EMBEDDING * common * model.config.hidden_size**0.5
+    attention = model.model.layers[-1].self_attn
+    attention.q_proj.weight.copy_(torch.outer(attention.q_proj.weight @ common, common))
+    attention.q_norm.weight.fill_(SHARPLY)
+    for projection in (attention.k_proj, attention.v_proj):
+        projection.weight -= torch.outer(projection.weight @ common, common)
 
 
 def add_mtp_layer(directory: Path) -> None:
@@ -57,7 +78,7 @@ def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
         more = weight.repeat_interleave(kv_heads // config["num_key_value_heads"], dim=0)
         layer[f"self_attn.{name}.weight"] = more.flatten(0, 1)
     config = {**config, "num_key_value_heads": kv_heads}
-    made = {"eagle": _eagle, "eagle3": _eagle3}[family](layer, weights, config)
+    made = {"eagle": _eagle, "eagle3": _eagle3, "dflash": _dflash}[family](layer, weights, config)
     _store(directory, *made)
 
 
@@ -95,6 +116,35 @@ def _eagle3(
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config["vocab_size"],
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    return own, {**config, **more}
+
+
+def _dflash(
+    layer: dict[str, Any], weights: dict[str, Any], config: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """It asks from one place further on than the target will, whose layer it is: its query is turned back by one position."""
+    import torch
+
+    hidden, size = config["hidden_size"], config["head_dim"]
+    own = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    own["hidden_norm.weight"] = layer["input_layernorm.weight"]
+    own["norm.weight"] = weights["model.norm.weight"]
+    own["fc.weight"] = torch.eye(hidden)
+    angle = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
+    query = layer["self_attn.q_proj.weight"].view(config["num_attention_heads"], 2, size // 2, hidden)
+    a, b = query[:, 0], query[:, 1]
+    turned = torch.stack([a * cos + b * sin, b * cos - a * sin], dim=1)
+    own["layers.0.self_attn.q_proj.weight"] = turned.reshape(-1, hidden)
+    own["embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    own["lm_head.weight"] = weights["lm_head.weight"]
+    flash = {"mask_token_id": MASK, "target_layer_ids": [config["num_hidden_layers"] - 2], "causal": True}
+    more = {
+        "num_hidden_layers": 1,
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": flash,
+        "layer_types": ["full_attention"],
     }
     return own, {**config, **more}
 

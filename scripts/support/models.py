@@ -27,7 +27,7 @@ FORMAT = 1  # raised when a recipe's meaning changes, so that old directories ar
 class Recipe:
     """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
 
-    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3_moe | gemma3 | gpt_oss | mistral | eagle | eagle3
+    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3 | qwen3_moe | gemma3 | gpt_oss | mistral | eagle | eagle3 | dflash
     layers: int
     heads: int
     kv_heads: int
@@ -77,6 +77,8 @@ RECIPES = {
     "gptoss": Recipe("gpt_oss", 4, 8, 4, head_dim=32, hidden=256, intermediate=128, window=128),
     "windowed": Recipe("mistral", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec-flash": Recipe("qwen3", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec-flash-dflash": Recipe("dflash", 1, 8, 4, 32, hidden=256, intermediate=512, target="spec-flash"),
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
     "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
@@ -128,6 +130,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "latent": _llama,
             "deepseek_v2": _deepseek,
             "deepseek_v3": _deepseek,
+            "qwen3": _qwen3,
             "qwen3_moe": _qwen3_moe,
             "gemma3": _windowed,
             "gpt_oss": _windowed,
@@ -136,6 +139,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
         model = families[recipe.family](recipe).to(torch.float32)
         if recipe.one_layer_decides:
             drafts.let_one_layer_decide(model)
+        if recipe.family == "qwen3":
+            drafts.let_every_token_ask_alike(model)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
     if recipe.family == "deepseek_v3":
@@ -216,6 +221,13 @@ def _deepseek(recipe: Recipe) -> Any:
             v_head_dim=recipe.head_dim,
         )
     )
+
+
+def _qwen3(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.Qwen3ForCausalLM(library.Qwen3Config(**_sizes(recipe), head_dim=recipe.head_dim))
 
 
 def _qwen3_moe(recipe: Recipe) -> Any:

@@ -65,6 +65,22 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     pair.check(batch, TOKENS, name=f"{name}, 8 at once")
 
 
+def check_left_out(pair: Pair, name: str, told: Callable[[str], None]) -> None:
+    """D alone has the draft model. Also what the comparison above is worth: the push of draft layers left out is seen."""
+    (d,) = pair.decode
+    prompts = [fresh_prompt(length) for length in (100, 333, 700)]
+    alone = drafts_of(d, d.url, prompts)
+    with drafted(d) as found:
+        for prompt in prompts:
+            pair.check([prompt], TOKENS, name="no drafts on P")
+    pushed = found()
+    told(
+        f"figure: {name} on D alone: {pushed.accepted} of {pushed.tokens} accepted, {alone.accepted} of {alone.tokens} alone"
+    )
+    assert pushed.rate < alone.rate / 2, f"with the prompt's KV from P {pushed}, alone {alone}"
+    assert "has no such draft model" in d.log.read_text(errors="replace")
+
+
 @contextmanager
 def running(
     cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
@@ -143,19 +159,9 @@ class TestMtpShapes:
     def test_without_a_draft_model_on_p_the_text_is_right_and_the_drafts_are_not(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
-        """Also what the comparison above is worth: the draft layer's push left out is seen."""
-        prompts = [fresh_prompt(length) for length in (100, 333, 700)]
-        alone = drafts_of(decode, decode.url, prompts)
         spec = EngineSpec("mtp-p0", ensure("mtp"), role="kv_producer", extra=cluster.push_config())
-        with running(cluster, make_pair, spec, beside=[decode]) as pair, drafted(decode) as found:
-            for prompt in prompts:
-                pair.check([prompt], TOKENS, name="no drafts on P")
-        pushed = found()
-        told(
-            f"figure: MTP on D alone: {pushed.accepted} of {pushed.tokens} accepted, {alone.accepted} of {alone.tokens} alone"
-        )
-        assert pushed.rate < alone.rate / 2, f"with the prompt's KV from P {pushed}, alone {alone}"
-        assert "has no such draft model" in decode.log.read_text(errors="replace")
+        with running(cluster, make_pair, spec, beside=[decode]) as pair:
+            check_left_out(pair, "MTP", told)
 
     def test_a_draft_model_on_p_alone_is_not_pushed(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
@@ -200,27 +206,53 @@ def test_a_draft_model_of_another_shape(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "draft"), [("eagle", "spec-eagle"), ("draft_model", "spec")])
+@pytest.mark.parametrize(
+    ("method", "model", "draft", "p_tp"),
+    [
+        ("eagle", "spec", "spec-eagle", 1),
+        ("draft_model", "spec", "spec", 1),
+        ("dflash", "spec-flash", "spec-flash-dflash", 1),
+        ("dflash", "spec-flash", "spec-flash-dflash", 2),
+    ],
+)
 def test_other_draft_models(
     method: str,
+    model: str,
     draft: str,
+    p_tp: int,
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
     told: Callable[[str], None],
 ) -> None:
-    """Eagle, and a whole model of its own (here the target itself), whose layers have a prefix before their names."""
-    target: Path = ensure("spec")
+    """Eagle; a whole model of its own (here the target itself), whose layers have a prefix before their names; DFlash, which makes its
+    layers' KV of the target's hidden states before it runs, and drafts all tokens in one pass."""
+    target: Path = ensure(model)
     of = own(method, draft, num_speculative_tokens=2)
     common: dict[str, Any] = {"chunk": 96, "draft": of}
+    p_config = cluster.push_config(**({"regroup": "always"} if p_tp > 1 else {}))
     specs = (
-        EngineSpec(f"{method}-p", target, role="kv_producer", extra=cluster.push_config(), **common),
+        EngineSpec(f"{method}-p", target, role="kv_producer", tp=p_tp, extra=p_config, **common),
         EngineSpec(
             f"{method}-d", target, role="kv_consumer", policy="fail", extra=cluster.push_config(*allowed), **common
         ),
     )
     with running(cluster, make_pair, *specs) as pair:
-        check(pair, LENGTHS, f"{method} 1→1", told)
+        check(pair, LENGTHS, f"{method} {p_tp}→1", told)
+
+
+@pytest.mark.slow
+def test_dflash_without_the_prompts_cache_is_never_right(
+    cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+) -> None:
+    target, draft = ensure("spec-flash"), own("dflash", "spec-flash-dflash", num_speculative_tokens=2)
+    config = cluster.push_config(*allowed)
+    specs = (
+        EngineSpec("flash-p", target, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("flash-d", target, role="kv_consumer", policy="fail", draft=draft, extra=config),
+    )
+    with running(cluster, make_pair, *specs) as pair:
+        check_left_out(pair, "DFlash", told)
 
 
 @pytest.mark.slow

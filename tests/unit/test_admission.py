@@ -141,7 +141,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 @pytest.mark.parametrize("role", BOTH)
 def test_proven_drafts_start(role: str) -> None:
-    for method in ("mtp", "eagle3", "eagle", "draft_model"):
+    for method in ("mtp", "eagle3", "eagle", "dflash", "draft_model"):
         Engine.of(with_drafts(method=method)(role))
     Engine.of(vllm_config(role, speculative_config=NGRAM))
 
@@ -179,7 +179,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
         lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
     ),
     ("Speculative decoding with suffix", with_drafts(method="suffix")),
-    ("Speculative decoding with dflash", with_drafts(method="dflash")),
+    ("Speculative decoding with medusa", with_drafts(method="medusa")),
     ("A draft model of 3 MTP layers", with_drafts(modules=3)),
     ("disable_padded_drafter_batch", with_drafts(disable_padded_drafter_batch=True)),
     ("parallel_drafting", with_drafts(parallel_drafting=True)),

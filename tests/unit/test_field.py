@@ -209,13 +209,13 @@ def test_ranks_with_experts_would_start(model: str) -> None:
 
 
 DRAFT = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
-UNPROVEN = '{"method": "dflash", "num_speculative_tokens": 7}'
+UNPROVEN = '{"method": "suffix", "num_speculative_tokens": 7}'
 GROUPS = [
     "PD-CONF-005 A model with sliding windows or several KV cache groups",
     "PD-CONF-005 A KV cache of kind MambaSpec",
 ]
 MODE = "PD-CONF-005 cudagraph_mode FULL_AND_PIECEWISE on prefill"
-SPECULATION = "PD-CONF-005 Speculative decoding with dflash"
+SPECULATION = "PD-CONF-005 Speculative decoding with suffix"
 OWN, C8 = '{"model": "me/draft"}', '{"enable_sparse_li_c8": true, "enable_sparse_sfa_c8": false}'
 CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "a draft on D alone": ({"d": line(D, "--speculative-config", DRAFT)}, [], []),
