@@ -118,6 +118,9 @@ class Timers:
     hold_s: float = _key(
         120.0, "P", "how long finished blocks wait for a reservation (P-first order)", low=0.5, high=3600
     )
+    meet_s: float = _key(
+        30.0, "P", "how long a reservation waits for the request of its name (concurrent order)", low=0.2, high=3600
+    )
     preempt_drain_s: float = _key(1.0, "P", "wait for writes that read preempted blocks", low=0.0, high=60)
     resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)
     resend_max_s: float = _key(2.0, "P, D", "longest time between repetitions", low=0.01, high=60)

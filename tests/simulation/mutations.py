@@ -18,6 +18,7 @@ from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
+from vllm_ascend_pd.prefill.core.meetings import Meetings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums, Writable
@@ -52,6 +53,7 @@ class Mutation:
     sender: Callable[..., Sender] = Sender
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
+    meetings: Callable[..., Meetings] = Meetings
     hasty_release: bool = False  # P frees a finished request's blocks at once
     uncut: bool = False  # P computes the last token of a prompt whose window D will need with it
     blunt_revocation: bool = False  # D goes on under the session that it has revoked

@@ -142,7 +142,7 @@ class PushBook:
         self, request_id: str, reservation: Reservation, push: str, computed: int, blocks: Sequence[Sequence[int]]
     ) -> None:
         """A reservation that fits comes to a request of which `computed` tokens are in `blocks` (by group): the next step
-        pushes those. Where the request has ended, `hold` is told of it next."""
+        pushes those. Where the request has ended before, `finished` is told so next."""
         self._see(reservation)
         tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation)
         if not computed:
@@ -152,13 +152,6 @@ class PushBook:
         after, tables = min(computed, reservation.end), tuple(np.asarray(ids, dtype=np.int32) for ids in blocks)
         self._pending.starts.append(PushStart(request_id, push, reservation))
         self._pending.computed.append(PushSlice(push, 0, after, tables, restart=False, final=tracked.sealed))
-
-    def hold(self, request_id: str) -> None:
-        """The request had ended, and its blocks were held, before it was attached."""
-        tracked = self._tracked.pop(request_id)
-        self._holding[request_id] = tracked.push
-        *others, start = self._pending.starts
-        self._pending.starts = [*others, replace(start, ended=True)]
 
     def free(self, request_id: str) -> None:
         """The blocks of a request that has ended were held for nobody: the workers say so, as of every other."""
@@ -264,6 +257,8 @@ class PushBook:
             self._abort(tracked, why)
         if holds_blocks:
             self._holding[request_id] = tracked.push
+            starts = self._pending.starts  # that no step has told: vLLM may name the request as finished before
+            self._pending.starts = [replace(s, ended=True) if s.push == tracked.push else s for s in starts]
         else:
             self._pending.ended.append(tracked.push)
         return holds_blocks

@@ -117,6 +117,14 @@ class Holding:
     meet_s: float = 30.0
 
 
+def not_held(engine: CacheGeometry) -> str:
+    """Why sources of this cache are not held, or nothing. A step that no target waits for is not watched: nobody would know
+    that the draft model did not run in it; and of a window P lets go of what a later target would want."""
+    if engine.drafts:
+        return "its cache has layers of a draft model"
+    return "its cache lets go of tokens that are behind a window" if engine.leaves_last else ""
+
+
 def failure_of(error: PdError) -> Failure:
     return Failure(error.code, error.sentence[:MAX_TEXT])
 
@@ -356,7 +364,7 @@ class Meetings:
     def bind_held(self, now: float, record: Record, target: Target) -> None:
         """The request has ended: all of it is pushed with the next step, and then its blocks go back."""
         self._attach(record)
-        self._book.hold(record.request_id)
+        self._book.finished(record.request_id, holds_blocks=True, why="it is not sealed")
         self.end(now, record)
 
     def _attach(self, record: Record) -> None:
