@@ -56,7 +56,11 @@ class Router:
         request.leg = leg
         late_p, late_d = (world.rng.choice((0.0, 0.001, 0.1)) for _ in range(2))
         strays = world.chance(s.faults.astray)
-        how = world.rng.choice(("source late", "source twice", "source never", "target late", "target never")) if strays else ""
+        how = (
+            world.rng.choice(("source late", "source twice", "source never", "target late", "target never"))
+            if strays
+            else ""
+        )
         if how:
             world.fault(how)
         if how.endswith("late"):
@@ -109,7 +113,9 @@ class Router:
             delay = world.rng.choice((0.5, s.timers.hold_s)) * world.rng.uniform(0.8, 1.3)
         if how == "target twice":
             again = self._copy(request)
-            world.after(world.rng.choice((0.0, 0.1, 5.0)), self._to_decode, world.rng.choice(self.cluster.decode), again)
+            world.after(
+                world.rng.choice((0.0, 0.1, 5.0)), self._to_decode, world.rng.choice(self.cluster.decode), again
+            )
         if how != "target never":
             world.after(delay, self._to_decode, leg.decode, request)
 
