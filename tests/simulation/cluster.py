@@ -115,7 +115,8 @@ class Cluster:
 
     def offering_died(self, incarnation: str) -> None:
         """Its connections end, and P's kernels see it, unless a host has gone silently."""
-        if self.world.chance(self.settings.faults.silent_death):
+        met = bool(self.settings.p_first or self.settings.at_once)
+        if not met or self.world.chance(self.settings.faults.silent_death):
             return
         for engine in self.prefill:
             if engine.alive:

@@ -27,7 +27,7 @@ class Ticket:
 
     metaserver: str
     ticket: str
-    send_tokens: bool
+    send_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
