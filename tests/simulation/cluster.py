@@ -86,7 +86,7 @@ class Cluster:
 
     def to_listener(self, sender: DecodeEngine, endpoint: Endpoint, message: Meeting) -> None:
         engine, peer = self.prefill[int(endpoint.host[1:])], sender.incarnation
-        self.world.log(sender.scheduler.name, f"-> {endpoint.host}.s", type(message).__name__, message.transfer.n)
+        self.world.log(sender.scheduler.name, f"-> {endpoint.host}.s", message)
         if not engine.alive and self.world.rng.random() < 0.5:
             sender.scheduler.post(0.001, sender.unreachable, endpoint)
 
@@ -100,7 +100,7 @@ class Cluster:
 
     def to_offering(self, sender: PrefillEngine, peer: str, message: Meeting) -> None:
         engine = next((d for d in self.decode if d.alive and d.incarnation == peer), None)
-        self.world.log(sender.scheduler.name, f"-> {peer}", type(message).__name__, message.transfer.n)
+        self.world.log(sender.scheduler.name, f"-> {peer}", message)
         if engine is None:
             return
         endpoint = Endpoint(f"P{sender.index}", 1)

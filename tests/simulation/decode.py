@@ -22,7 +22,7 @@ from vllm_ascend_pd.geometry.layout import ALL, Group
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
-from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId
+from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.states import ReservationState
 
@@ -271,6 +271,7 @@ class DecodeEngine:
         request.left = True
         if request in self.waiting:
             self.waiting.remove(request)
+            self._spare(request)
             self._end(request, "left")
         elif request.name in self.loading:
             transfer = self.book.request_finished(request.name)
@@ -284,6 +285,12 @@ class DecodeEngine:
         self._offered()
 
     # -- offers
+
+    def _spare(self, request: Request) -> None:
+        """P need not hold anything for a request that loads nothing."""
+        if request.leg is not None and not self.book.has_loaded(request.name):
+            self.offers.spare(request.leg.listener, Unwanted(self.incarnation, request.source, request.leg.name))
+            self._offered()
 
     def heard(self, endpoint: Endpoint, message: Meeting) -> None:
         self.offers.heard(self.scheduler.clock(), endpoint, message)
@@ -352,6 +359,7 @@ class DecodeEngine:
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
+            self._spare(request)
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s

@@ -615,9 +615,9 @@ class SourceOfTheDead(Meetings):
         super().__init__(book, incarnation, holding)
         book.refusal_of = lambda *_: None  # type: ignore[method-assign]
 
-    def _meant(self, offer: Offer) -> Record | None:
-        if offer.source is None or offer.source.incarnation == self._incarnation:
-            return super()._meant(offer)
+    def _meant(self, source: Any, meets: str) -> Record | None:
+        if source is None or source.incarnation == self._incarnation:
+            return super()._meant(source, meets)
         return next((record for record in self._sources.values() if record.target is None), None)
 
 

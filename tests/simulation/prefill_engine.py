@@ -21,7 +21,7 @@ from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.prefill.decisions import Exchanged
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer
+from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.staging import exchanges_possible
 
@@ -155,6 +155,9 @@ class PrefillEngine:
             self.meetings.offer(now, peer, message, unseal(message.reservation, SECRETS))
         elif isinstance(message, Gone):
             self.meetings.withdrawn(now, peer, message.transfer)
+        elif isinstance(message, Unwanted):
+            self.cluster.world.stats["unwanted"] += 1
+            self.meetings.unwanted(now, message.source, message.meets)
         self._met()
 
     def decode_gone(self, peer: str) -> None:

@@ -152,6 +152,30 @@ def test_what_nobody_fetches_goes_back_by_itself() -> None:
     assert code(answer) == "PD-META-027"
 
 
+@pytest.mark.parametrize("by", ["source", "name"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_d_does_not_want_is_not_held(by: str, ended: bool) -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    held = ended and house.end()
+    house.meetings.unwanted(1.0, source if by == "source" else None, "name")
+    if not ended:
+        assert not house.end(), "nothing is held then"
+    assert house.step().freed == (("r",) if held else ())
+    house.meetings.unwanted(2.0, source, "")
+    assert not any(house.meetings.counts().values()) and house.book.released("r") is held
+
+
+def test_what_is_bound_is_wanted() -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    house.offer(source=source)
+    house.meetings.unwanted(1.0, source, "")
+    assert len(house.step().starts) == 1
+
+
 def test_a_target_that_nobody_meets_is_told_so() -> None:
     house = House()
     house.offer(now=1.0, meets="name")
@@ -339,6 +363,12 @@ class AnyOrder(RuleBasedStateMachine):
         offer = Offer(made.transfer, b"", **data.draw(st.sampled_from(names)))
         self.house.meetings.offer(self.now, "d", offer, made)
         self._heard()
+
+    @rule(data=st.data())
+    def unwanted(self, data: st.DataObject) -> None:
+        if self.sources:
+            self.house.meetings.unwanted(self.now, data.draw(st.sampled_from(list(self.sources.values()))), "")
+            self._step()
 
     @rule(seconds=st.sampled_from([1.0, 31.0, 130.0]))
     def time(self, seconds: float) -> None:

@@ -17,7 +17,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Name
 from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Token
-from vllm_ascend_pd.protocol.meeting import Meeting
+from vllm_ascend_pd.protocol.meeting import Meeting, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message
 from vllm_ascend_pd.protocol.versions import Release
 
@@ -86,7 +86,9 @@ OF_SCHEDULERS: tuple[type, ...] = get_args(Meeting)
 
 def dialer_of(message: Spoken) -> str:
     """Whose incarnation a message is said to come from, of those that a dialer sends."""
-    return message.p_incarnation if isinstance(message, Message) else message.transfer.incarnation
+    if isinstance(message, Message):
+        return message.p_incarnation
+    return message.d_incarnation if isinstance(message, Unwanted) else message.transfer.incarnation
 
 
 class Guard(Protocol):

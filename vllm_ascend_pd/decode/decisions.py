@@ -200,6 +200,10 @@ class LoadBook:
         self._pending.binds.append(bind)
         return bind
 
+    def has_loaded(self, request_id: str) -> bool:
+        """Whether it loads, or has loaded: it does so once."""
+        return request_id in self._consumed
+
     def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """The metaserver's call has ended."""
         if kind == "prefilled":

@@ -13,7 +13,7 @@ from vllm_ascend_pd.decode.core.offers import Offers, Say
 from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
-from vllm_ascend_pd.protocol.meeting import Meeting, Offer
+from vllm_ascend_pd.protocol.meeting import Meeting, Offer, Unwanted
 from vllm_ascend_pd.shared.loop import LoopThread
 
 
@@ -48,6 +48,9 @@ class Offering:
         """Nothing is told of it any more, but for an outcome already on its way."""
         self._loop.post(self._forget, transfer)
 
+    def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        self._loop.post(self._spare, listener, unwanted)
+
     # -- the loop thread
 
     async def close(self) -> None:
@@ -66,6 +69,10 @@ class Offering:
     def _forget(self, transfer: TransferId) -> None:
         self._began.pop(transfer, None)
         self._offers.forget(transfer)
+        self._act()
+
+    def _spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        self._offers.spare(listener, unwanted)
         self._act()
 
     def _heard(self, listener: Endpoint, message: Meeting) -> None:

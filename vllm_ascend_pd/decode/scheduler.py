@@ -25,7 +25,7 @@ from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.dialects import Meet, read_meet
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
-from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer
+from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -102,6 +102,8 @@ class DecodeScheduler(SchedulerRole):
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """vLLM allocated blocks and will load `count` tokens: reserve them and ask the metaserver for a prefill."""
         online, ticket = self._online, self._ticket(request)
+        if count <= 0:
+            self._spare(request.request_id)
         if count <= 0 or online is None or ticket is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
@@ -160,6 +162,14 @@ class DecodeScheduler(SchedulerRole):
             self._on_outcome(transfer, Outcome("failed", error.code, error.sentence))
         else:
             online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
+
+    def _spare(self, request_id: str) -> None:
+        """If P computes or holds anything for a request that loads nothing (all of it is here, or it has ended), let it know."""
+        meet = self._tickets.get(request_id)
+        if isinstance(meet, Meet) and self._online is not None and not self._book.has_loaded(request_id):
+            self._tickets[request_id] = None
+            unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
+            self._online.offering.spare(meet.listener, unwanted)
 
     def _hang_up(self, transfer: TransferId, ticket: Ticket | Meet) -> None:
         """Nothing more is wanted of whoever was asked."""
@@ -224,6 +234,7 @@ class DecodeScheduler(SchedulerRole):
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The request ended: what its answer says of the load."""
+        self._spare(request_id)
         self._tickets.pop(request_id, None)
         transfer = self._book.request_finished(request_id)
         if transfer is not None:

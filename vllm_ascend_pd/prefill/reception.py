@@ -23,7 +23,7 @@ from vllm_ascend_pd.prefill.core.meetings import Meetings, failure_of
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.shared.loop import LoopThread
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,9 @@ class Reception:
         if isinstance(message, Gone):
             with self.deciding() as now:
                 self._meetings.withdrawn(now, peer, message.transfer)
+        elif isinstance(message, Unwanted):
+            with self.deciding() as now:
+                self._meetings.unwanted(now, message.source, message.meets)
         elif isinstance(message, Offer):
             self._offered(peer, message)
 

@@ -73,4 +73,12 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     failure: Failure
 
 
-Meeting: TypeAlias = Offer | Waits | Bound | Gone
+class Unwanted(msgspec.Struct, frozen=True, tag="unwanted"):
+    """D → P: no offer will come for this source, or for the request of this name. Said once: `hold_s` ends it too."""
+
+    d_incarnation: Token
+    source: SourceId | None = None
+    meets: Name = ""
+
+
+Meeting: TypeAlias = Offer | Waits | Bound | Gone | Unwanted

@@ -16,7 +16,7 @@ from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import CATALOGUE, PdError
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
-from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Waits
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
 from vllm_ascend_pd.protocol.timing import Backoff
 
 
@@ -79,10 +79,16 @@ class Offers:
             over = Failure("PD-XFER-002", "the request ended on decode")
             self._effects.append(Say(found.listener, Gone(transfer, over)))
 
+    def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        """No offer will follow: P need not hold anything."""
+        self._effects.append(Say(listener, unwanted))
+
     def heard(self, now: float, listener: Endpoint, message: Meeting) -> None:
         """Only from where it was offered to: another P has nothing to say about it."""
+        if isinstance(message, Offer | Unwanted):
+            return
         found = self._open.get(message.transfer)
-        if found is None or found.listener != listener or isinstance(message, Offer):
+        if found is None or found.listener != listener:
             return
         if isinstance(message, Gone):
             self._end(message.transfer, message.failure)

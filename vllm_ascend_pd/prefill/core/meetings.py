@@ -50,6 +50,7 @@ class MeetingEvent(Named):
     ABORTED = "aborted"
     # from D
     WITHDRAWN = "withdrawn"  # GONE, or the end of its process
+    UNWANTED = "unwanted"  # no offer will come for a source
     # time
     HELD_TOO_LONG = "held_too_long"
     WAITED_TOO_LONG = "waited_too_long"
@@ -232,7 +233,7 @@ class Meetings:
             self._said.append((peer, bound))
             return
         target = Target(peer, reservation, offer.meets)
-        record = self._targets.get(offer.transfer) or self._meant(offer)
+        record = self._targets.get(offer.transfer) or self._meant(offer.source, offer.meets)
         if record is None:
             record, event = Record(target=target), MeetingEvent.OFFER
             if offer.source is not None or not offer.meets:
@@ -252,14 +253,20 @@ class Meetings:
                 record.target = target
         self._on(now, record, event, target)
 
-    def _meant(self, offer: Offer) -> Record | None:
-        return self._sources.get(offer.source) if offer.source is not None else self._names.get(offer.meets)
+    def _meant(self, source: SourceId | None, meets: str) -> Record | None:
+        return self._sources.get(source) if source is not None else self._names.get(meets)
 
     def withdrawn(self, now: float, peer: Hashable, transfer: TransferId) -> None:
         """D wants it no more."""
         record = self._targets.get(transfer)
         if record is not None and record.target is not None and record.target.peer == peer:
             self._on(now, record, MeetingEvent.WITHDRAWN)
+
+    def unwanted(self, now: float, source: SourceId | None, meets: str) -> None:
+        """D has what it needs, or its request has ended."""
+        record = self._meant(source, meets)
+        if record is not None and record.target is None:
+            self._on(now, record, MeetingEvent.UNWANTED)
 
     def gone(self, now: float, peer: Hashable) -> None:
         """The process of that D scheduler has ended."""
@@ -377,7 +384,7 @@ class Meetings:
         self._due(record, record.source, now + self._holding.hold_s)
 
     def release(self, now: float, record: Record) -> None:
-        """Nobody came for it."""
+        """Nobody comes for it."""
         self._book.free(record.request_id)
 
     def end(self, now: float, record: Record) -> None:
@@ -435,11 +442,13 @@ def _table(do: type[Meetings]) -> Table[MeetingState, MeetingEvent]:
             e.ENDED: Cell(s.HELD, do.hold),
             e.ENDED_TOO_MANY: Cell(s.OVER, no, "not_held"),
             e.ABORTED: Cell(s.OVER, no),
+            e.UNWANTED: Cell(s.OVER, no, "unwanted"),
         },
         s.HELD: {
             e.OFFER: Cell(s.OVER, do.bind_held),
             e.OFFER_UNFIT: Cell(s.HELD, no, "offer_unfit"),
             e.HELD_TOO_LONG: Cell(s.OVER, do.release, "held_too_long"),
+            e.UNWANTED: Cell(s.OVER, do.release, "unwanted"),
         },
         s.BOUND: {
             e.OFFER_AGAIN: Cell(s.BOUND, do.answer),
