@@ -41,8 +41,9 @@ class ChannelConfig:
     )
     side_channel_port: int = _key(
         0,
-        "D",
-        "0: a free port, told through the handshake; N: N + data-parallel rank × TP × PP + stage × TP + TP rank",
+        "P, D",
+        "0: a free port, told through the handshake. N: D listens on N + data-parallel rank × TP × PP + stage × TP + TP rank; P, with "
+        "hold_sources, on N + data-parallel rank",
         low=0,
         high=65535,
     )
@@ -64,6 +65,26 @@ class MetaserverConfig:
     tls_cert_file: str = _key("", "D", "client certificate")
     tls_key_file: str = _key("", "D", "client key")
     tls_verify: bool = _key(True, "D", "verify the metaserver's certificate")
+
+
+@dataclass(frozen=True, slots=True)
+class MeetConfig:
+    """Of routers that do not go to D first (docs/routers.md)."""
+
+    hold_sources: int = _key(
+        0,
+        "P",
+        "requests without a reservation that P computes and holds at most; 0: none, and P listens nowhere",
+        low=0,
+        high=100_000,
+    )
+    hold_share: float = _key(0.25, "P", "share of the cache's blocks that these hold at most", low=0.0, high=1.0)
+    prefill_listeners: tuple[str, ...] = _key(
+        (),
+        "D",
+        "allow-list: the prefill engines that D offers its reservations to (host, or host:port); those that sign their answers "
+        "with the secret need not be named",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +139,9 @@ class Timers:
     hold_s: float = _key(
         120.0, "P", "how long finished blocks wait for a reservation (P-first order)", low=0.5, high=3600
     )
+    meet_s: float = _key(
+        30.0, "P", "how long a reservation waits for the request of its name (concurrent order)", low=0.2, high=3600
+    )
     preempt_drain_s: float = _key(1.0, "P", "wait for writes that read preempted blocks", low=0.0, high=60)
     resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)
     resend_max_s: float = _key(2.0, "P, D", "longest time between repetitions", low=0.01, high=60)
@@ -147,6 +171,7 @@ MOST_VERSION = 64  # characters of `model_version`, which each reservation carri
 _GROUPS = {
     "channel": ChannelConfig,
     "metaserver": MetaserverConfig,
+    "meet": MeetConfig,
     "wire": WireConfig,
     "regroup": RegroupConfig,
     "timers": Timers,
@@ -164,6 +189,7 @@ class PushConfig:
 
     channel: ChannelConfig = ChannelConfig()
     metaserver: MetaserverConfig = MetaserverConfig()
+    meet: MeetConfig = MeetConfig()
     wire: WireConfig = WireConfig()
     regroup: RegroupConfig = RegroupConfig()
     timers: Timers = Timers()
@@ -230,6 +256,10 @@ class PushConfig:
                 _impossible(
                     "metaserver_urls", url, "it is not scheme://host:port", "Write for example http://10.0.0.1:8000."
                 )
+        for listener in self.meet.prefill_listeners:
+            host, _, port = listener.rpartition(":") if ":" in listener else (listener, "", "1")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                _impossible("prefill_listeners", listener, "it is neither host nor host:port", "Write 10.0.0.1:5600.")
         if self.channel.secret_file_previous and not self.channel.secret_file:
             _impossible(
                 "secret_file_previous",

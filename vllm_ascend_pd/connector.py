@@ -60,7 +60,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         if not scheduler:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         elif prefill:
-            self._scheduler = PrefillScheduler(engine)
+            blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
+            self._scheduler = PrefillScheduler(engine, self.patience.news, blocks)
         else:
             recomputes = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
             longest = vllm_config.model_config.max_model_len
@@ -78,9 +79,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """For P, whose layer hooks full graphs would skip. vLLM asks without a role: a configuration that names metaservers
-        is D's, which calls nobody without, and keeps its full graphs. A P that names them too is refused (admission.py)."""
-        return "metaserver_urls" not in extra_config
+        """For P, whose layer hooks full graphs would skip. vLLM asks without a role: a configuration that names whom D may call is
+        D's, and keeps its full graphs. A P that names them too is refused (admission.py)."""
+        return not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
 
     # -- worker
 

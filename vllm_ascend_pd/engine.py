@@ -17,7 +17,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
-from vllm_ascend_pd.protocol.identity import Endpoint, incarnation
+from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of, incarnation
 from vllm_ascend_pd.protocol.versions import fingerprint
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.transport.base import Target, Wire
@@ -75,17 +75,23 @@ class Engine:
         port = self.config.channel.side_channel_port
         return port and port + self.listeners_before + worker
 
+    @property
+    def listening_port(self) -> int:
+        """Where P's scheduler listens; 0: the kernel chooses."""
+        port = self.config.channel.side_channel_port
+        return port and port + int(dp_rank_of(self.incarnation) or 0)
+
     def create_target(self, attach_thread: Callable[[], None]) -> Target:
         """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""
         from vllm_ascend_pd.transport.create import create_target
 
-        return create_target(self.config.wire, self._known_as, attach_thread)
+        return create_target(self.config.wire, self.known_as, attach_thread)
 
     def create_wire(self, attach_thread: Callable[[], None]) -> Wire:
         """As `create_target`, for who writes."""
         from vllm_ascend_pd.transport.create import create_wire
 
-        return create_wire(self.config.wire, self._known_as, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
+        return create_wire(self.config.wire, self.known_as, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
 
     @property
     def fingerprint(self) -> str:
@@ -93,8 +99,8 @@ class Engine:
         return fingerprint(self.model)
 
     @property
-    def _known_as(self) -> str:
-        """Peers must reach the transfer engine under its session's name."""
+    def known_as(self) -> str:
+        """By peers, which must reach the transfer engine under its session's name."""
         return self.config.channel.advertise_host or self.host
 
 

@@ -140,6 +140,30 @@ CATALOGUE: dict[str, Entry] = {
         "The decode instance broke off, and no other could go on with the stream: {why}.",
         "Send it again, and see at the metaserver's / which decode instances take requests.",
     ),
+    "PD-META-026": Entry(
+        "No request of the name {name!r} came to prefill within {seconds} s.",
+        "Check that the router sends both engines the same X-Request-Id; raise meet_s where prefill's queue is longer.",
+    ),
+    "PD-META-027": Entry(
+        "Prefill does not have this source: {why}.",
+        "Nothing to do for one request. If it happens often, raise hold_s: decode comes for it too late.",
+    ),
+    "PD-META-028": Entry(
+        "Prefill does not hold what it has computed: {count} wait already.",
+        "Raise hold_sources or hold_share, or add decode capacity: blocks wait for decode engines that do not come.",
+    ),
+    "PD-META-029": Entry(
+        "The kv_transfer_params cannot be used: {why}.",
+        "docs/routers.md has what each router sends; nothing of it is for clients to set.",
+    ),
+    "PD-META-030": Entry(
+        "Prefill engine {address} is not in prefill_listeners.",
+        "Add its host, or host:port, to prefill_listeners of decode.",
+    ),
+    "PD-META-031": Entry(
+        "This engine does not hold what no reservation came with: {why}.",
+        "docs/routers.md says which routers need hold_sources, and which caches can be held.",
+    ),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

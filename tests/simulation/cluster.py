@@ -11,11 +11,13 @@ from simulation.memory import Content
 from simulation.mutations import Mutation
 from simulation.network import Network
 from simulation.prefill_engine import PrefillEngine, Prompt
+from simulation.router import Router
 from simulation.settings import Settings
 from simulation.tables import pool
 from simulation.wire import Wire
 from simulation.world import Process, Violation, World
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Meeting
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.timing import hold_s
 
@@ -40,7 +42,9 @@ class Cluster:
         self.transfers = 0
         self.requests: list[Request] = []
         self._serials: dict[TransferId, int] = {}
+        self._bound: dict[object, object] = {}  # source by target, and target by source
         self.broker = Broker(self)
+        self.router = Router(self)
         self.prefill = [PrefillEngine(self, i, shape) for i, shape in enumerate(settings.prefill)]
         self.decode = [DecodeEngine(self, i, shape) for i, shape in enumerate(settings.decode)]
 
@@ -78,6 +82,46 @@ class Cluster:
 
         self.network.send(sender, receiver, deliver, message)
 
+    # -- schedulers' channel: D dials, P listens
+
+    def to_listener(self, sender: DecodeEngine, endpoint: Endpoint, message: Meeting) -> None:
+        engine, peer = self.prefill[int(endpoint.host[1:])], sender.incarnation
+        self.world.log(sender.scheduler.name, f"-> {endpoint.host}.s", message)
+        if not engine.alive and self.world.rng.random() < 0.5:
+            sender.scheduler.post(0.001, sender.unreachable, endpoint)
+
+        def receiver() -> Process | None:
+            return engine.scheduler if engine.alive else None
+
+        def deliver(arrived: Meeting) -> None:
+            engine.heard(peer, arrived)
+
+        self.network.send(sender.scheduler, receiver, deliver, message)
+
+    def to_offering(self, sender: PrefillEngine, peer: str, message: Meeting) -> None:
+        engine = next((d for d in self.decode if d.alive and d.incarnation == peer), None)
+        self.world.log(sender.scheduler.name, f"-> {peer}", message)
+        if engine is None:
+            return
+        endpoint = Endpoint(f"P{sender.index}", 1)
+
+        def receiver() -> Process | None:
+            return engine.scheduler if engine.alive and engine.incarnation == peer else None
+
+        def deliver(arrived: Meeting) -> None:
+            engine.heard(endpoint, arrived)
+
+        self.network.send(sender.scheduler, receiver, deliver, message)
+
+    def offering_died(self, incarnation: str) -> None:
+        """Its connections end, and P's kernels see it, unless a host has gone silently."""
+        met = bool(self.settings.p_first or self.settings.at_once)
+        if not met or self.world.chance(self.settings.faults.silent_death):
+            return
+        for engine in self.prefill:
+            if engine.alive:
+                engine.scheduler.post(self.world.rng.uniform(0.0005, 0.3), engine.decode_gone, incarnation)
+
     # -- names of transfers
 
     def new_transfer(self, transfer: TransferId) -> int:
@@ -109,10 +153,18 @@ class Cluster:
             return
         request = Request(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number))
         request.arrived = self.world.now
+        if self.router.takes(request):
+            self.router.send(engine, request)
+            return
         request.params = {"do_remote_prefill": True, "metaserver": URL, "ticket": request.name}
         if self.world.chance(s.faults.forged):
             self.world.fault("forged parameters")
             request.params["metaserver"] = rng.choice(("http://metaserver:8001", "https://metaserver:8000", 7))
+        self.arrive(engine, request)
+
+    def arrive(self, engine: DecodeEngine, request: Request) -> None:
+        """D's API server takes it in."""
+        rng, s = self.world.rng, self.settings
         self.requests.append(request)
         engine.arrive(request)
         if self.world.chance(s.faults.leave):
@@ -275,11 +327,20 @@ class Cluster:
         t, s = self.settings.timers, self.settings
         stopped = engine.stopped_s() - prompt.stopped_before
         bound = t.recv_deadline_s + s.transfer_timeout_s + s.quiet_s + SLACK_S
+        bound += t.hold_s if prompt.leg is not None else 0.0
         took = self.world.now - (prompt.ended or self.world.now)
         if took - stopped > bound:
             raise Violation(
                 f"promise 4: {prompt.name} was held {took:.1f} s ({stopped:.1f} stopped), allowed {bound:.1f}"
             )
+
+    def check_bound(self, engine: PrefillEngine, message: Meeting) -> None:
+        """A source goes to one target at most, and a target to one source."""
+        if not isinstance(message, Bound):
+            return
+        for one, other in ((message.push, message.transfer), (message.transfer, message.push)):
+            if self._bound.setdefault(one, other) != other:
+                raise Violation(f"promise 3: P{engine.index} binds {one} to {other}, and before to {self._bound[one]}")
 
     def check_revocation(self, rank: DecodeRank) -> None:
         """Promise 4: access is revoked only if some writer that is waited for really cannot answer."""
@@ -300,6 +361,7 @@ class Cluster:
             left = {
                 "waiting requests": len(engine.waiting),
                 "loads": len(engine.loading) + engine.book.open_count(),
+                "offers": engine.offers.open_count(),
                 "blocks": len(pool(engine.geometry, engine.shape.blocks)) - len(engine.free),
                 "records": sum(rank.core.record_count() for rank in engine.ranks),
                 "parked": sum(rank.core.parked_count() for rank in engine.ranks),
@@ -313,6 +375,7 @@ class Cluster:
                 "prompts": len(prefill.waiting) + len(prefill.running) + len(prefill.holding),
                 "pushes": prefill.book.open_count(),
                 "reports": len(prefill.reports),
+                **prefill.meetings.counts(),
                 "blocks": len(pool(prefill.geometry, prefill.shape.blocks)) - len(prefill.free),
             }
             _nothing(f"P{prefill.index}", left)

@@ -9,22 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from simulation.broker import URL
+from simulation.broker import SECRETS, URL
 from simulation.exchange import Event
 from simulation.memory import Content, Memory, shade
 from simulation.settings import DRAFT, MODEL, Shape, stage_geometry
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
+from vllm_ascend_pd.decode.core.offers import Offers, Say
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, Ticket, read_ticket
 from vllm_ascend_pd.geometry.layout import ALL, Group
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
+from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
+from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.states import ReservationState
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
+    from simulation.router import Leg
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +51,8 @@ class Request:
     left: bool = False
     hopeless: float | None = None  # when its engine was told that its prefill has failed, and no P had begun to push
     params: dict[str, object] = field(default_factory=dict)
+    leg: Leg | None = None  # of a request whose router does not go to D first
+    source: SourceId | None = None  # of P's answer
     state: str = "waiting"
 
 
@@ -222,6 +228,8 @@ class DecodeEngine:
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
         self.book = self.cluster.mutation.loads(self.incarnation)
+        self.offers = Offers(self.cluster.settings.timers)
+        self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)
         self.waiting: deque[Request] = deque()
         self.loading: dict[str, Request] = {}
@@ -242,6 +250,7 @@ class DecodeEngine:
             request.state = "died with its engine"
             world.stats["requests died with their engine"] += 1
         self.cluster.broker.decode_died(self)
+        self.cluster.offering_died(self.incarnation)
 
     def stopped_s(self) -> float:
         return sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
@@ -262,12 +271,49 @@ class DecodeEngine:
         request.left = True
         if request in self.waiting:
             self.waiting.remove(request)
+            self._spare(request)
             self._end(request, "left")
         elif request.name in self.loading:
             transfer = self.book.request_finished(request.name)
             if transfer is not None:
-                self.cluster.broker.hung_up(transfer)
+                self._hang_up(transfer)
             self._poke()
+
+    def _hang_up(self, transfer: TransferId) -> None:
+        self.cluster.broker.hung_up(transfer)
+        self.offers.forget(transfer)
+        self._offered()
+
+    # -- offers
+
+    def _spare(self, request: Request) -> None:
+        """P need not hold anything for a request that loads nothing."""
+        if request.leg is not None and not self.book.has_loaded(request.name):
+            self.offers.spare(request.leg.listener, Unwanted(self.incarnation, request.source, request.leg.name))
+            self._offered()
+
+    def heard(self, endpoint: Endpoint, message: Meeting) -> None:
+        self.offers.heard(self.scheduler.clock(), endpoint, message)
+        self._offered()
+
+    def unreachable(self, endpoint: Endpoint) -> None:
+        self.offers.unreachable(endpoint, "connection refused")
+        self._offered()
+
+    def _tick(self) -> None:
+        self.offers.tick(self.scheduler.clock())
+        self._offered()
+
+    def _offered(self) -> None:
+        for effect in self.offers.take_effects():
+            if isinstance(effect, Say):
+                self.cluster.to_listener(self, effect.to, effect.message)
+            elif effect.final:
+                self.cluster.world.stats[f"offers {effect.kind}"] += 1
+                if effect.code:
+                    self.cluster.world.gave_up("D", f"{effect.code} {effect.detail}")
+                self.outcome(effect.transfer, "prefilled" if effect.kind == "prefilled" else effect.code)
+        self._alarm.set()
 
     def _poke(self) -> None:
         if not self._stepping:
@@ -306,13 +352,14 @@ class DecodeEngine:
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
         ticket = read_ticket(request.params, frozenset({URL}))
-        remote = isinstance(ticket, Ticket)
+        remote = isinstance(ticket, Ticket) or request.leg is not None
         leaves = self.geometry.leaves_last
         count = self.book.wanted(request.name, request.tokens, computed, leaves_last=leaves) if remote else 0
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
+            self._spare(request)
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s
@@ -324,7 +371,12 @@ class DecodeEngine:
         request.serial = self.cluster.new_transfer(bind.transfer)
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
-        self.cluster.broker.reserve(self, request, reservation)
+        if request.leg is None:
+            self.cluster.broker.reserve(self, request, reservation)
+        else:
+            offer = Offer(bind.transfer, seal(reservation, SECRETS), request.source, request.leg.name)
+            self.offers.offer(self.scheduler.clock(), request.leg.listener, offer)
+            self._offered()
         return True
 
     def reported(self, loaded: Loaded, rank: int) -> None:
@@ -341,8 +393,8 @@ class DecodeEngine:
         verdict, transfer = self.book.verdict(request.name), self.book.received(request.name)
         if transfer is None or transfer != request.transfer:
             raise Violation(f"D{self.index}: {request.name} is reported under {transfer}, loads {request.transfer}")
-        if verdict.hangs_up:
-            self.cluster.broker.hung_up(transfer)
+        if verdict.hangs_up or request.leg is not None:
+            self._hang_up(transfer)
         del self.loading[request.name]
         del self._by_transfer[transfer]
         self.cluster.check_duration(self, request)

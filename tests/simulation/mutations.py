@@ -18,10 +18,11 @@ from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
+from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record, Target
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums, Writable
-from vllm_ascend_pd.prefill.decisions import PushBook, PushSlice, PushStart
+from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook, PushSlice, PushStart
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
@@ -29,6 +30,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import PairGuards, ReservationGuards
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Offer
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
 from vllm_ascend_pd.protocol.pair import Claim, Pair
 from vllm_ascend_pd.protocol.push import Sender
@@ -42,6 +44,8 @@ from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 from vllm_ascend_pd.protocol.words import ready
 from vllm_ascend_pd.transport.base import WriteState
 
+MEETING_TABLE = Meetings.table
+
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
@@ -52,6 +56,7 @@ class Mutation:
     sender: Callable[..., Sender] = Sender
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
+    meetings: Callable[..., Meetings] = Meetings
     hasty_release: bool = False  # P frees a finished request's blocks at once
     uncut: bool = False  # P computes the last token of a prompt whose window D will need with it
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
@@ -558,6 +563,117 @@ class LooksTooEarly(SimulatedWriter):
 # Worlds in which what a rule is for happens all the time. The protocol itself must hold in them too.
 
 
+class HoldFreedEarly(Meetings):
+    """P gives the blocks of a source back when its request ends, and goes on to offer them."""
+
+    def hold(self, now: float, record: Record) -> None:
+        super().hold(now, record)
+        self._book.free(record.request_id)
+
+
+HoldFreedEarly.table = _of(HoldFreedEarly, MEETING_TABLE)
+
+
+class HoldForEver(Meetings):
+    """Nobody comes for a source, and its blocks are not given back."""
+
+    def release(self, now: float, record: Record) -> None:
+        return None
+
+
+HoldForEver.table = _of(HoldForEver, MEETING_TABLE)
+
+
+class BoundTwice(Meetings):
+    """A source goes to every target that asks for it."""
+
+    def __init__(self, book: PushBook, incarnation: str, holding: Holding) -> None:
+        super().__init__(book, incarnation, holding)
+        self._gone: dict[Any, str] = {}
+
+    def bind_held(self, now: float, record: Record, target: Target) -> None:
+        self._gone[record.source] = record.push
+        super().bind_held(now, record, target)
+
+    def offer(self, now: float, peer: Any, offer: Offer, reservation: Any) -> None:
+        if offer.source in self._gone and offer.transfer not in self._ended:
+            self._said.append((peer, Bound(offer.transfer, self._gone[offer.source], ended=True)))
+        else:
+            super().offer(now, peer, offer, reservation)
+
+    def taken(self, now: float, record: Record, target: Target) -> None:
+        self._said.append((target.peer, Bound(target.transfer, record.push, ended=False)))
+
+
+BoundTwice.table = _of(BoundTwice, MEETING_TABLE)
+
+
+class SourceOfTheDead(Meetings):
+    """P takes a source of an earlier incarnation for one of its own, and any prompt for that one."""
+
+    def __init__(self, book: PushBook, incarnation: str, holding: Holding) -> None:
+        super().__init__(book, incarnation, holding)
+        book.refusal_of = lambda *_: None  # type: ignore[method-assign]
+
+    def _meant(self, source: Any, meets: str) -> Record | None:
+        if source is None or source.incarnation == self._incarnation:
+            return super()._meant(source, meets)
+        return next((record for record in self._sources.values() if record.target is None), None)
+
+
+class AttachedWithoutItsPast(PushBook):
+    """What was computed before the push had a target is not pushed."""
+
+    def attach(self, request_id: str, reservation: Any, push: str, computed: int, blocks: Any) -> None:
+        super().attach(request_id, reservation, push, computed, blocks)
+        self._pending.computed = [replace(piece, before=piece.after) for piece in self._pending.computed]
+
+
+class LostBlocksPushed(PushBook):
+    """What a step was to push is pushed although its blocks were lost before the step."""
+
+    def preempted(self, request_id: str) -> None:
+        computed, starts = list(self._pending.computed), list(self._pending.starts)
+        super().preempted(request_id)
+        self._pending.computed, self._pending.starts = computed, starts
+
+
+class EndedBeforeItsPush(PushBook):
+    """The workers are not told that a request had ended before its push began."""
+
+    def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
+        step = super().take_step(engine)
+        return replace(step, starts=tuple(replace(start, ended=False) for start in step.starts))
+
+
+def _met(settings: Settings) -> Settings:
+    """Every router goes to P first, or to both at once; nobody has the draft model."""
+    settings = replace(settings, windows=(), group_of=(), scales=(), p_first=0.5, at_once=1.0)
+    prefill, decode = (
+        tuple(replace(shape, drafts=False, pp=1) for shape in side) for side in (settings.prefill, settings.decode)
+    )
+    faults = replace(settings.faults, undrafted=0.0)
+    return replace(_roomy(replace(settings, prefill=prefill, decode=decode)), faults=faults)
+
+
+def _kindly_met(settings: Settings) -> Settings:
+    return _met(_kind(settings))
+
+
+def _met_astray(settings: Settings) -> Settings:
+    """Sides come late, twice or never, and P is short of blocks."""
+    settings = _met(replace(settings, burst=8, faults=Faults(astray=0.3, preempt=0.2, leave=0.1)))
+    return replace(settings, timers=replace(settings.timers, hold_s=20.0, meet_s=10.0))
+
+
+def _met_after_restarts(settings: Settings) -> Settings:
+    """P is restarted all the time, and D comes late for what it held."""
+    settings = _met(
+        replace(settings, burst=8, prefill=settings.prefill[:1], faults=Faults(kill_prefill=0.05, astray=0.5))
+    )
+    return replace(settings, p_first=1.0, timers=replace(settings.timers, hold_s=20.0))
+
+
 def _cut_off(settings: Settings) -> Settings:
     """Writers whose side channel is cut in the middle of a prompt, while their data path works on."""
     return replace(settings, chunk=4, faults=Faults(partition=0.2))
@@ -608,7 +724,13 @@ def _preempted_patiently(settings: Settings) -> Settings:
 def _kind(settings: Settings) -> Settings:
     """Nothing goes wrong, and nobody is in a hurry."""
     timers = replace(
-        settings.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0, preempt_drain_s=1.0
+        settings.timers,
+        recv_deadline_s=600.0,
+        stall_timeout_s=600.0,
+        ready_timeout_s=600.0,
+        preempt_drain_s=1.0,
+        hold_s=600.0,
+        meet_s=600.0,
     )
     return replace(settings, timers=timers, faults=Faults())
 
@@ -635,6 +757,8 @@ def _decode_comes_back(settings: Settings) -> Settings:
         quiet_s=5.0 + timers.quiet_extra_s,
         regroup=RegroupConfig(regroup="never"),
         faults=Faults(kill_decode=0.05, silent_death=1.0, write_slow=0.7),
+        p_first=0.0,
+        at_once=0.0,
     )
 
 
@@ -741,5 +865,12 @@ MORE = (
     Mutation("P computes the last token", uncut=True, world=_windows_in_need),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes nobody", core=ReadyUnheeded),
+    Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),
+    Mutation("hold for ever", meetings=HoldForEver, world=_met_astray),
+    Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),
+    Mutation("source of a dead incarnation taken", meetings=SourceOfTheDead, world=_met_after_restarts),
+    Mutation("what was computed before is not pushed", book=AttachedWithoutItsPast, world=_kindly_met),
+    Mutation("lost blocks are pushed", book=LostBlocksPushed, world=_met_astray),
+    Mutation("an ended request is not known to have ended", book=EndedBeforeItsPush, world=_kindly_met),
 )
 ALL = {mutation.name: mutation for mutation in (*WANTED, *MORE)}

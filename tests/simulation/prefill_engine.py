@@ -7,22 +7,27 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simulation.broker import SECRETS
 from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import MODEL, Shape
 from simulation.tables import Tables, pool
-from simulation.world import Process, Violation
+from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
+from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.prefill.decisions import Exchanged
+from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.staging import exchanges_possible
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
+    from simulation.router import Leg
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +36,7 @@ class Prompt:
 
     name: str
     push: str
-    reservation: Reservation
+    reservation: Reservation | None  # none of a source
     content: Content
     tokens: int
     tables: Tables
@@ -41,6 +46,7 @@ class Prompt:
     aborted: bool = False
     ended: float | None = None
     stopped_before: float = 0.0
+    leg: Leg | None = None  # of a source: whose answer it is
 
 
 class PrefillEngine:
@@ -59,6 +65,11 @@ class PrefillEngine:
         self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
         self.book = self.cluster.mutation.book(model=MODEL)
         self.free = pool(self.geometry, self.shape.blocks)
+        t = self.cluster.settings.timers
+        holding = Holding(256, self._spare(), t.hold_s, t.meet_s)
+        self.meetings = self.cluster.mutation.meetings(self.book, self.scheduler.incarnation, holding)
+        self.meetings.engine = self.geometry
+        self._alarm = Alarm(self.scheduler, self.meetings.next_wake, self._tick)
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
         self.holding: dict[str, Prompt] = {}
@@ -77,6 +88,11 @@ class PrefillEngine:
         for stage in range(self.shape.pp):
             group = Group(self.cluster.world, f"P{self.index}.{stage}") if room is not None else None
             self.ranks += [PrefillRank(self, stage, rank, group, room) for rank in range(self.shape.tp)]
+
+    def _spare(self) -> int:
+        """Blocks that may be held for nobody: there is always room for one prompt."""
+        need = sum(-(-self.cluster.settings.tokens // group.block_size) for group in self.geometry.tables)
+        return max(0, len(self.free) - need - 1)
 
     def _room(self) -> Room | None:
         """What slots and buffers hold: a few blocks, so that long steps are cut. None where nothing is ever exchanged."""
@@ -97,6 +113,7 @@ class PrefillEngine:
             rank.process.kill()
             self.cluster.wire.source_died(rank)
         self.cluster.broker.prefill_died(self)
+        self.cluster.router.prefill_died(self)
 
     def stopped_s(self) -> float:
         return sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
@@ -114,6 +131,51 @@ class PrefillEngine:
         self.waiting.append(prompt)
         self._by_transfer[reservation.transfer] = prompt
         self._poke()
+
+    def collect(self, leg: Leg) -> None:
+        """A request came in without a reservation."""
+        world, groups = self.cluster.world, self.geometry.tables
+        nothing = Tables(groups), [0] * len(groups)
+        prompt = Prompt(world.name("prompt"), world.name("push"), None, leg.content, leg.tokens, *nothing, leg=leg)
+        self.waiting.append(prompt)
+        if world.chance(self.cluster.settings.faults.leave):
+            world.fault("source aborted")
+            self.scheduler.post(world.rng.choice((0.001, 0.02, 0.2)), self._give_up, prompt)
+        self._poke()
+
+    def _give_up(self, prompt: Prompt) -> None:
+        prompt.aborted = True
+        self._poke()
+
+    # -- what D's schedulers say
+
+    def heard(self, peer: str, message: Meeting) -> None:
+        now = self.scheduler.clock()
+        if isinstance(message, Offer):
+            self.meetings.offer(now, peer, message, unseal(message.reservation, SECRETS))
+        elif isinstance(message, Gone):
+            self.meetings.withdrawn(now, peer, message.transfer)
+        elif isinstance(message, Unwanted):
+            self.cluster.world.stats["unwanted"] += 1
+            self.meetings.unwanted(now, message.source, message.meets)
+        self._met()
+
+    def decode_gone(self, peer: str) -> None:
+        """The connection of that D scheduler has ended."""
+        self.meetings.gone(self.scheduler.clock(), peer)
+        self._met()
+
+    def _tick(self) -> None:
+        self.meetings.tick(self.scheduler.clock())
+        self._met()
+
+    def _met(self) -> None:
+        for peer, message in self.meetings.take():
+            self.cluster.check_bound(self, message)
+            self.cluster.to_offering(self, str(peer), message)
+        self._alarm.set()
+        if self.book.must_step():
+            self._poke()
 
     def abort(self, transfer: TransferId) -> None:
         """The client of the HTTP request has gone."""
@@ -199,17 +261,27 @@ class PrefillEngine:
         return prompt.tables.grow(prompt.computed, tokens, self.free, self.cluster.world.rng)
 
     def _chunk(self, prompt: Prompt, count: int) -> Fill:
-        if not self.book.knows(prompt.name):
-            r = prompt.reservation
+        if prompt.leg is not None:
+            if not self.meetings.knows(prompt.name):
+                self._begin(prompt, prompt.leg)
+        elif not self.book.knows(prompt.name) and (r := prompt.reservation) is not None:
             self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
         ids = prompt.tables.ids
         new = ids if prompt.fresh else [table[known:] for table, known in zip(ids, prompt.known, strict=True)]
-        self.book.scheduled(prompt.name, prompt.computed, count, *new, replaces=prompt.fresh)
+        if self.meetings.collects(prompt.name):
+            self.meetings.computes(prompt.name, prompt.computed + count, new, replaces=prompt.fresh)
+        else:
+            self.book.scheduled(prompt.name, prompt.computed, count, *new, replaces=prompt.fresh)
         # A prefix hit: what is cached was computed before this step.
         first = 0 if prompt.fresh else prompt.computed
         prompt.known, prompt.fresh = [len(table) for table in ids], False
         self._scheduled.append((prompt, count))
         return Fill(prompt.push, prompt.content, prompt.tables.arrays(), first, prompt.computed + count)
+
+    def _begin(self, prompt: Prompt, leg: Leg) -> None:
+        facts = prompt.push, leg.name, self.cluster.world.name("uuid"), (leg.tokens, str(leg.seed))
+        self.meetings.source(self.scheduler.clock(), prompt.name, *facts, len(self.geometry.tables))
+        self._met()
 
     def _preempt(self, prompt: Prompt) -> None:
         self._preempted = True
@@ -218,6 +290,7 @@ class PrefillEngine:
         self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
         self.free.extend(prompt.tables.clear())
         prompt.known, prompt.computed, prompt.fresh = [0] * len(prompt.known), 0, True
+        self.meetings.preempted(prompt.name)
         self.book.preempted(prompt.name)
 
     def _look_soon(self) -> None:
@@ -269,12 +342,15 @@ class PrefillEngine:
             self.running.remove(prompt)
         else:
             self.waiting.remove(prompt)
-        if self._by_transfer.get(prompt.reservation.transfer) is prompt:
-            del self._by_transfer[prompt.reservation.transfer]
+        r = prompt.reservation
+        if r is not None and self._by_transfer.get(r.transfer) is prompt:
+            del self._by_transfer[r.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         error = self.book.refusal(prompt.name)
         self.free.extend(prompt.tables.let_go(prompt.computed))
-        held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why)
+        waits = self.meetings.finished(self.scheduler.clock(), prompt.name, well=why == "ended")
+        source = self.meetings.told(prompt.name)
+        held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why) or waits
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
         else:
@@ -284,9 +360,12 @@ class PrefillEngine:
                 rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (prompt.name,))
         else:
             self._finished.append(prompt.name)
-        if why == "ended":
+        if prompt.leg is not None:
+            self._met()
+            self.cluster.router.answered(self, prompt.leg, source)
+        elif why == "ended" and r is not None:
             kind = "prefilled" if error is None else error.code
-            self.cluster.broker.prefill_ended(self, prompt.reservation.transfer, kind)
+            self.cluster.broker.prefill_ended(self, r.transfer, kind)
 
     def sent(self, request: str, rank: int) -> None:
         """One worker's finished_sending; vLLM acts when all have reported."""

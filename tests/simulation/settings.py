@@ -47,6 +47,7 @@ class Faults:
     late_event: float = 0.0  # a layer is computed long after its hook fired, and after later layers
     writer_dies: float = 0.0  # the transfer engine raises
     undrafted: float = 0.0  # the draft model does not run in a step
+    astray: float = 0.0  # one side of a source and a target comes late, twice or never
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,15 @@ class Settings:
     group_of: tuple[int, ...] = ()  # each attention
     scales: tuple[int, ...] = ()  # of each group: its blocks are so many times as long as the engine's
     faults: Faults = field(default_factory=Faults)
+    p_first: float = 0.0  # share of requests that P computes before D has heard of them
+    at_once: float = 0.0  # share of those that go to both at the same time
 
     @property
     def kind(self) -> bool:
         """Whether every transfer must end well: nothing goes wrong, and no deadline is near."""
-        return self.faults == Faults() and self.timers.recv_deadline_s >= 600.0 and self.timers.preempt_drain_s >= 1.0
+        t = self.timers
+        soon = t.recv_deadline_s if not (self.p_first or self.at_once) else min(t.recv_deadline_s, t.hold_s, t.meet_s)
+        return self.faults == Faults() and soon >= 600.0 and t.preempt_drain_s >= 1.0
 
     def push(self) -> PushConfig:
         """What P's workers are configured with."""
@@ -248,7 +253,21 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         slot_destinations=rng.choice((1, 2, 4)),
         room=rng.choice((1, 2, 8)),
     )
-    return _groups(random.Random(f"groups/{seed}"), drawn)
+    return _orders(random.Random(f"orders/{seed}"), _groups(random.Random(f"groups/{seed}"), drawn))
+
+
+def _orders(rng: random.Random, drawn: Settings) -> Settings:
+    """Routers that do not go to D first, before some clusters or before part of one."""
+    if rng.random() < 0.6 or drawn.windows or any(shape.drafts for shape in drawn.prefill):
+        return drawn
+    astray = rng.choice((0.0, 0.05, 0.2)) if drawn.faults != Faults() else 0.0
+    return replace(
+        drawn,
+        p_first=rng.choice((0.0, 0.3, 1.0)),
+        at_once=rng.choice((0.0, 0.5, 1.0)),
+        timers=replace(drawn.timers, hold_s=rng.choice((2.0, 20.0, 120.0)), meet_s=rng.choice((1.0, 10.0, 30.0))),
+        faults=replace(drawn.faults, astray=astray),
+    )
 
 
 def _groups(rng: random.Random, drawn: Settings) -> Settings:

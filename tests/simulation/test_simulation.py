@@ -63,6 +63,14 @@ KINDS = {
     "writer died",
     "prefill ended over a dead writer",
     "write not issued",
+    "http source lost",
+    "source aborted",
+    "source late",
+    "source never",
+    "source twice",
+    "target late",
+    "target never",
+    "target twice",
     "layer computed late",
     "draft model did not run",
 }
@@ -88,6 +96,12 @@ def test_no_promise_is_broken_in_twenty_thousand_transfers(twenty_thousand: Sum)
 def test_every_kind_of_fault_is_injected(twenty_thousand: Sum) -> None:
     assert set(twenty_thousand.faults) == KINDS
     assert min(twenty_thousand.faults.values()) >= 10, "often enough to be found with others"
+
+
+def test_sources_and_targets_meet_and_miss_each_other(twenty_thousand: Sum) -> None:
+    stats = twenty_thousand.stats
+    assert min(stats["P first"], stats["at once"], stats["offers prefilled"]) > 1_000
+    assert stats["offers failed"] > 500
 
 
 def test_exchanges_are_made_and_missed(twenty_thousand: Sum) -> None:

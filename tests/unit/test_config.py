@@ -43,6 +43,9 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "tls_cert_file": ("/c", NO_TEXT, ()),
     "tls_key_file": ("/k", NO_TEXT, ()),
     "tls_verify": (False, NO_FLAG, ()),
+    "hold_sources": (64, NO_WHOLE, (-1, 100_001)),
+    "hold_share": (0.5, NO_NUMBER, (-0.1, 1.1, NAN)),
+    "prefill_listeners": (["10.0.0.1", "p.example:5600"], ("10.0.0.1", 1, None, [1]), ()),
     "transport": ("memory", NO_TEXT, ("nixl", "")),
     "mooncake_protocol": ("tcp", NO_TEXT, ("TCP", "nvlink")),
     "model_version": ("r2", NO_TEXT, ()),
@@ -60,6 +63,7 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "ready_timeout_s": (10, NO_NUMBER, (0.1, 601)),
     "stall_timeout_s": (10, NO_NUMBER, (0.1, 3601)),
     "recv_deadline_s": (100, NO_NUMBER, (0.4, 86401, INF)),
+    "meet_s": (10, NO_NUMBER, (0.1, 3601)),
     "hold_s": (10, NO_NUMBER, (0.4, 3601)),
     "preempt_drain_s": (0, NO_NUMBER, (-1, 61)),
     "resend_first_s": (0.1, NO_NUMBER, (0, 11)),
@@ -188,10 +192,18 @@ def test_an_origin_is_a_metaserver(url: str) -> None:
     assert PushConfig.parse({"metaserver_urls": (url,)}).metaserver.metaserver_urls == (url,)
 
 
+@pytest.mark.parametrize("listener", ["p:0", ":5600", "p:one", "p:99999", ""])
+def test_what_is_neither_host_nor_host_and_port_is_no_listener(listener: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PushConfig.parse({"prefill_listeners": ["10.0.0.1", listener]})
+    assert caught.value.code == "PD-CONF-003" and repr(listener) in caught.value.sentence
+
+
 def test_what_is_unsafe_is_off_until_it_is_asked_for() -> None:
     defaults = PushConfig()
     assert defaults.metaserver.tls_verify and not defaults.channel.allow_unauthenticated
     assert defaults.metaserver.metaserver_urls == (), "no metaserver is called that was not named"
+    assert defaults.meet.prefill_listeners == () and not defaults.meet.hold_sources
 
 
 def test_the_quiet_time_is_the_transports_and_the_extra() -> None:

@@ -10,21 +10,23 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.prefill.core.meetings import MAX_WAITING, MeetingState
 from vllm_ascend_pd.protocol import agreement, auth, fence, parking, timing
+from vllm_ascend_pd.protocol.meeting import Meeting
 from vllm_ascend_pd.protocol.messages import Message, RefusalCode
 from vllm_ascend_pd.protocol.states import PairState, ReservationState
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
 
-@pytest.mark.parametrize("message", typing.get_args(Message), ids=lambda m: m.__name__)
+@pytest.mark.parametrize("message", [*typing.get_args(Message), *typing.get_args(Meeting)], ids=lambda m: m.__name__)
 def test_every_message_is_described(message: type) -> None:
     assert f"| {message.__name__.upper()} |" in TEXT
 
 
 def test_every_state_is_described() -> None:
     words = {state.value.replace("_ok", "").replace("_failed", "") for state in ReservationState}
-    words |= {state.value for state in PairState}
+    words |= {state.value for state in PairState} | {state.value for state in MeetingState}
     assert all(word in TEXT for word in words)
 
 
@@ -39,6 +41,8 @@ def test_the_timers_of_the_protocol_are_described_with_their_defaults() -> None:
         "ready_timeout_s": "30 s",
         "stall_timeout_s": "120 s",
         "recv_deadline_s": "300 s",
+        "hold_s": "120 s",
+        "meet_s": "30 s",
     }
     for name, default in told.items():
         assert f"{getattr(Timers(), name):g} s" == default
@@ -49,7 +53,7 @@ def test_the_timers_of_the_protocol_are_described_with_their_defaults() -> None:
 
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert "at most 4,096" in TEXT
-    assert parking.MAX_PARKED == 4096
+    assert parking.MAX_PARKED == MAX_WAITING == 4096
     assert "window of 1,024" in TEXT
     assert auth.WINDOW == 1024
     assert "every 0.8 s" in TEXT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling end of the side channel: a P worker dials D workers, one connection per endpoint, reused.
+"""The calling end of the side channel: a P worker dials D workers, D's scheduler P's. One connection per endpoint, reused.
 
 `send` connects on first use and again after a loss, with back-off; what cannot leave soon is dropped, since the
 protocol repeats what matters. Everything here runs on the loop thread.
@@ -14,12 +14,13 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
+from vllm_ascend_pd.channel.frames import OF_WORKERS, Spoken
 from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.channel.link import Context, Link
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.versions import OURS, Release
 
 
@@ -32,11 +33,12 @@ class Dialer:
         incarnation: str,
         name: str,
         secrets: Secrets | None,
-        on_message: Callable[[Endpoint, Message], None],
+        on_message: Callable[[Endpoint, Any], None],
         on_unreachable: Callable[[Endpoint, str], None],
         limits: ChannelLimits | None = None,
         jitter: Callable[[], float] = random.random,
         release: Release = OURS,
+        hears: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self._limits = limits or ChannelLimits()
         self._counts: Counter[str] = Counter()
@@ -49,13 +51,14 @@ class Dialer:
             limits=self._limits,
             jitter=jitter,
             release=release,
+            hears=hears,
             counts=self._counts,
         )
         self._links: dict[Endpoint, Link] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def send(self, endpoint: Endpoint, message: Message) -> bool:
+    def send(self, endpoint: Endpoint, message: Spoken) -> bool:
         """False when the message was dropped at once. True promises nothing."""
         if self._closed:
             return False

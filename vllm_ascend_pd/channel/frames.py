@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Protocol, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Name
 from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Token
+from vllm_ascend_pd.protocol.meeting import Meeting, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message
 from vllm_ascend_pd.protocol.versions import Release
 
@@ -71,11 +72,23 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 
 T = TypeVar("T")
 Clear: TypeAlias = Hello | Goodbye
-Guarded: TypeAlias = Message | Proof | Leaving
+Spoken: TypeAlias = Message | Meeting
+Guarded: TypeAlias = Spoken | Proof | Leaving
 
 _encoder = msgspec.msgpack.Encoder()
 _clear: msgspec.msgpack.Decoder[Clear] = msgspec.msgpack.Decoder(Clear)
 _guarded: msgspec.msgpack.Decoder[Guarded] = msgspec.msgpack.Decoder(Guarded)
+
+
+OF_WORKERS: tuple[type, ...] = get_args(Message)  # what workers say to each other
+OF_SCHEDULERS: tuple[type, ...] = get_args(Meeting)
+
+
+def dialer_of(message: Spoken) -> str:
+    """Whose incarnation a message is said to come from, of those that a dialer sends."""
+    if isinstance(message, Message):
+        return message.p_incarnation
+    return message.d_incarnation if isinstance(message, Unwanted) else message.transfer.incarnation
 
 
 class Guard(Protocol):

@@ -10,6 +10,7 @@ import socket
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_ascend_pd.channel.backoff import Backoff
 from vllm_ascend_pd.channel.connection import Connection, Ending
@@ -21,6 +22,7 @@ from vllm_ascend_pd.channel.frames import (
     Hello,
     Leaving,
     Proof,
+    Spoken,
     clear_frame,
     decode_clear,
     decode_guarded,
@@ -31,7 +33,6 @@ from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.versions import Release
 
 
@@ -42,11 +43,12 @@ class Context:
     incarnation: str
     name: str
     secrets: Secrets | None
-    on_message: Callable[[Endpoint, Message], None]
+    on_message: Callable[[Endpoint, Any], None]
     on_unreachable: Callable[[Endpoint, str], None]
     limits: ChannelLimits
     jitter: Callable[[], float]
     release: Release
+    hears: tuple[type, ...]
     counts: Counter[str]
     complain: Complaints | None = None
 
@@ -66,7 +68,7 @@ class Link:
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._state = LinkState.DOWN
-        self._queue: deque[tuple[float, Message]] = deque()
+        self._queue: deque[tuple[float, Spoken]] = deque()
         self._backoff = Backoff(context.limits.backoff_first_s, context.limits.backoff_max_s, context.jitter)
         self._not_before = 0.0
         self._asked = self._loop.time()
@@ -86,7 +88,7 @@ class Link:
     def up(self) -> bool:
         return self._state is LinkState.UP
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: Spoken) -> bool:
         self._asked = self._loop.time()
         if self._state is LinkState.UP:
             return self._write(message)
@@ -207,6 +209,9 @@ class Link:
                 return
             if self._state is not LinkState.UP:
                 raise RemoteProtocolError("PD-CTRL-002", why="a message before the proof")
+            if not isinstance(message, self._context.hears):
+                self._context.counts["dropped_not_for_us"] += 1
+                return
             self._context.counts["messages_in"] += 1
             self._context.on_message(self._endpoint, message)
 
@@ -263,7 +268,7 @@ class Link:
         for _, queued in waiting:
             self._write(queued)
 
-    def _write(self, message: Message) -> bool:
+    def _write(self, message: Spoken) -> bool:
         connection, guard = self._connection, self._guard
         if connection is None or guard is None:
             return False

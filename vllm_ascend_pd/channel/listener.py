@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The called end of the side channel: a D worker listens, P workers dial.
+"""The called end of the side channel: a D worker listens, P workers dial; P's scheduler listens, D's schedulers dial.
 
 A peer is its incarnation, so an answer takes whichever connection that process has now. Everything here runs on the
 loop thread. The listener is also the witness of the fence: when the *peer's kernel* has closed the last connection
@@ -13,20 +13,24 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
+    OF_WORKERS,
     Goodbye,
     Guard,
     Guarded,
     Hello,
     Leaving,
     Proof,
+    Spoken,
     clear_frame,
     decode_clear,
     decode_guarded,
+    dialer_of,
     guarded_frame,
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
@@ -34,7 +38,6 @@ from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.versions import OURS, Release
 
 log = logging.getLogger(__name__)
@@ -60,13 +63,15 @@ class Listener:
         port: int,
         incarnation: str,
         secrets: Secrets | None,
-        on_message: Callable[[Hashable, Message], None],
+        on_message: Callable[[Hashable, Any], None],
         on_gone: Callable[[str], None],
         on_back: Callable[[str], None],
         limits: ChannelLimits | None = None,
         release: Release = OURS,
+        hears: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self._host, self._port = host, port
+        self._hears = hears
         self._release = release
         self._incarnation = incarnation
         self._secrets = secrets
@@ -92,7 +97,7 @@ class Listener:
         self._sweeper = self._loop.call_later(self._limits.sweep_s, self._sweep)
         return Endpoint(self._host, port)
 
-    def send(self, peer: Hashable, message: Message) -> bool:
+    def send(self, peer: Hashable, message: Spoken) -> bool:
         """False when nothing was sent: unknown peer, or one that does not read. The protocol repeats."""
         connections = self._by_incarnation.get(str(peer))
         if not connections:
@@ -217,7 +222,9 @@ class Listener:
             caller.leaving = not message.quiet
         elif isinstance(message, Proof):
             raise RemoteProtocolError("PD-CTRL-002", why="a second proof")
-        elif message.p_incarnation != hello.incarnation:
+        elif not isinstance(message, self._hears):
+            self._counts["dropped_not_for_us"] += 1
+        elif dialer_of(message) != hello.incarnation:
             # Only what a process says about itself can be weighed against its connection's end.
             self._counts["dropped_foreign_incarnation"] += 1
         else:

@@ -27,7 +27,7 @@ class Ticket:
 
     metaserver: str
     ticket: str
-    send_tokens: bool
+    send_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,10 @@ class LoadBook:
         bind = Bind(request_id, load.transfer, min(begins), end, wanted, deadline_s)
         self._pending.binds.append(bind)
         return bind
+
+    def has_loaded(self, request_id: str) -> bool:
+        """Whether it loads, or has loaded: it does so once."""
+        return request_id in self._consumed
 
     def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """The metaserver's call has ended."""

@@ -13,8 +13,9 @@ from typing import Any
 
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, LoadEnd, Ticket, read_ticket
+from vllm_ascend_pd.decode.offering import Offering
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
-from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.metaserver.reports import LoadReport, params_of
@@ -22,7 +23,10 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
+from vllm_ascend_pd.protocol.dialects import Meet, read_meet
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
+from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
+from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
@@ -37,7 +41,7 @@ EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 class _Asked:
     """A load as its report will tell it."""
 
-    ticket: Ticket
+    ticket: Ticket | Meet
     tokens: int
     report: LoadReport | None = None  # once the load is over
     request_over: bool = False
@@ -51,6 +55,7 @@ class _Online:
     endpoints: tuple[Endpoint, ...]
     loop: LoopThread
     client: MetaserverClient
+    offering: Offering
     doorbell: Doorbell
     wake: tuple[str, int]
 
@@ -77,7 +82,7 @@ class DecodeScheduler(SchedulerRole):
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
-        self._told: set[str] = set()  # requests whose bad ticket was logged
+        self._tickets: dict[str, Ticket | Meet | None] = {}  # by request id: asked about in every step that it waits
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -88,8 +93,10 @@ class DecodeScheduler(SchedulerRole):
         loop = LoopThread("pd-reserve")
         doorbell = Doorbell(self._patience.news)
         client = MetaserverClient(self._engine.config.metaserver, loop, self._on_outcome)
+        known_as = self._engine.config.timers, self._engine.incarnation, self._engine.secrets
+        offering = Offering(*known_as, loop, self._on_outcome)
         wake = doorbell.start(loop, self._engine.host)
-        self._online = _Online(geometry, endpoints, loop, client, doorbell, wake)
+        self._online = _Online(geometry, endpoints, loop, client, offering, doorbell, wake)
 
     # -- the scheduler's thread
 
@@ -97,19 +104,17 @@ class DecodeScheduler(SchedulerRole):
         """Tokens to load remotely beyond `computed`. Repeatable, without side effects that count."""
         if self._online is None or request.prompt_token_ids is None:
             return 0
-        ticket = read_ticket(request.kv_transfer_params, self._allowed)
-        if isinstance(ticket, str) and request.request_id not in self._told:
-            self._told.add(request.request_id)  # it is asked about in every step that it waits
-            log.warning("request %s is prefilled locally: %s", request.request_id, ticket)
-        if not isinstance(ticket, Ticket):
+        if self._ticket(request) is None:
             return 0
         leaves = self._online.geometry.leaves_last
         return self._book.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """vLLM allocated blocks and will load `count` tokens: reserve them and ask the metaserver for a prefill."""
-        online, ticket = self._online, read_ticket(request.kv_transfer_params, self._allowed)
-        if count <= 0 or online is None or not isinstance(ticket, Ticket):
+        online, ticket = self._online, self._ticket(request)
+        if count <= 0:
+            self._spare(request.request_id)
+        if count <= 0 or online is None or ticket is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
         groups = online.geometry.tables
@@ -118,15 +123,6 @@ class DecodeScheduler(SchedulerRole):
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(ticket, count)
         sealed = seal(reservation, self._engine.secrets)
-        body: dict[str, Any] = {
-            "ticket": ticket.ticket,
-            "transfer": str(bind.transfer),
-            "decode": self._engine.incarnation,
-            "fingerprint": self._engine.fingerprint,
-            "reservation": base64.b64encode(sealed).decode(),
-        }
-        if ticket.send_tokens:
-            body["prompt_token_ids"] = list(request.prompt_token_ids)
         trace.emit(
             "reserved",
             transfer=str(bind.transfer),
@@ -136,7 +132,61 @@ class DecodeScheduler(SchedulerRole):
             end=bind.end,
             blocks=sum(map(len, bind.blocks)),
         )
+        if isinstance(ticket, Meet):
+            self._offer(online, ticket, bind.transfer, sealed)
+            return
+        body: dict[str, Any] = {
+            "ticket": ticket.ticket,
+            "transfer": str(bind.transfer),
+            "decode": self._engine.incarnation,
+            "fingerprint": self._engine.fingerprint,
+            "reservation": base64.b64encode(sealed).decode(),
+        }
+        if ticket.send_tokens:
+            body["prompt_token_ids"] = list(request.prompt_token_ids)
         online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
+
+    def _ticket(self, request: Any) -> Ticket | Meet | None:
+        """Where the request's KV is to be had; None where it is prefilled locally, and why is logged once."""
+        known = self._tickets
+        if request.request_id not in known:
+            ticket = self._read(request)
+            if isinstance(ticket, str):
+                log.warning("request %s is prefilled locally: %s", request.request_id, ticket)
+            known[request.request_id] = None if isinstance(ticket, str) else ticket
+        return known[request.request_id]
+
+    def _read(self, request: Any) -> Ticket | Meet | str | None:
+        params = request.kv_transfer_params
+        ticket = read_ticket(params, self._allowed)
+        if isinstance(ticket, str) and "metaserver" not in params:
+            prompt = request.num_prompt_tokens, request_hash(request)
+            listeners = self._engine.config.meet.prefill_listeners
+            meet = read_meet(params, request.request_id, prompt, listeners, self._engine.secrets)
+            return str(meet) if isinstance(meet, PdError) else meet or ticket
+        return ticket
+
+    def _offer(self, online: _Online, meet: Meet, transfer: TransferId, sealed: bytes) -> None:
+        if len(sealed) > MAX_MESSAGE_BYTES - OFFER_ROOM:
+            error = PdError("PD-CTRL-002", why=f"a reservation of {len(sealed)} bytes does not fit an offer")
+            self._on_outcome(transfer, Outcome("failed", error.code, error.sentence))
+        else:
+            online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
+
+    def _spare(self, request_id: str) -> None:
+        """If P computes or holds anything for a request that loads nothing (all of it is here, or it has ended), let it know."""
+        meet = self._tickets.get(request_id)
+        if isinstance(meet, Meet) and self._online is not None and not self._book.has_loaded(request_id):
+            self._tickets[request_id] = None
+            unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
+            self._online.offering.spare(meet.listener, unwanted)
+
+    def _hang_up(self, transfer: TransferId, ticket: Ticket | Meet) -> None:
+        """Nothing more is wanted of whoever was asked."""
+        if self._online is not None and isinstance(ticket, Meet):
+            self._online.offering.forget(transfer)
+        elif self._online is not None:
+            self._online.client.forget(transfer)
 
     def metadata(self, output: Any) -> StepMetadata:
         # vllm-ascend's recompute scheduler ends requests that find no block in a step, and tells it nowhere else.
@@ -170,8 +220,8 @@ class DecodeScheduler(SchedulerRole):
             if self._recomputes:
                 self.tally.count("num_recomputed_reqs", code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
-        if verdict.hangs_up and self._online is not None:
-            self._online.client.forget(transfer)
+        if verdict.hangs_up or isinstance(asked.ticket, Meet):
+            self._hang_up(transfer, asked.ticket)
         if asked.request_over:
             del self._asked[request_id]
             return True
@@ -185,7 +235,7 @@ class DecodeScheduler(SchedulerRole):
             prefill=pushed_by(verdict.push) if verdict.push else "",
             fingerprint=self._engine.fingerprint,
         )
-        if self._online is not None:
+        if self._online is not None and asked.ticket.metaserver:
             self._online.client.report(asked.ticket.metaserver, asked.report)
         return True
 
@@ -194,11 +244,11 @@ class DecodeScheduler(SchedulerRole):
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The request ended: what its answer says of the load."""
-        self._told.discard(request_id)
+        self._spare(request_id)
+        self._tickets.pop(request_id, None)
         transfer = self._book.request_finished(request_id)
         if transfer is not None:
-            if self._online is not None:
-                self._online.client.forget(transfer)
+            self._hang_up(transfer, self._asked[request_id].ticket)
             self._asked[request_id].request_over = True
             return None
         asked = self._asked.pop(request_id, None)
@@ -219,6 +269,7 @@ class DecodeScheduler(SchedulerRole):
             return
         try:
             online.loop.call(online.client.close(), CLOSE_GRACE_S)
+            online.loop.call(online.offering.close(), CLOSE_GRACE_S)
         except TimeoutError:
             log.error("the metaserver client did not close within %.0f s", CLOSE_GRACE_S)
         online.loop.post(online.doorbell.close)

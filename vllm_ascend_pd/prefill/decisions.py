@@ -8,7 +8,7 @@ token range, never the whole list again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ class PushStart:
     request_id: str
     push: str
     reservation: Reservation
+    ended: bool = False  # vLLM has finished the request before
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ Exchanged = tuple[int, int, int]  # step, layer, sub-step of an exchange that so
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """One step's metadata for P's workers. `rotation` is the step's sequence number."""
+    """One step's metadata for P's workers. `rotation` is the step's sequence number. What was computed before a push had a
+    target is pushed as by a step of its own, `before`, whose layers are all there already."""
 
     rotation: int
     engine: CacheGeometry | None = None
@@ -68,10 +70,14 @@ class PrefillStep:
     preempted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()  # nothing of these pushes is exchanged any more
     catch_ups: tuple[Exchanged, ...] = ()
+    computed: tuple[PushSlice, ...] = ()  # of earlier steps
+    before: int = 0  # sequence number of those
+    freed: tuple[str, ...] = ()  # requests whose blocks were held for nobody
 
     @property
     def empty(self) -> bool:
-        return not (self.starts or self.slices or self.aborts or self.preempted or self.ended or self.catch_ups)
+        news = self.starts or self.slices or self.aborts or self.preempted or self.ended
+        return not (news or self.catch_ups or self.computed or self.freed)
 
 
 @dataclass(slots=True)
@@ -94,6 +100,8 @@ class _Pending:
     preempted: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     catch_ups: set[Exchanged] = field(default_factory=set)
+    computed: list[PushSlice] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)
 
 
 class PushBook:
@@ -103,7 +111,7 @@ class PushBook:
         self._model = model
         self._tracked: dict[str, _Tracked] = {}
         self._refused: dict[str, PdError] = {}  # by request id, until it ends
-        self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report
+        self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report; "": for nobody
         self._seen: dict[TransferId, None] = {}  # oldest first, bounded
         self._remembered = remembered
         self._pending = _Pending()
@@ -123,23 +131,47 @@ class PushBook:
 
         `engine` is this engine's cache: what cannot be pushed there is said at once, not by D's deadline.
         """
-        refusal = self._refusal(reservation, prompt_length, prompt_hash, engine)
+        refusal = self.refusal_of(reservation, prompt_length, prompt_hash, engine)
         if refusal is not None:
             return self.refuse(request_id, refusal)
+        self._see(reservation)
+        self._tracked[request_id] = _Tracked(request_id, push, reservation)
+        return None
+
+    def attach(
+        self, request_id: str, reservation: Reservation, push: str, computed: int, blocks: Sequence[Sequence[int]]
+    ) -> None:
+        """A reservation that fits comes to a request of which `computed` tokens are in `blocks` (by group): the next step
+        pushes those. Where the request has ended before, `finished` is told so next."""
+        self._see(reservation)
+        tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation)
+        if not computed:
+            return
+        tracked.started, tracked.watermark = True, computed
+        tracked.sealed = computed >= reservation.end
+        after, tables = min(computed, reservation.end), tuple(np.asarray(ids, dtype=np.int32) for ids in blocks)
+        self._pending.starts.append(PushStart(request_id, push, reservation))
+        self._pending.computed.append(PushSlice(push, 0, after, tables, restart=False, final=tracked.sealed))
+
+    def free(self, request_id: str) -> None:
+        """The blocks of a request that has ended were held for nobody: the workers say so, as of every other."""
+        self._holding[request_id] = ""
+        self._pending.freed.append(request_id)
+
+    def _see(self, reservation: Reservation) -> None:
         self._seen[reservation.transfer] = None
         while len(self._seen) > self._remembered:
             del self._seen[next(iter(self._seen))]
-        self._tracked[request_id] = _Tracked(request_id, push, reservation)
-        return None
 
     def refuse(self, request_id: str, why: PdError) -> PdError:
         """The request is prefilled, and not pushed."""
         self._refused[request_id] = why
         return why
 
-    def _refusal(
+    def refusal_of(
         self, reservation: Reservation, prompt_length: int, prompt_hash: str, engine: CacheGeometry | None
     ) -> PdError | None:
+        """Why this prompt cannot be pushed for this reservation."""
         refusal = OURS.refusal(reservation.version, reservation.needs)
         if refusal is not None:
             return refusal
@@ -205,6 +237,9 @@ class PushBook:
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.started or tracked.aborted:
             return
+        if self._untold(tracked):
+            tracked.started, tracked.sealed, tracked.watermark = False, False, 0
+            return
         self._pending.preempted.append(tracked.push)
         if tracked.sealed:
             self._abort(tracked, "the request was preempted after its last chunk")
@@ -215,11 +250,15 @@ class PushBook:
         self._refused.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or not tracked.started:
-            return False  # the workers never heard of it: D learns from the end of the HTTP call
+            return False  # the workers never heard of it: D learns from the end of the HTTP call, or is told so
         if not tracked.sealed or not holds_blocks:
+            if self._untold(tracked):
+                return False
             self._abort(tracked, why)
         if holds_blocks:
             self._holding[request_id] = tracked.push
+            starts = self._pending.starts  # that no step has told: vLLM may name the request as finished before
+            self._pending.starts = [replace(s, ended=True) if s.push == tracked.push else s for s in starts]
         else:
             self._pending.ended.append(tracked.push)
         return holds_blocks
@@ -227,7 +266,7 @@ class PushBook:
     def released(self, request_id: str) -> bool:
         """All workers have reported the request: true if its blocks were held for a push."""
         push = self._holding.pop(request_id, None)
-        if push is not None:
+        if push:
             self._pending.ended.append(push)
         return push is not None
 
@@ -237,7 +276,8 @@ class PushBook:
 
     def must_step(self) -> bool:
         """The workers wait for a step's metadata, or will soon have more to ask for."""
-        return bool(self._pending.catch_ups) or self._looks > 0
+        pending = self._pending
+        return bool(pending.catch_ups or pending.computed or pending.freed) or self._looks > 0
 
     def open_count(self) -> int:
         return len(self._tracked) + len(self._holding)
@@ -245,7 +285,7 @@ class PushBook:
     def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
         """This step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
-        self._rotation += 1
+        self._rotation += 1 + bool(pending.computed)
         self._looks = LOOKS if pending.catch_ups else max(0, self._looks - 1)
         return PrefillStep(
             rotation=self._rotation,
@@ -256,7 +296,20 @@ class PushBook:
             preempted=tuple(pending.preempted),
             ended=tuple(pending.ended),
             catch_ups=tuple(sorted(pending.catch_ups)),
+            computed=tuple(pending.computed),
+            before=self._rotation - 1 if pending.computed else 0,
+            freed=tuple(pending.freed),
         )
+
+    def _untold(self, tracked: _Tracked) -> bool:
+        """Take back the start of a push that no step has told: whether there was one."""
+        pending, push = self._pending, tracked.push
+        told = [start for start in pending.starts if start.push != push]
+        if len(told) == len(pending.starts):
+            return False
+        pending.starts = told
+        pending.computed = [piece for piece in pending.computed if piece.push != push]
+        return True
 
     def _abort(self, tracked: _Tracked, why: str) -> None:
         if not tracked.aborted:

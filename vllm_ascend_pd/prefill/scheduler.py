@@ -6,18 +6,25 @@ from __future__ import annotations
 import base64
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from vllm.v1.request import RequestStatus
+
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
-from vllm_ascend_pd.errors import PdError, RemoteProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
+from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, not_held
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
-from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.identity import push_id
+from vllm_ascend_pd.prefill.reception import Reception
+from vllm_ascend_pd.protocol.auth import seal_source, unseal
+from vllm_ascend_pd.protocol.dialects import name_of
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
+from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 
@@ -25,20 +32,32 @@ log = logging.getLogger(__name__)
 
 EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 REMEMBERED = 4096
+_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class PrefillScheduler(SchedulerRole):
-    """No thread and no socket: reservations come with the requests."""
+    """No thread and no socket where reservations come with the requests. With `hold_sources` they may come later, or before: to the
+    reception, which starts with the handshake. `blocks` are those of this engine's cache."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0) -> None:
+        self._engine, self._news = engine, news
         self._book = PushBook(model=engine.model)
+        meet, timers = engine.config.meet, engine.config.timers
+        holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
+        self._meetings = Meetings(self._book, engine.incarnation, holding)
+        self._reception: Reception | None = None
         self._geometry: CacheGeometry | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        self._geometry = merge_geometries(workers)
+        self._geometry = self._meetings.engine = merge_geometries(workers)
+        if self._engine.config.meet.hold_sources:
+            self._reception = Reception(self._engine, self._book, self._meetings, self._news)
+
+    def _deciding(self) -> AbstractContextManager[float]:
+        """Of the books, which a reception shares."""
+        return self._reception.deciding() if self._reception is not None else nullcontext(0.0)
 
     def arrived(self, request: Any) -> None:
         """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
@@ -59,62 +78,111 @@ class PrefillScheduler(SchedulerRole):
             return  # a client can reach this engine without a router: it may be anything that JSON can say
         if params.get("do_remote_decode") is not True or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
-        if self._book.knows(request_id):
-            return
-        error = self._admit(request, params)
-        if error is not None:
-            self._book.refuse(request_id, error)
-            log.warning("request %s is prefilled but not pushed: %s", request_id, error)
+        with self._deciding() as now:
+            if self._book.knows(request_id) or self._meetings.knows(request_id):
+                return
+            collects = self._reception is not None and params.get("reservation") is None
+            error = self._collect(now, request) if collects else self._admit(request, params)
+            if error is not None:
+                self._book.refuse(request_id, error)
+                log.warning("request %s is prefilled but not pushed: %s", request_id, error)
+
+    def _collect(self, now: float, request: Any) -> PdError | None:
+        """A request without a reservation: its blocks are kept together for a target that may come."""
+        if self._geometry is None or (why := not_held(self._geometry)):
+            return PdError("PD-META-031", why=why if self._geometry is not None else "no worker has told its cache")
+        if request.prompt_token_ids is None:
+            return PdError("PD-META-005", why="the prompt came as embeddings")
+        push, prompt = self._new_push(), (request.num_prompt_tokens, request_hash(request))
+        facts = request.request_id, push, name_of(request.request_id), uuid.uuid4().hex, prompt
+        source = self._meetings.source(now, *facts, len(self._geometry.tables))
+        trace.emit("collecting", request=request.request_id, push=push, source=str(source))
+        return None
+
+    def _new_push(self) -> str:
+        return push_id(self._engine.incarnation, uuid.uuid4().hex)
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
 
     def build_step(self, output: Any) -> PrefillStep:
         """Translate one SchedulerOutput."""
+        with self._deciding():
+            return self._build_step(output)
+
+    def _build_step(self, output: Any) -> PrefillStep:
         for request_id in output.preempted_req_ids or ():
+            self._meetings.preempted(request_id)
             self._book.preempted(request_id)
         counts = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self._book.scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], *new.block_ids, replaces=True)
+            self._scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], *new.block_ids, replaces=True)
         cached = output.scheduled_cached_reqs
         nothing: Sequence[Sequence[int]] = ((),) * (len(self._geometry.tables) if self._geometry is not None else 1)
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            if self._book.tracks(request_id):
-                self._book.scheduled(
-                    request_id,
-                    computed,
-                    counts[request_id],
-                    *(blocks or nothing),
-                    replaces=request_id in cached.resumed_req_ids,
-                )
+            replaces = request_id in cached.resumed_req_ids
+            self._scheduled(request_id, computed, counts[request_id], *(blocks or nothing), replaces=replaces)
         return self._book.take_step(self._geometry)
+
+    def _scheduled(self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool) -> None:
+        if self._meetings.collects(request_id):
+            self._meetings.computes(request_id, computed + count, blocks, replaces=replaces)
+        elif self._book.tracks(request_id):
+            self._book.scheduled(request_id, computed, count, *blocks, replaces=replaces)
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)
 
     def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: whether its blocks are held, and what its HTTP answer says of the push."""
+        with self._deciding() as now:
+            return self._finished(now, request, holds_blocks)
+
+    def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         error, pushed = self._book.refusal(request_id), self._book.tracks(request_id)
-        held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill")
+        collected = self._meetings.collects(request_id)
+        well = holds_blocks and request.status in _WELL
+        waits = self._meetings.finished(now, request_id, well=well)
+        held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill") or waits
+        if waits:
+            return held, self._source(request)
+        if collected and well:
+            error = PdError("PD-META-028", count=self._meetings.counts()["held"])
+            log.warning("request %s is prefilled but not held: %s", request_id, error)
         if error is not None:
             return held, params_of(self._report(error.code, error.sentence))
         return held, params_of(self._report()) if pushed else None
+
+    def _source(self, request: Any) -> dict[str, Any]:
+        """What P's answer says of blocks that it holds: routers hand it to D as it is."""
+        source = self._meetings.told(request.request_id)
+        if source is None or self._reception is None:
+            raise LocalProtocolError(f"{request.request_id} is held, and has no source")
+        prompt = request.num_prompt_tokens, request_hash(request)
+        hold_s = self._engine.config.timers.hold_s
+        told = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, hold_s)
+        sealed = base64.b64encode(seal_source(told, self._engine.secrets)).decode()
+        trace.emit("held", request=request.request_id, source=str(source))
+        said = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
+        return {**said, **params_of(self._report())}
 
     def _report(self, code: str = "", detail: str = "") -> PushReport:
         return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint)
 
     def released(self, request_id: str) -> bool:
         """All workers have reported this request. If it was a push of ours, its blocks are free now."""
-        free = self._book.released(request_id)
+        with self._deciding():
+            free = self._book.released(request_id)
         if free:
             trace.emit("released", request=request_id)
         return free
 
     def heard(self, news: WorkerNews) -> None:
-        self._book.missed(news.missed)
+        with self._deciding():
+            self._book.missed(news.missed)
         self.failed(news.failures)
 
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
@@ -138,6 +206,11 @@ class PrefillScheduler(SchedulerRole):
     def open_loads(self) -> int:
         return -1 if self.must_step() else 0
 
+    def close(self) -> None:
+        """Idempotent. D's that wait here learn of it by the end of their connections."""
+        if self._reception is not None:
+            self._reception.close()
+
     def _admit(self, request: Any, params: Mapping[str, Any]) -> PdError | None:
         encoded = params.get("reservation")
         if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
@@ -150,10 +223,7 @@ class PrefillScheduler(SchedulerRole):
             return PdError("PD-META-005", why="it is not base64")
         except RemoteProtocolError as refused:
             return refused
-        push, prompt = (
-            push_id(self._engine.incarnation, uuid.uuid4().hex),
-            (request.num_prompt_tokens, request_hash(request)),
-        )
+        push, prompt = self._new_push(), (request.num_prompt_tokens, request_hash(request))
         error = self._book.admit(request.request_id, reservation, *prompt, push, self._geometry)
         if error is None:
             trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)

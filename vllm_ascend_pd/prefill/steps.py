@@ -70,6 +70,8 @@ class Steps:
             return
         with self._deciding() as core:
             plan = core.begin(self._clock(), step)
+        if plan.before is not None:
+            self._computed_before(plan.before)
         if self._exchanging is not None:
             self._exchanging.prepare(plan)
             event = self._record() if plan.again else None
@@ -101,8 +103,18 @@ class Steps:
         if never:
             with self._deciding() as core:
                 core.uncomputed(self._clock(), current.plan, self._names[never[0]])
+        self._announce(current)  # also what failed: other ranks wait for its exchanges
+
+    def _computed_before(self, plan: StepPlan) -> None:
+        """What earlier steps have computed of pushes that had no target then: all layers are in the cache."""
+        if self._exchanging is not None:
+            self._exchanging.prepare(plan)
+        self._announce(_Layers(plan, len(self._layers)))
+
+    def _announce(self, current: _Layers) -> None:
+        """All layers of a step that have not been, and its end."""
         for index in sorted(current.missing):
-            self._mark(current, index)  # also of those that failed: other ranks wait for their exchanges
+            self._mark(current, index)
         final = tuple(push.name for push in current.plan.final)
         self._put(Sealed(current.plan.number, final, self._clock()))
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.forms import Form, form_of, reservation_of
+from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
 from vllm_ascend_pd.protocol.versions import OURS
 
@@ -38,12 +39,14 @@ WINDOW = 1024  # how far behind the newest frame an older one may arrive
 _SEALED_PLAIN = b"PDR\x00"
 _SEALED_SIGNED = b"PDR\x01"
 _SEAL_CONTEXT = b"vllm-ascend-pd reservation 1"
+_SOURCE_CONTEXT = b"vllm-ascend-pd source 1"  # of its own: neither passes for the other
 _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
 _form_decoder: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Form)
+_source_decoder: msgspec.msgpack.Decoder[Source] = msgspec.msgpack.Decoder(Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +171,51 @@ def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_diale
 
 def seal(reservation: Reservation, secrets: Secrets | None) -> bytes:
     """The signed envelope in which a reservation travels."""
-    payload = _encoder.encode(form_of(reservation))
-    if secrets is None:
-        return _SEALED_PLAIN + payload
-    return b"".join((_SEALED_SIGNED, _mac(secrets.current, _SEAL_CONTEXT, payload), payload))
+    return _enveloped(_encoder.encode(form_of(reservation)), secrets, _SEAL_CONTEXT)
 
 
 def unseal(sealed: bytes, secrets: Secrets | None) -> Reservation:
     """The reservation in an envelope, or RemoteProtocolError (PD-SEC-003 signature, PD-CTRL-002 contents)."""
+    return decode_reservation(_opened(sealed, secrets, _SEAL_CONTEXT, "reservation"))
+
+
+def seal_source(source: Source, secrets: Secrets | None) -> bytes:
+    """The signed envelope in which P's answer carries a source."""
+    return _enveloped(_encoder.encode(source), secrets, _SOURCE_CONTEXT)
+
+
+def unseal_source(sealed: bytes, secrets: Secrets | None) -> Source:
+    """As `unseal`; PD-CTRL-003 and PD-CTRL-004 for one that is not understood here."""
+    payload = _opened(sealed, secrets, _SOURCE_CONTEXT, "source")
+    _check_version(payload)
+    source = _decoded(_source_decoder, payload)
+    refusal = OURS.refusal(source.version, source.needs)
+    if refusal is not None:
+        raise RemoteProtocolError(refusal.code, **refusal.values)
+    return source
+
+
+def _enveloped(payload: bytes, secrets: Secrets | None, context: bytes) -> bytes:
+    if secrets is None:
+        return _SEALED_PLAIN + payload
+    return b"".join((_SEALED_SIGNED, _mac(secrets.current, context, payload), payload))
+
+
+def _opened(sealed: bytes, secrets: Secrets | None, context: bytes, what: str) -> memoryview:
     head, body = sealed[:4], memoryview(sealed)[4:]
     if head not in (_SEALED_PLAIN, _SEALED_SIGNED):
-        raise RemoteProtocolError("PD-CTRL-002", why="not a sealed reservation")
+        raise RemoteProtocolError("PD-CTRL-002", why=f"not a sealed {what}")
     if secrets is None:
         if head != _SEALED_PLAIN:
-            raise RemoteProtocolError("PD-SEC-003", why="a signed reservation, but no secret_file is configured here")
-        return decode_reservation(body)
+            raise RemoteProtocolError("PD-SEC-003", why=f"a signed {what}, but no secret_file is configured here")
+        return body
     if head != _SEALED_SIGNED:
-        raise RemoteProtocolError("PD-SEC-003", why="the reservation is not signed")
+        raise RemoteProtocolError("PD-SEC-003", why=f"the {what} is not signed")
     payload = body[MAC_BYTES:]
-    fits = [hmac.compare_digest(_mac(s, _SEAL_CONTEXT, payload), body[:MAC_BYTES]) for s in secrets.accepted]
+    fits = [hmac.compare_digest(_mac(s, context, payload), body[:MAC_BYTES]) for s in secrets.accepted]
     if not any(fits):
-        raise RemoteProtocolError("PD-SEC-003", why="the signature of the reservation does not fit")
-    return decode_reservation(payload)
+        raise RemoteProtocolError("PD-SEC-003", why=f"the signature of the {what} does not fit")
+    return payload
 
 
 # -- decoders
@@ -206,11 +232,15 @@ def decode_message(payload: bytes | memoryview) -> Message:
 
 def decode_reservation(payload: bytes | memoryview) -> Reservation:
     """As `decode_message`, for the inside of an envelope. One of another version need not have the same fields: PD-CTRL-003."""
+    _check_version(payload)
+    return reservation_of(_decoded(_form_decoder, payload))
+
+
+def _check_version(payload: bytes | memoryview) -> None:
     with contextlib.suppress(msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         refusal = OURS.refusal(_version_decoder.decode(payload).version, ())
         if refusal is not None:
             raise RemoteProtocolError(refusal.code, **refusal.values)
-    return reservation_of(_decoded(_form_decoder, payload))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes | memoryview) -> _T:

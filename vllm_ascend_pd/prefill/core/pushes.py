@@ -83,6 +83,7 @@ class StepPlan:
     pushes: list[Push] = field(default_factory=list)  # of which this step computes tokens
     final: list[Push] = field(default_factory=list)  # of those, whose last tokens
     again: list[Run] = field(default_factory=list)
+    before: StepPlan | None = None  # of what earlier steps have computed
 
 
 class Pushes:
@@ -109,6 +110,7 @@ class Pushes:
         self._pushes: dict[str, Push] = {}
         self._reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
         self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
+        self._freed: set[str] = set()  # requests that were held for nobody, not reported yet
         self._failures: list[tuple[str, str]] = []  # transfer and code, not told to the scheduler yet
         self._preempted: list[str] = []  # pushes that are drained
         self._drained_by = 0.0  # at the latest
@@ -136,7 +138,10 @@ class Pushes:
             self.abort(now, abort.push, abort.code, abort.detail)
         for start in step.starts:
             self._start(now, start)
-        plan = self._plan(now, step) if step.slices else StepPlan(step.rotation)
+        before = self._plan(now, step.before, step.computed) if step.computed else None
+        plan = self._plan(now, step.rotation, step.slices) if step.slices else StepPlan(step.rotation)
+        plan.before = before
+        self._freed.update(step.freed)
         over = self._named(step.ended)
         for push in over:
             push.over = True
@@ -193,7 +198,8 @@ class Pushes:
         self._ended -= ready
         for request in ready:
             del self._reported_to[request]
-        return ready
+        freed, self._freed = self._freed, set()
+        return ready | freed
 
     def take_failures(self) -> list[tuple[str, str]]:
         """Transfers whose push failed here, with the code, since the last call."""
@@ -389,6 +395,8 @@ class Pushes:
             raise LocalProtocolError("a push was scheduled before the engine's geometry was known")
         push, order, differences = self._orders.take(now, start)
         self._pushes[push.name] = self._reported_to[push.request_id] = push
+        if start.ended:
+            self._ended.add(push.request_id)
         opened = self._machine.open(now, order)
         push.pairs = self._machine.pairs(push.name)
         self._do(now, opened)
@@ -397,17 +405,17 @@ class Pushes:
         if self.dead:
             self.abort(now, push.name, "PD-XFER-003", f"the writer died: {self.dead}")
 
-    def _plan(self, now: float, step: PrefillStep) -> StepPlan:
-        """Plan the step once for all its pushes; the plans wait for the layers."""
-        planned = StepPlan(step.rotation)
+    def _plan(self, now: float, number: int, slices: Iterable[PushSlice]) -> StepPlan:
+        """Plan a step once for all its pushes; the plans wait for the layers."""
+        planned = StepPlan(number)
         direct: dict[int, list[tuple[Push, int, Job]]] = {}  # by P's kind of layer
         exchanged: dict[int, list[tuple[Push, Job]]] = {}
         instances: dict[tuple[Endpoint, ...], int] = {}
-        for piece in step.slices:
+        for piece in slices:
             push = self._pushes.get(piece.push)
             if push is None or not self._takes_part(push):
                 continue
-            push.extend(step.rotation, piece)
+            push.extend(number, piece)
             planned.pushes.append(push)
             if piece.final:
                 planned.final.append(push)
@@ -427,18 +435,18 @@ class Pushes:
                     exchanged.setdefault(pair.kind, []).append((push, job))
                 elif not self.dead:  # else nothing would use the plan
                     direct.setdefault(pair.kind, []).append((push, index, job))
-            facts = {"step": step.rotation, "before": piece.before, "after": piece.after, "tokens": tokens}
+            facts = {"step": number, "before": piece.before, "after": piece.after, "tokens": tokens}
             self._effects.append(act.Note("step", {"transfer": push.transfer, **facts}))
         for kind, work in sorted(direct.items()):
-            plans = self._planners[kind].plan([job for _, _, job in work], step.rotation)
+            plans = self._planners[kind].plan([job for _, _, job in work], number)
             for (push, index, _), plan in zip(work, plans, strict=True):
-                push.plans[step.rotation, index] = plan
+                push.plans[number, index] = plan
         if direct:
             pushes = [push for work in direct.values() for push, _, _ in work]
-            self._direct[step.rotation] = list(dict.fromkeys(pushes))
+            self._direct[number] = list(dict.fromkeys(pushes))
             planned.direct = True
         if exchanged and self.exchanges is not None:
-            planned.parts = self.exchanges.plan(step.rotation, exchanged)
+            planned.parts = self.exchanges.plan(number, exchanged)
         return planned
 
     def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:

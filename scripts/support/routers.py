@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of vLLM as they are: taken out of its pinned source distribution when a test runs, never kept with this project."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from scripts.support import sdist
+from scripts.support.engine import Engine
+from scripts.support.models import ROOT
+from scripts.support.process import Child, ProcessDied
+from scripts.support.spec import child_environment
+
+VLLM = sdist.Pin("vllm", "0.32.0", "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad")
+TOY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
+PUSH_DEMO = "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py"
+START_S = 60.0
+
+
+class Router:
+    """One of them as a process in front of a pair. `where` takes its file and its log."""
+
+    def __init__(self, path: str, port: int, arguments: list[str], health: str, where: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        folder, _, name = path.rpartition("/")
+        script = where / f"{port}-{name}"
+        script.write_text(sdist.read(sdist.ensure(VLLM), folder, name)[name])
+        environment = {**child_environment(), "OPENAI_API_KEY": "unused"}
+        self.process = Child(
+            script.stem, [sys.executable, str(script), *arguments], where / f"{script.stem}.log", environment, ROOT
+        )
+        self._wait(health)
+
+    def _wait(self, health: str) -> None:
+        end = time.monotonic() + START_S
+        while time.monotonic() < end and self.process.alive:
+            try:
+                if httpx.get(self.url + health, timeout=2.0, trust_env=False).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+        self.stop()
+        raise ProcessDied(f"{self.process.name} did not start:\n{self.process.tail()}")
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
+def toy(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
+    """vLLM's toy proxy: P first, and its answer to D."""
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--prefiller-hosts", "127.0.0.1"]
+    arguments += ["--prefiller-ports", str(prefill.spec.port), "--decoder-hosts", "127.0.0.1"]
+    return Router(TOY, port, [*arguments, "--decoder-ports", str(decode.spec.port)], "/healthcheck", where)
+
+
+def push_demo(prefill: Engine, decode: Engine, listener: int, port: int, where: Path) -> Router:
+    """vLLM's demo of NIXL's push: both at once, and P's address to D. `listener` is P's side channel."""
+    arguments = ["--model", "model", "--prefill", f"127.0.0.1:{prefill.spec.port}", "--port", str(port)]
+    arguments += ["--decode", f"127.0.0.1:{decode.spec.port}", "--prefill-engine-id", "unused"]
+    arguments += ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(listener)]
+    return Router(PUSH_DEMO, port, arguments, "/status", where)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of vLLM, as they are, in front of a real pair without a metaserver: vLLM's toy proxy, which goes to P first, and its demo
+of NIXL's push, which goes to both at once. `verify: full`; every answer is the single engine's, and every block comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pairs import Pair, failures, fresh_prompt, settled_free_blocks, wait_for_free_blocks
+
+from scripts.support import routers
+from scripts.support.checks import fresh_salt, loaded_tokens
+from scripts.support.client import body_of, chat_body_of, post
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.routers import Router
+from scripts.support.sdist import Unreachable
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+BLOCK = 32
+LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
+HOLD_S = 6.0
+HELD = 24
+
+
+@dataclass
+class Site:
+    """A pair, and how to put a router in front of it."""
+
+    cluster: Cluster
+    tally: Tally
+    prefill: Engine
+    decode: Engine
+    listener: int
+
+    def behind(self, make: Callable[[Site, int, Path], Router]) -> tuple[Router, Pair]:
+        try:
+            router = make(self, self.cluster.port(), self.cluster.logs)
+        except Unreachable as why:
+            pytest.skip(str(why))
+        return router, Pair(self.cluster, router, self.prefill, (self.decode,), self.tally)  # type: ignore[arg-type]
+
+
+def toy(site: Site, port: int, where: Path) -> Router:
+    return routers.toy(site.prefill, site.decode, port, where)
+
+
+def push_demo(site: Site, port: int, where: Path) -> Router:
+    return routers.push_demo(site.prefill, site.decode, site.listener, port, where)
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 to 1", "2 to 1"])
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
+    model, tp, listener = ensure("gqa"), request.param, cluster.port()
+    held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S, "side_channel_port": listener}
+    told = {"prefill_listeners": [f"127.0.0.1:{listener}"]}
+    p, d = cluster.start(
+        EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
+        EngineSpec(f"routers-d{tp}", model, role="kv_consumer", policy="fail", extra=cluster.push_config(**told)),
+    )
+    yield Site(cluster, tally, p, d, listener)
+    cluster.stop(d, p)
+
+
+@pytest.mark.parametrize("make", [toy, push_demo], ids=["toy proxy", "push demo"])
+def test_every_answer_is_the_single_engines_and_no_block_is_lost(
+    site: Site, make: Callable[[Site, int, Path], Router], told: Callable[[str], None]
+) -> None:
+    router, pair = site.behind(make)
+    try:
+        free = pair.free_counts()
+        pair.check([fresh_prompt(n) for n in LENGTHS], name=make.__name__)
+        for n in LENGTHS[1:]:
+            pair.check([fresh_prompt(n)], name=f"{make.__name__}, alone")
+        pair.check_prefix_on_prefill(BLOCK)
+        chat = chat_body_of(f"{make.__name__}: " + "the cache goes ahead of the words. " * 9, 6)
+        before = loaded_tokens(site.decode)
+        got = post(router.url, chat, "/v1/chat/completions")
+        alone = post(site.prefill.url, {**chat, "cache_salt": fresh_salt("alone")}, "/v1/chat/completions")
+        assert got["choices"][0]["message"] == alone["choices"][0]["message"]
+        assert loaded_tokens(site.decode) - before == got["usage"]["prompt_tokens"]
+        wait_for_free_blocks([site.prefill, site.decode], free)
+    finally:
+        router.stop()
+
+
+def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site: Site) -> None:
+    """A flood of requests that no D comes for: P goes on to serve, and says of the others that they are not held."""
+    free = settled_free_blocks(site.prefill)
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    answers = [
+        post(site.prefill.url, body_of(fresh_prompt(40), 1, kv_transfer_params=params))["kv_transfer_params"]
+        for _ in range(HELD + 6)
+    ]
+    held = [answer for answer in answers if "source" in answer]
+    refused = [answer["pd_push"]["code"] for answer in answers if "source" not in answer]
+    assert len(held) >= HELD and set(refused) <= {"PD-META-028"}
+    post(site.prefill.url, body_of(fresh_prompt(300), 4))
+    wait_for_free_blocks([site.prefill], {site.prefill.name: free})
+    forgotten = body_of(fresh_prompt(40), 2, kv_transfer_params={**held[0]})
+    before = time.monotonic(), len(failures(site.decode))
+    post(site.decode.url, forgotten)  # another prompt than the source's: D computes it itself
+    assert len(failures(site.decode)) == before[1] + 1

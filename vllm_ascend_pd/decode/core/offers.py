@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's offers to P's schedulers, in the place of calls to a metaserver: each ends in one outcome, `prefilled` or `failed`.
+
+An OFFER is repeated until it is answered, and asked again every third of a lease as long as P computes: P's answers are
+what a metaserver's heartbeats are elsewhere. Silence of a lease, or an address that refuses connections, is the end of P.
+`now` is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.errors import CATALOGUE, PdError
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
+from vllm_ascend_pd.protocol.timing import Backoff
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Hand a message to the channel; it may be lost."""
+
+    to: Endpoint
+    message: Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What P says of an offer. Nothing follows once it is final."""
+
+    transfer: TransferId
+    kind: str  # accepted, prefilled or failed, as a metaserver's answer
+    code: str = ""
+    detail: str = ""
+    push: str = ""
+
+    @property
+    def final(self) -> bool:
+        return self.kind != "accepted"
+
+
+Effect: TypeAlias = Say | Answered
+
+
+@dataclass(slots=True)
+class _Open:
+    offer: Offer
+    listener: Endpoint
+    resend: Backoff
+    lost_at: float
+    push: str = ""  # once bound
+
+
+class Offers:
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._open: dict[TransferId, _Open] = {}
+        self._effects: list[Effect] = []
+
+    def take_effects(self) -> list[Effect]:
+        """In order, each once."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def offer(self, now: float, listener: Endpoint, offer: Offer) -> None:
+        t = self._timers
+        backoff = Backoff(now, t.resend_first_s, t.resend_max_s)
+        self._open[offer.transfer] = _Open(offer, listener, backoff, now + t.lease_s)
+        self._effects.append(Say(listener, offer))
+
+    def forget(self, transfer: TransferId) -> None:
+        """The load is over, or not wanted any more. P is told once: what that would save ends by itself too."""
+        found = self._open.pop(transfer, None)
+        if found is not None:
+            over = Failure("PD-XFER-002", "the request ended on decode")
+            self._effects.append(Say(found.listener, Gone(transfer, over)))
+
+    def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        """No offer will follow: P need not hold anything."""
+        self._effects.append(Say(listener, unwanted))
+
+    def heard(self, now: float, listener: Endpoint, message: Meeting) -> None:
+        """Only from where it was offered to: another P has nothing to say about it."""
+        if isinstance(message, Offer | Unwanted):
+            return
+        found = self._open.get(message.transfer)
+        if found is None or found.listener != listener:
+            return
+        if isinstance(message, Gone):
+            self._end(message.transfer, message.failure)
+        elif isinstance(message, Waits):
+            self._rest(now, found)
+        else:
+            self._bound(now, found, message)
+
+    def unreachable(self, listener: Endpoint, detail: str) -> None:
+        for transfer, found in list(self._open.items()):
+            if found.listener == listener:
+                self._end(transfer, _gone(f"{listener} ({detail})"))
+
+    def tick(self, now: float) -> None:
+        for transfer, found in list(self._open.items()):
+            if now >= found.lost_at:
+                why = f"{found.listener}, which has not answered for {self._timers.lease_s:g} s,"
+                self._end(transfer, _gone(why))
+            elif now >= found.resend.at:
+                found.resend.again(now)
+                self._effects.append(Say(found.listener, found.offer))
+
+    def next_wake(self) -> float | None:
+        return min((min(found.lost_at, found.resend.at) for found in self._open.values()), default=None)
+
+    def open_count(self) -> int:
+        return len(self._open)
+
+    def counts(self) -> Mapping[str, int]:
+        return {"open": len(self._open), "bound": sum(bool(found.push) for found in self._open.values())}
+
+    def _rest(self, now: float, found: _Open) -> None:
+        found.lost_at = now + self._timers.lease_s
+        found.resend.rest(now + self._timers.lease_s / 3)
+
+    def _bound(self, now: float, found: _Open, bound: Bound) -> None:
+        if not found.push:
+            found.push = bound.push
+            self._effects.append(Answered(bound.transfer, "accepted", push=bound.push))
+        if bound.ended:
+            del self._open[bound.transfer]
+            self._effects.append(Answered(bound.transfer, "prefilled", push=bound.push))
+        else:
+            self._rest(now, found)
+
+    def _end(self, transfer: TransferId, failure: Failure) -> None:
+        found = self._open.pop(transfer)
+        code = failure.code if failure.code in CATALOGUE else "PD-META-006"
+        self._effects.append(Answered(transfer, "failed", code, failure.detail, found.push))
+
+
+def _gone(peer: str) -> Failure:
+    error = PdError("PD-XFER-004", peer=peer)
+    return Failure(error.code, error.sentence)

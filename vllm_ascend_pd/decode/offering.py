@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's scheduler on the side channel: it dials P's schedulers, and core/offers.py decides what it says to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+
+from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
+from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.decode.core.offers import Offers, Say
+from vllm_ascend_pd.metaserver.answers import Outcome
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
+from vllm_ascend_pd.protocol.meeting import Meeting, Offer, Unwanted
+from vllm_ascend_pd.shared.loop import LoopThread
+
+
+class Offering:
+    """`offer` and `forget` may be called from any thread; outcomes come on the loop thread, as a metaserver's."""
+
+    def __init__(
+        self,
+        timers: Timers,
+        incarnation: str,
+        secrets: Secrets | None,
+        loop: LoopThread,
+        on_outcome: Callable[[Hashable, Outcome], None],
+    ) -> None:
+        self._loop, self._on_outcome = loop, on_outcome
+        self._offers = Offers(timers)
+        self._began: dict[TransferId, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._dialer = Dialer(
+            incarnation=incarnation,
+            name="decode scheduler",
+            secrets=secrets,
+            on_message=self._heard,
+            on_unreachable=self._unreachable,
+            hears=OF_SCHEDULERS,
+        )
+
+    def offer(self, listener: Endpoint, offer: Offer) -> None:
+        self._loop.post(self._offer, listener, offer)
+
+    def forget(self, transfer: TransferId) -> None:
+        """Nothing is told of it any more, but for an outcome already on its way."""
+        self._loop.post(self._forget, transfer)
+
+    def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        self._loop.post(self._spare, listener, unwanted)
+
+    # -- the loop thread
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._dialer.close()
+
+    def _now(self) -> float:
+        return self._loop.loop.time()
+
+    def _offer(self, listener: Endpoint, offer: Offer) -> None:
+        self._began[offer.transfer] = self._now()
+        self._offers.offer(self._now(), listener, offer)
+        self._act()
+
+    def _forget(self, transfer: TransferId) -> None:
+        self._began.pop(transfer, None)
+        self._offers.forget(transfer)
+        self._act()
+
+    def _spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        self._offers.spare(listener, unwanted)
+        self._act()
+
+    def _heard(self, listener: Endpoint, message: Meeting) -> None:
+        self._offers.heard(self._now(), listener, message)
+        self._act()
+
+    def _unreachable(self, listener: Endpoint, detail: str) -> None:
+        self._offers.unreachable(listener, detail)
+        self._act()
+
+    def _tick(self) -> None:
+        self._offers.tick(self._now())
+        self._act()
+
+    def _act(self) -> None:
+        for effect in self._offers.take_effects():
+            if isinstance(effect, Say):
+                self._dialer.send(effect.to, effect.message)
+                continue
+            began = self._began.get(effect.transfer, self._now())
+            if effect.final:
+                self._began.pop(effect.transfer, None)
+            prefill = pushed_by(effect.push)
+            outcome = Outcome(effect.kind, effect.code, effect.detail, prefill, self._now() - began)
+            self._on_outcome(effect.transfer, outcome)
+        if self._timer is not None:
+            self._timer.cancel()
+        wake = self._offers.next_wake()
+        self._timer = None if wake is None else self._loop.loop.call_at(wake, self._tick)

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's book of sources and targets: requests that are computed before anybody has reserved for them, and reservations that
+come before their request. Each binds one of the other at most, once; from then on it is a push like any other.
+
+The table at the end is what runs. `now` is an argument; whoever calls holds its lock, and sends what `take` brings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, SourceId, Waits
+from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.states import Cell, Named, Table, enter
+from vllm_ascend_pd.protocol.timing import Agenda
+
+MAX_WAITING = 4096  # targets without a source
+REMEMBERED = 4096  # bound transfers of requests that have ended
+
+
+class MeetingState(Named):
+    OVER = "over"  # or never heard of
+    WAITING = "waiting"  # a target without a source
+    COLLECTING = "collecting"  # a source without a target, of a request that runs
+    HELD = "held"  # the same, and the request has ended
+    BOUND = "bound"  # both, and the request runs
+
+
+class MeetingEvent(Named):
+    # an OFFER, by what it names and what fits
+    OFFER = "offer"  # fits the source, or names a request that may still come
+    OFFER_AGAIN = "offer_again"  # of the transfer that is waiting or bound here
+    OFFER_TAKEN = "offer_taken"  # of another transfer than that
+    OFFER_UNFIT = "offer_unfit"  # another prompt, model or cache, or a transfer that was pushed before
+    OFFER_UNKNOWN = "offer_unknown"  # of a source that is over, or of another incarnation
+    OFFER_TOO_MANY = "offer_too_many"
+    # from our own scheduler
+    SOURCE = "source"  # a request without a reservation is scheduled; it fits the target, if there is one
+    SOURCE_UNFIT = "source_unfit"
+    ENDED = "ended"  # the whole prompt is computed
+    ENDED_TOO_MANY = "ended_too_many"  # the same, and no more can be held
+    ABORTED = "aborted"
+    # from D
+    WITHDRAWN = "withdrawn"  # GONE, or the end of its process
+    UNWANTED = "unwanted"  # no offer will come for a source
+    # time
+    HELD_TOO_LONG = "held_too_long"
+    WAITED_TOO_LONG = "waited_too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """D's side: its reservation, and by which name the channel knows its scheduler."""
+
+    peer: Hashable
+    reservation: Reservation
+    meets: str
+
+    @property
+    def transfer(self) -> TransferId:
+        return self.reservation.transfer
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A source, a target, or both."""
+
+    state: MeetingState = MeetingState.OVER
+    target: Target | None = None
+    source: SourceId | None = None
+    request_id: str = ""
+    push: str = ""
+    meets: str = ""
+    prompt_length: int = 0
+    prompt_hash: str = ""
+    blocks: list[list[int]] = field(default_factory=list)  # by group
+    computed: int = 0
+    until: float | None = None  # held, or waiting
+    timed: SourceId | TransferId | None = None  # by which the agenda knows it
+
+    def __repr__(self) -> str:
+        """<Record held, source p-1/3/u of r, 40 of 40 tokens, until 20.0>"""
+        words = [self.state.value]
+        words += [f"source {self.source} of {self.request_id}, {self.computed} of {self.prompt_length} tokens"] * bool(
+            self.source
+        )
+        words += [f"target {self.target.transfer}"] if self.target else []
+        words += [f"until {self.until:.1f}"] if self.until is not None else []
+        return f"<Record {', '.join(words)}>"
+
+    @property
+    def bound_to(self) -> Target:
+        if self.target is None:
+            raise LocalProtocolError(f"{self!r} is bound to nobody")
+        return self.target
+
+    @property
+    def size(self) -> int:
+        """Blocks of all groups."""
+        return sum(map(len, self.blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What may be held for nobody yet, and how long."""
+
+    sources: int = 256
+    blocks: int = 1 << 30
+    hold_s: float = 120.0
+    meet_s: float = 30.0
+
+
+def not_held(engine: CacheGeometry) -> str:
+    """Why sources of this cache are not held, or nothing. A step that no target waits for is not watched: nobody would know
+    that the draft model did not run in it; and of a window P lets go of what a later target would want."""
+    if engine.drafts:
+        return "its cache has layers of a draft model"
+    return "its cache lets go of tokens that are behind a window" if engine.leaves_last else ""
+
+
+def failure_of(error: PdError) -> Failure:
+    return Failure(error.code, error.sentence[:MAX_TEXT])
+
+
+class Meetings:
+    """`book` has the pushes, and what they are compared with."""
+
+    table: ClassVar[Table[MeetingState, MeetingEvent]]  # below
+
+    def __init__(self, book: PushBook, incarnation: str, holding: Holding) -> None:
+        self._book, self._incarnation, self._holding = book, incarnation, holding
+        self.engine: CacheGeometry | None = None
+        self.counters: Counter[str] = Counter()
+        self._n = 0
+        self._requests: dict[str, Record] = {}  # that have a source here and run, or are held
+        self._sources: dict[SourceId, Record] = {}
+        self._names: dict[str, Record] = {}  # what is met under a name
+        self._targets: dict[TransferId, Record] = {}  # waiting or bound
+        self._ended: dict[TransferId, Bound] = {}  # bound, and the request has ended; oldest first
+        self._agenda: Agenda[SourceId | TransferId] = Agenda()
+        self._timed: dict[SourceId | TransferId, Record] = {}
+        self._held = self._held_blocks = self._waiting = 0
+        self._said: list[tuple[Hashable, Meeting]] = []
+
+    def take(self) -> list[tuple[Hashable, Meeting]]:
+        """What is to be sent, in order, each once."""
+        said, self._said = self._said, []
+        return said
+
+    # -- from our own scheduler
+
+    def source(
+        self, now: float, request_id: str, push: str, meets: str, uuid: str, prompt: tuple[int, str], groups: int
+    ) -> SourceId:
+        """A request without a reservation is scheduled. One whose name is taken is found by its source alone."""
+        self._n += 1
+        waiting = self._names.get(meets) if meets else None
+        source = SourceId(self._incarnation, self._n, uuid)
+        record, event = Record(), MeetingEvent.SOURCE
+        if waiting is not None and waiting.target is not None and waiting.state is MeetingState.WAITING:
+            error = self._book.refusal_of(waiting.target.reservation, *prompt, self.engine)
+            record, event = waiting, MeetingEvent.SOURCE if error is None else MeetingEvent.SOURCE_UNFIT
+            if error is not None:
+                self._say(waiting, Gone(waiting.target.transfer, failure_of(error)))
+        elif meets and waiting is None:
+            record.meets = meets
+            self._names[meets] = record
+        record.source, record.request_id, record.push = source, request_id, push
+        record.prompt_length, record.prompt_hash = prompt
+        record.blocks = [[] for _ in range(groups)]
+        self._requests[request_id] = self._sources[source] = record
+        self._on(now, record, event)
+        return source
+
+    def knows(self, request_id: str) -> bool:
+        """Whether it has a source here, or had one when it was bound."""
+        return request_id in self._requests
+
+    def collects(self, request_id: str) -> bool:
+        record = self._requests.get(request_id)
+        return record is not None and record.state is MeetingState.COLLECTING
+
+    def computes(self, request_id: str, computed: int, blocks: Iterable[Sequence[int]], *, replaces: bool) -> None:
+        """A step computes tokens up to `computed` of a request that is collected; `blocks` are new, or all."""
+        record = self._requests[request_id]
+        for known, more in zip(record.blocks, blocks, strict=True):
+            known[:] = [*([] if replaces else known), *more]
+        record.computed = computed
+
+    def preempted(self, request_id: str) -> None:
+        """It lost its blocks, and comes back."""
+        if self.collects(request_id):
+            record = self._requests[request_id]
+            record.computed, record.blocks = 0, [[] for _ in record.blocks]
+
+    def finished(self, now: float, request_id: str, *, well: bool) -> bool:
+        """The request has ended, with its blocks or, if not `well`, as good as without: whether they are held here for a
+        target that may still come."""
+        record = self._requests.get(request_id)
+        if record is None:
+            return False
+        event = MeetingEvent.ABORTED
+        if well and (record.state is MeetingState.BOUND or record.computed >= record.prompt_length):
+            event = MeetingEvent.ENDED if self._room(record) else MeetingEvent.ENDED_TOO_MANY
+        self._on(now, record, event)
+        return record.state is MeetingState.HELD
+
+    def told(self, request_id: str) -> SourceId | None:
+        """The source that P's answer tells: of what is held."""
+        record = self._requests.get(request_id)
+        return record.source if record is not None and record.state is MeetingState.HELD else None
+
+    def _room(self, record: Record) -> bool:
+        if record.state is MeetingState.BOUND:
+            return True
+        h = self._holding
+        return self._held < h.sources and self._held_blocks + record.size <= h.blocks
+
+    # -- from D
+
+    def offer(self, now: float, peer: Hashable, offer: Offer, reservation: Reservation) -> None:
+        """`reservation` is what the offer has sealed."""
+        bound = self._ended.get(offer.transfer)
+        if bound is not None:
+            self._said.append((peer, bound))
+            return
+        target = Target(peer, reservation, offer.meets)
+        record = self._targets.get(offer.transfer) or self._meant(offer.source, offer.meets)
+        if record is None:
+            record, event = Record(target=target), MeetingEvent.OFFER
+            if offer.source is not None or not offer.meets:
+                event = MeetingEvent.OFFER_UNKNOWN
+            elif self._waiting >= MAX_WAITING:
+                event = MeetingEvent.OFFER_TOO_MANY
+        elif record.target is not None:
+            again = record.target.transfer == offer.transfer
+            event = MeetingEvent.OFFER_AGAIN if again else MeetingEvent.OFFER_TAKEN
+        else:
+            prompt = record.prompt_length, record.prompt_hash
+            error = self._book.refusal_of(reservation, *prompt, self.engine)
+            event = MeetingEvent.OFFER if error is None else MeetingEvent.OFFER_UNFIT
+            if error is not None:
+                self._said.append((peer, Gone(offer.transfer, failure_of(error))))
+            else:
+                record.target = target
+        self._on(now, record, event, target)
+
+    def _meant(self, source: SourceId | None, meets: str) -> Record | None:
+        return self._sources.get(source) if source is not None else self._names.get(meets)
+
+    def withdrawn(self, now: float, peer: Hashable, transfer: TransferId) -> None:
+        """D wants it no more."""
+        record = self._targets.get(transfer)
+        if record is not None and record.target is not None and record.target.peer == peer:
+            self._on(now, record, MeetingEvent.WITHDRAWN)
+
+    def unwanted(self, now: float, source: SourceId | None, meets: str) -> None:
+        """D has what it needs, or its request has ended."""
+        record = self._meant(source, meets)
+        if record is not None and record.target is None:
+            self._on(now, record, MeetingEvent.UNWANTED)
+
+    def gone(self, now: float, peer: Hashable) -> None:
+        """The process of that D scheduler has ended."""
+        for record in [r for r in self._targets.values() if r.target is not None and r.target.peer == peer]:
+            self._on(now, record, MeetingEvent.WITHDRAWN)
+
+    # -- time
+
+    def tick(self, now: float) -> None:
+        for key in self._agenda.due(now):
+            record = self._timed.pop(key)
+            held = record.state is MeetingState.HELD
+            self._on(now, record, MeetingEvent.HELD_TOO_LONG if held else MeetingEvent.WAITED_TOO_LONG)
+
+    def next_wake(self) -> float | None:
+        return self._agenda.next()
+
+    # -- what is held, for whoever looks
+
+    def counts(self) -> Mapping[str, int]:
+        return {
+            "sources": len(self._requests),
+            "held": self._held,
+            "held_blocks": self._held_blocks,
+            "waiting": self._waiting,
+            "names": len(self._names),
+            "targets": len(self._targets),
+        }
+
+    # -- effects
+
+    def _on(self, now: float, record: Record, event: MeetingEvent, *more: Any) -> None:
+        cell = enter(self.table, record.state, event, self.counters, record)
+        before, record.state = record.state, cell.into
+        self._counted(before, record)
+        cell.effect(self, now, record, *more)
+        if record.state is MeetingState.OVER:
+            self._forget(record)
+
+    def _counted(self, before: MeetingState, record: Record) -> None:
+        s, after = MeetingState, record.state
+        if before is not after:
+            held = (after is s.HELD) - (before is s.HELD)
+            self._held += held
+            self._held_blocks += held * record.size
+            self._waiting += (after is s.WAITING) - (before is s.WAITING)
+            if s.HELD in (before, after) or s.WAITING in (before, after):
+                self._due(record)
+
+    def _due(self, record: Record, key: SourceId | TransferId | None = None, at: float | None = None) -> None:
+        """When its time is over; without a key never."""
+        if record.timed is not None:
+            self._agenda.set(record.timed, None)
+            self._timed.pop(record.timed, None)
+        record.timed, record.until = key, at
+        if key is not None:
+            self._agenda.set(key, at)
+            self._timed[key] = record
+
+    def _forget(self, record: Record) -> None:
+        """Nothing finds it any more."""
+        if self._names.get(record.meets) is record:
+            del self._names[record.meets]
+        if record.target is not None and self._targets.get(record.target.transfer) is record:
+            del self._targets[record.target.transfer]
+        if record.source is not None:
+            self._sources.pop(record.source, None)
+            self._requests.pop(record.request_id, None)
+
+    def _say(self, record: Record, message: Meeting) -> None:
+        if record.target is not None:
+            self._said.append((record.target.peer, message))
+
+    def _bound(self, record: Record, *, ended: bool) -> Bound:
+        return Bound(record.bound_to.transfer, record.push, ended)
+
+    def ignore(self, now: float, record: Record, *more: Any) -> None:
+        return None
+
+    def collect(self, now: float, record: Record) -> None:
+        """Its blocks are noted from now on."""
+        if record.target is not None:  # one that did not fit has heard so
+            self._targets.pop(record.target.transfer, None)
+            record.target = None
+
+    def wait(self, now: float, record: Record, target: Target) -> None:
+        record.meets = target.meets
+        self._names[target.meets] = self._targets[target.transfer] = record
+        self._due(record, target.transfer, now + self._holding.meet_s)
+        self._say(record, Waits(target.transfer))
+
+    def answer(self, now: float, record: Record, target: Target) -> None:
+        """The same once more."""
+        waits = record.state is MeetingState.WAITING
+        self._say(record, Waits(target.transfer) if waits else self._bound(record, ended=False))
+
+    def bind(self, now: float, record: Record, *more: Any) -> None:
+        """The request runs: what is computed of it is pushed with the next step, and the rest as it comes."""
+        self._attach(record)
+        self._say(record, self._bound(record, ended=False))
+
+    def bind_held(self, now: float, record: Record, target: Target) -> None:
+        """The request has ended: all of it is pushed with the next step, and then its blocks go back."""
+        self._attach(record)
+        self._book.finished(record.request_id, holds_blocks=True, why="it is not sealed")
+        self.end(now, record)
+
+    def _attach(self, record: Record) -> None:
+        target = record.bound_to
+        self._targets[target.transfer] = record
+        facts = target.reservation, record.push, record.computed, record.blocks
+        self._book.attach(record.request_id, *facts)
+
+    def hold(self, now: float, record: Record) -> None:
+        self._due(record, record.source, now + self._holding.hold_s)
+
+    def release(self, now: float, record: Record) -> None:
+        """Nobody comes for it."""
+        self._book.free(record.request_id)
+
+    def end(self, now: float, record: Record) -> None:
+        """The prompt is computed: D waits for the workers alone now, and may ask once more."""
+        bound = self._bound(record, ended=True)
+        self._ended[bound.transfer] = bound
+        while len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        self._say(record, bound)
+
+    def abort(self, now: float, record: Record) -> None:
+        self._say_gone(record, "PD-XFER-002", why="the request ended on prefill")
+
+    def nobody(self, now: float, record: Record) -> None:
+        self._say_gone(record, "PD-META-026", name=record.meets, seconds=f"{self._holding.meet_s:g}")
+
+    def taken(self, now: float, record: Record, target: Target) -> None:
+        self._refuse(target, "PD-META-027", why="it was bound to another transfer")
+
+    def unknown(self, now: float, record: Record, target: Target) -> None:
+        self._refuse(target, "PD-META-027", why="it is over, or of an engine that was restarted")
+
+    def too_many(self, now: float, record: Record, target: Target) -> None:
+        self._refuse(target, "PD-META-028", count=MAX_WAITING)
+
+    def _refuse(self, target: Target, code: str, **values: object) -> None:
+        self._said.append((target.peer, Gone(target.transfer, failure_of(PdError(code, **values)))))
+
+    def _say_gone(self, record: Record, code: str, **values: object) -> None:
+        if record.target is not None:
+            self._refuse(record.target, code, **values)
+
+
+def _table(do: type[Meetings]) -> Table[MeetingState, MeetingEvent]:
+    s, e = MeetingState, MeetingEvent
+    no: Callable[..., None] = do.ignore
+    return {
+        s.OVER: {
+            e.SOURCE: Cell(s.COLLECTING, do.collect),
+            e.OFFER: Cell(s.WAITING, do.wait),
+            e.OFFER_UNKNOWN: Cell(s.OVER, do.unknown, "offer_unknown"),
+            e.OFFER_TOO_MANY: Cell(s.OVER, do.too_many, "offer_too_many"),
+        },
+        s.WAITING: {
+            e.SOURCE: Cell(s.BOUND, do.bind),
+            e.SOURCE_UNFIT: Cell(s.COLLECTING, do.collect, "offer_unfit"),
+            e.OFFER_AGAIN: Cell(s.WAITING, do.answer),
+            e.OFFER_TAKEN: Cell(s.WAITING, do.taken, "offer_taken"),
+            e.WITHDRAWN: Cell(s.OVER, no, "withdrawn"),
+            e.WAITED_TOO_LONG: Cell(s.OVER, do.nobody, "waited_too_long"),
+        },
+        s.COLLECTING: {
+            e.OFFER: Cell(s.BOUND, do.bind),
+            e.OFFER_UNFIT: Cell(s.COLLECTING, no, "offer_unfit"),
+            e.ENDED: Cell(s.HELD, do.hold),
+            e.ENDED_TOO_MANY: Cell(s.OVER, no, "not_held"),
+            e.ABORTED: Cell(s.OVER, no),
+            e.UNWANTED: Cell(s.OVER, no, "unwanted"),
+        },
+        s.HELD: {
+            e.OFFER: Cell(s.OVER, do.bind_held),
+            e.OFFER_UNFIT: Cell(s.HELD, no, "offer_unfit"),
+            e.HELD_TOO_LONG: Cell(s.OVER, do.release, "held_too_long"),
+            e.UNWANTED: Cell(s.OVER, do.release, "unwanted"),
+        },
+        s.BOUND: {
+            e.OFFER_AGAIN: Cell(s.BOUND, do.answer),
+            e.OFFER_TAKEN: Cell(s.BOUND, do.taken, "offer_taken"),
+            e.ENDED: Cell(s.OVER, do.end),
+            e.ABORTED: Cell(s.OVER, do.abort),
+            e.WITHDRAWN: Cell(s.BOUND, no, "withdrawn"),
+        },
+    }
+
+
+Meetings.table = _table(Meetings)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where P's scheduler listens for offers of D's schedulers, in front of the book of sources and targets (core/meetings.py).
+
+The scheduler's thread and the loop thread decide under one lock; what is said and which timer runs follows once it is free. An engine
+that only holds blocks naps between empty steps: news of a binding ends the nap, and the step carries it to every worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
+from vllm_ascend_pd.channel.listener import Listener
+from vllm_ascend_pd.engine import Engine
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.core.meetings import Meetings, failure_of
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.protocol.auth import unseal
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted
+from vllm_ascend_pd.shared.loop import LoopThread
+
+log = logging.getLogger(__name__)
+
+START_S = 10.0
+CLOSE_GRACE_S = 5.0
+
+
+class Reception:
+    """Raises PD-CTRL-001 where it cannot listen. `news` may be called from any thread."""
+
+    def __init__(self, engine: Engine, book: PushBook, meetings: Meetings, news: Callable[[], None]) -> None:
+        self._engine, self._book, self._meetings, self._news = engine, book, meetings, news
+        self._lock = threading.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = LoopThread("pd-reception")
+        self._listener = Listener(
+            host=engine.host,
+            port=engine.listening_port,
+            incarnation=engine.incarnation,
+            secrets=engine.secrets,
+            on_message=self._heard,
+            on_gone=self._gone,
+            on_back=lambda incarnation: None,
+            hears=OF_SCHEDULERS,
+        )
+        try:
+            bound = self._loop.call(self._listener.start(), START_S)
+        except (PdError, TimeoutError):
+            self._loop.stop(CLOSE_GRACE_S)
+            raise
+        self.endpoint = Endpoint(engine.known_as, bound.port)
+        log.info("prefill takes offers of decode engines on %s", self.endpoint)
+
+    @contextmanager
+    def deciding(self) -> Iterator[float]:
+        """Hold the lock while the books are asked, with the time; what they say is sent once it is free."""
+        with self._lock:
+            yield time.monotonic()
+            said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._book.must_step()
+        for peer, message in said:
+            if isinstance(message, Bound | Gone):
+                facts = {"ended": message.ended} if isinstance(message, Bound) else {"code": message.failure.code}
+                trace.emit(type(message).__name__.lower(), transfer=str(message.transfer), **facts)
+            self._loop.post(self._listener.send, peer, message)
+        self._loop.post(self._arm, wake)
+        if must_step:
+            self._news()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._loop.alive:
+            try:
+                self._loop.call(self._listener.close(), CLOSE_GRACE_S)
+            except TimeoutError:
+                log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
+        self._loop.stop(CLOSE_GRACE_S)
+
+    # -- the loop thread
+
+    def _heard(self, peer: Hashable, message: Meeting) -> None:
+        if isinstance(message, Gone):
+            with self.deciding() as now:
+                self._meetings.withdrawn(now, peer, message.transfer)
+        elif isinstance(message, Unwanted):
+            with self.deciding() as now:
+                self._meetings.unwanted(now, message.source, message.meets)
+        elif isinstance(message, Offer):
+            self._offered(peer, message)
+
+    def _offered(self, peer: Hashable, offer: Offer) -> None:
+        try:
+            reservation = unseal(offer.reservation, self._engine.secrets)
+            if reservation.transfer != offer.transfer:
+                raise PdError("PD-CTRL-002", why="an offer of another transfer than its reservation's")
+        except PdError as refused:
+            self._listener.send(peer, Gone(offer.transfer, failure_of(refused)))
+            return
+        with self.deciding() as now:
+            self._meetings.offer(now, peer, offer, reservation)
+
+    def _gone(self, incarnation: str) -> None:
+        with self.deciding() as now:
+            self._meetings.gone(now, incarnation)
+
+    def _tick(self) -> None:
+        with self.deciding() as now:
+            self._meetings.tick(now)
+
+    def _arm(self, wake: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = self._loop.loop
+        delay = None if wake is None else max(0.0, wake - time.monotonic())
+        self._timer = None if delay is None else loop.call_later(delay, self._tick)

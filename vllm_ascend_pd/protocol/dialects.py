@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What routers other than our metaserver put into `kv_transfer_params`, and the names under which both engines know a request.
+
+A client can reach an engine without a router: values may be anything that JSON can say. What D is to call by them is in the
+allow-list, or in P's answer under P's seal. docs/routers.md has what each router sends.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.protocol.auth import Secrets, unseal_source
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.meeting import Source, SourceId
+
+MAX_NAME = 256
+MAX_SOURCE = 8192  # characters
+_RANDOM = 9  # vLLM appends a dash and eight random characters to every request id
+_COMPLETION, _CHAT = "cmpl-", "chatcmpl-"
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Where D offers its reservation, and for what: a source of P's answer, or the request of a name."""
+
+    listener: Endpoint
+    source: SourceId | None = None
+    name: str = ""
+
+    @property
+    def metaserver(self) -> str:
+        return ""  # nobody who asked for a report
+
+    @property
+    def ticket(self) -> str:
+        return str(self.source) if self.source is not None else self.name
+
+
+def name_of(request_id: str) -> str:
+    """By which the other engine knows a request: the router's X-Request-Id, and for completions the place of the prompt. Empty
+    where it is not such an id."""
+    outer = request_id[:-_RANDOM] if request_id[-_RANDOM : -_RANDOM + 1] == "-" else request_id
+    for prefix in (_CHAT, _COMPLETION):
+        if outer.startswith(prefix) and len(outer) - len(prefix) <= MAX_NAME:
+            return outer.removeprefix(prefix)
+    return ""
+
+
+def read_meet(
+    params: Mapping[str, Any],
+    request_id: str,
+    prompt: tuple[int, str],
+    listeners: Collection[str],
+    secrets: Secrets | None,
+) -> Meet | PdError | None:
+    """What a request of D says of its P; None where it names neither a source nor an engine."""
+    if params.get("source") is not None:
+        return _read_source(params["source"], prompt, listeners, secrets)
+    host, port, name = (params.get(key) for key in ("remote_host", "remote_port", "remote_request_id"))
+    if host is None and port is None:
+        return None
+    if params.get("remote_block_ids"):
+        return PdError("PD-META-029", why="remote_block_ids are of another connector")
+    if not isinstance(host, str) or not 0 < len(host) <= MAX_NAME or not isinstance(port, int) or not _is_port(port):
+        return PdError("PD-META-029", why="remote_host and remote_port are no address")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isascii():
+        return PdError("PD-META-029", why="there is no remote_request_id")
+    listener = Endpoint(host, port)
+    if not _is_allowed(listener, listeners):
+        return PdError("PD-META-030", address=listener)
+    return Meet(listener, name=_placed(name, request_id))
+
+
+def _read_source(
+    told: object, prompt: tuple[int, str], listeners: Collection[str], secrets: Secrets | None
+) -> Meet | PdError:
+    if not isinstance(told, str) or len(told) > MAX_SOURCE:
+        return PdError("PD-META-029", why="its source is no text of ours")
+    try:
+        source: Source = unseal_source(base64.b64decode(told, validate=True), secrets)
+    except ValueError:
+        return PdError("PD-META-029", why="its source is not base64")
+    except PdError as refused:
+        return refused
+    if secrets is None and not _is_allowed(source.listens, listeners):  # anybody could have written it
+        return PdError("PD-META-030", address=source.listens)
+    if (source.prompt_length, source.prompt_hash) != prompt:
+        return PdError("PD-META-005", why="the prompts differ (tokens, LoRA, multimodal input or cache salt)")
+    return Meet(source.listens, source=source.source)
+
+
+def _is_port(port: int) -> bool:
+    return not isinstance(port, bool) and 0 < port < 65536
+
+
+def _is_allowed(listener: Endpoint, listeners: Collection[str]) -> bool:
+    return listener.host in listeners or str(listener) in listeners
+
+
+def _placed(name: str, request_id: str) -> str:
+    """With the place of the prompt among those of its request, as P's own id has it."""
+    place = name_of(request_id).rpartition("-")[2] if request_id.startswith(_COMPLETION) else ""
+    return f"{name}-{place}" if place.isdecimal() else name
