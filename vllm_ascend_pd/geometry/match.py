@@ -73,7 +73,7 @@ def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
 
 def _matters(geometry: CacheGeometry) -> str:
     group = geometry.own
-    return f"{group.matters} {group.n}" if group.partial else group.matters
+    return f"{group.matters} {group.n}" if group.n else group.matters
 
 
 def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
@@ -85,7 +85,7 @@ def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
         return f"blocks of {len(blocks)} groups are named where there are {len(d.tables)}"
     for group, count in zip(d.tables, blocks, strict=True):
         begin = group.begins(first, end)
-        if d.opaque and begin % group.block_size:
+        if d.opaque and not group.stateful and begin % group.block_size:
             return f"token {begin} is inside a block of {group.block_size}, and the token axis is opaque"
         wanted = -(-end // group.block_size) - begin // group.block_size
         if count != wanted:

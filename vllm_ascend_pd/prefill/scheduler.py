@@ -42,7 +42,7 @@ class PrefillScheduler(SchedulerRole):
 
     def arrived(self, request: Any) -> None:
         """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
-        the prompt that is computed here ends before that token."""
+        the prompt that is computed here ends before that token, and no token is decoded behind it: a state would change in its place."""
         if self._geometry is None or not self._geometry.leaves_last:
             return
         self.allocated(request)
@@ -50,6 +50,7 @@ class PrefillScheduler(SchedulerRole):
             for tokens in (request.prompt_token_ids, request._all_token_ids):
                 tokens.pop()
             request.num_prompt_tokens -= 1
+            request.max_tokens = 1
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """vLLM schedules the request: take its reservation, once."""
@@ -75,10 +76,11 @@ class PrefillScheduler(SchedulerRole):
             self._book.preempted(request_id)
         counts = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self._book.scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], *new.block_ids, replaces=True)
+            if self._book.tracks(new.req_id):
+                blocks = self._blocks(output, new.req_id, new.block_ids)
+                self._book.scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], *blocks, replaces=True)
         cached = output.scheduled_cached_reqs
-        nothing: Sequence[Sequence[int]] = ((),) * (len(self._geometry.tables) if self._geometry is not None else 1)
-        for request_id, blocks, computed in zip(
+        for request_id, more, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             if self._book.tracks(request_id):
@@ -86,10 +88,19 @@ class PrefillScheduler(SchedulerRole):
                     request_id,
                     computed,
                     counts[request_id],
-                    *(blocks or nothing),
+                    *self._blocks(output, request_id, more),
                     replaces=request_id in cached.resumed_req_ids,
                 )
         return self._book.take_step(self._geometry)
+
+    def _blocks(self, output: Any, request_id: str, new: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
+        """A request's new blocks of each group. Entries of states move in their table, so of these it is the table as it is now."""
+        groups = self._geometry.tables if self._geometry is not None else ()
+        new = new or ((),) * max(1, len(groups))
+        if not any(group.stateful for group in groups):
+            return new
+        exact = output.kv_connector_block_state.get_block_ids(request_id)
+        return [table if group.stateful else ids for group, table, ids in zip(groups, exact, new, strict=True)]
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)
