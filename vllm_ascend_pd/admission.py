@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 # By name: vllm-ascend puts a class of its own in the place of vLLM's.
 _PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
 _STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
-_PROVEN_BESIDE = ("FullAttentionSpec", "SlidingWindowSpec", _STATE_SPEC)  # in one of several groups, or without all tokens
+_PROVEN_BESIDE = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    _STATE_SPEC,
+)  # in one of several groups, or without all tokens
 _RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
 _PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
@@ -290,7 +294,5 @@ def _state_refusals(spec: Any) -> Iterator[ConfigError]:
         yield _refused(f"mamba_cache_mode {mode}", "Use none or align.")
     if getattr(spec, "num_speculative_blocks", 0):
         yield _refused("A recurrent state with blocks for drafted tokens", "Start without a draft model.")
-    if getattr(spec, "num_prefill_checkpoint_blocks", 0):
-        yield _refused("A recurrent state with blocks for checkpoints of a prefill", "Start without them.")
     if getattr(spec, "tp_replicated", False):
         yield _refused("A recurrent state that every rank has whole", "Use another model.")
