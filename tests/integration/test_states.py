@@ -8,12 +8,14 @@ it: one token more or less, or another request's, and the answer is another one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from pairs import Pair, PairMaker
+from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers, wait_for_free_blocks
 from test_kinds import exercise, spec
 from test_windows import windowed
 
+from scripts.support.client import body_of, complete, leave_after
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 
@@ -66,11 +68,6 @@ class TestStatesBesideAttention:
 
     def test_prefixes(self, pair: Pair) -> None:
         check_prefixes(pair, BLOCK)
-
-    def test_p_decodes_nothing_behind_the_state(self, pair: Pair) -> None:
-        """A router that asks P for more than one token: the state must not change in its place."""
-        prompt = fresh_prompt(200)
-        pair.check([prompt], name="after a request that P would have gone on with")
 
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
         free = pair.free_counts()

@@ -62,7 +62,9 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     if unlike and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     regions = _regions(p, d)
-    if p.own.stateful and regions and regions[0].field == "regions":  # words for each are told apart by their number alone
+    if (
+        p.own.stateful and regions and regions[0].field == "regions"
+    ):  # words for each are told apart by their number alone
         found = [one for one in found if one.field not in ("dtype", "packing")]
     return [*found, *regions]
 
