@@ -8,14 +8,24 @@ it: one token more or less, or another request's, and the answer is another one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers, wait_for_free_blocks
+from fake_metaserver import fake_metaserver, says_failed
+from pairs import (
+    Pair,
+    PairMaker,
+    counter,
+    fresh_prompt,
+    reference_answers,
+    transfer_request,
+    wait_for_free_blocks,
+)
 from test_kinds import exercise, spec
 from test_windows import windowed
 
-from scripts.support.client import body_of, complete, leave_after
+from scripts.support.client import RequestFailed, attempt, body_of, complete, leave_after
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 
@@ -76,9 +86,38 @@ class TestStatesBesideAttention:
         wait_for_free_blocks((pair.prefill, *pair.decode), free)
         pair.check([fresh_prompt(193)], name="after clients that have left")
 
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        """Of several groups vLLM hears which request failed; block ids would stop the engine."""
+        free = pair.free_counts()
+        with fake_metaserver(ports[-1], says_failed) as seen:
+            url = f"http://127.0.0.1:{ports[-1]}"
+            (refused,) = attempt(pair.decode[0].url, [transfer_request(url, "f", fresh_prompt(250))])
+            assert isinstance(refused, RequestFailed) and seen, refused
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
+        pair.check([fresh_prompt(n) for n in (97, 250)], name="after a load that failed")
+
 
 @pytest.mark.slow
 class TestStateShapes:
+    def test_a_failed_load_is_computed_again(
+        self, cluster: Cluster, allowed: list[str], ports: list[int], make_pair: PairMaker
+    ) -> None:
+        specs = (
+            spec("again-p", "nemotronh", "kv_producer", cluster.push_config()),
+            replace(spec("again-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed)), policy="recompute"),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            pair.check([fresh_prompt(250)], name="before a load that fails")
+            free = pair.free_counts()
+            with fake_metaserver(ports[-1], says_failed) as seen:
+                for length in (97, 193, 250):
+                    prompt, url = fresh_prompt(length), f"http://127.0.0.1:{ports[-1]}"
+                    answer = complete(pair.decode[0].url, transfer_request(url, str(length), prompt, 12))
+                    pair.compare([prompt], [answer], "computed again")
+                assert len(seen) == 3
+            wait_for_free_blocks((pair.prefill, *pair.decode), free)
+            exercise(pair, "after loads that failed", (97, 250))
+
     def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         """Mode `none` on P: its one block stands for the whole prompt, D's for 96 tokens each."""
         p = spec("nemotronh-none", "nemotronh", "kv_producer", cluster.push_config(), arguments=WHOLE)

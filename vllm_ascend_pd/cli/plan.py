@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise, product
@@ -249,7 +249,7 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
     blocks = -(-shape.tokens // shape.block_size)
     table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
     sums: dict[tuple[int, int], list[int]] = {}
-    work: list[tuple[Pairing, Set[str], int, int]] = []
+    work: list[tuple[Pairing, frozenset[str], int, int]] = []
     for pair in pairings(p, d):
         if pair.p.own.stateful:
             work.append((pair, pair.layers, 0, 1))
