@@ -15,14 +15,21 @@ from vllm_ascend_pd import drafts
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import WINDOW, Group, attention_of
+from vllm_ascend_pd.geometry.layout import STATE, WINDOW, Group, attention_of
+from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # By name: vllm-ascend puts a class of its own in the place of vLLM's.
 _PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
-_PROVEN_BESIDE = ("FullAttentionSpec", "SlidingWindowSpec")  # in one of several groups, or with a window
+_STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
+_PROVEN_BESIDE = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    _STATE_SPEC,
+)  # in one of several groups, or without all tokens
+_RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
 _PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 _PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
@@ -102,6 +109,8 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     specs: dict[str, Any] = {}
     for group in made:
         specs.update(_by_layer(group.kv_cache_spec) or dict.fromkeys(group.layer_names, group.kv_cache_spec))
+    states = {name: _recurrent(config, of) for name, of in specs.items() if _is_state(of)}
+    specs = {name: of for name, of in specs.items() if name not in states}
     shapes = {name: shape(name, of) for name, of in specs.items()}
     for refusal in _unlike(specs, shapes, layers):
         raise refusal
@@ -109,30 +118,53 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     if staged and any(map(_has_indexer, specs, specs.values())):
         raise _refused("A sparse indexer with pipeline parallelism", "Start with -pp 1.")
     if staged and groups:
-        raise _refused("A cache with sliding windows or several groups, with pipeline parallelism", "Start with -pp 1.")
+        feature = "A cache with sliding windows, states or several groups, with pipeline parallelism"
+        raise _refused(feature, "Start with -pp 1.")
     if config.speculative_config is not None and groups:
-        raise _refused("Speculative decoding with sliding windows or several groups", "Start without a draft model.")
-    first = next(iter(shapes.values()), None) or shape("", spec)
+        # Rows of a state's convolution depend on how many tokens are drafted, too.
+        feature = "Speculative decoding with sliding windows, states or several groups"
+        raise _refused(feature, "Start without a draft model.")
+    first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     sizes = first.local_heads, first.total_heads, first.head_size
     of = {name: index for index, group in enumerate(made) for name in group.layer_names} if groups else {}
-    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of)
+    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of, states)
+
+
+def _recurrent(config: Any, spec: Any) -> Recurrent:
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    hf = config.model_config.hf_text_config
+    groups = [getattr(hf, name, None) for name in ("n_groups", "mamba_n_groups", "mamba_ngroups")]
+    return Recurrent(
+        recurrence=_RECURRENCES[spec.mamba_type.name],
+        shapes=tuple(map(tuple, spec.shapes)),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        sizes=tuple(dtype.itemsize for dtype in spec.dtypes),
+        dim_first=is_conv_state_dim_first(),
+        groups=next((one for one in groups if isinstance(one, int)), 0),
+    )
 
 
 def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
     """Where there is more than one, or tokens cease to matter."""
-    groups = tuple(
-        Group(group.kv_cache_spec.block_size, WINDOW, group.kv_cache_spec.sliding_window)
-        if _is_window(group.kv_cache_spec)
-        else Group(group.kv_cache_spec.block_size)
-        for group in made
-    )
+
+    def group(spec: Any) -> Group:
+        if _is_state(spec):
+            return Group(spec.block_size, STATE)
+        return Group(spec.block_size, WINDOW, spec.sliding_window) if _is_window(spec) else Group(spec.block_size)
+
+    groups = tuple(group(one.kv_cache_spec) for one in made)
     return groups if len(groups) > 1 or any(group.partial for group in groups) else ()
 
 
 def _is_window(spec: Any) -> bool:
     """Whether vLLM lets go of what is outside of a window. Full attention may have one written down, and keeps all its blocks."""
     return type(spec).__name__ == "SlidingWindowSpec"
+
+
+def _is_state(spec: Any) -> bool:
+    return type(spec).__name__ == _STATE_SPEC
 
 
 def _unlike(
@@ -215,9 +247,10 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
 def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     """All that is not proven in a model's cache; the first is what stops the start."""
     groups = kv_cache_config.kv_cache_groups
-    beside = len(groups) > 1 or any(_is_window(group.kv_cache_spec) for group in groups)
+    beside = len(groups) > 1 or any(_is_window(g.kv_cache_spec) or _is_state(g.kv_cache_spec) for g in groups)
     if beside and not knows_transfer_groups():
-        yield _refused("A model with sliding windows or several KV cache groups", "Use vLLM 0.32.0 or later for it.")
+        feature = "A model with sliding windows, states or several KV cache groups"
+        yield _refused(feature, "Use vLLM 0.32.0 or later for it.")
     if any(
         not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
     ):
@@ -239,8 +272,10 @@ def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
     kind = type(spec).__name__
     if kind not in proven:
         beside = "" if kind not in _PROVEN_SPECS else " in one of several groups"
-        remedy = "Use a model with full attention, sliding windows or MLA."
+        remedy = "Use a model with full attention, sliding windows, MLA, Mamba-2 or Gated DeltaNet."
         yield _refused(f"A KV cache of kind {kind}{beside}", remedy)
+    elif _is_state(spec):
+        yield from _state_refusals(spec)
     elif getattr(spec, "extra_retained_tokens", 0):
         yield _refused("A sliding window with retained tokens before it", "Start without a draft model.")
     elif str(spec.dtype) not in _PLAIN_DTYPES:
@@ -248,3 +283,16 @@ def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
         yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
     elif getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
         yield _refused("A compressed KV cache (one entry for several tokens)", "Use another model.")
+
+
+def _state_refusals(spec: Any) -> Iterator[ConfigError]:
+    name = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if name not in _RECURRENCES or len(spec.shapes) != 2:
+        feature = f"A recurrent state of kind {name} with {len(spec.shapes)} parts"
+        yield _refused(feature, "Use a model with Mamba-2 or Gated DeltaNet.")
+    if (mode := getattr(spec, "mamba_cache_mode", "none")) not in ("none", "align"):
+        yield _refused(f"mamba_cache_mode {mode}", "Use none or align.")
+    if getattr(spec, "num_speculative_blocks", 0):
+        yield _refused("A recurrent state with blocks for drafted tokens", "Start without a draft model.")
+    if getattr(spec, "tp_replicated", False):
+        yield _refused("A recurrent state that every rank has whole", "Use another model.")

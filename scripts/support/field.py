@@ -178,7 +178,6 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 # What admission knows by its class's name alone.
 _BY_NAME = {
-    "gdn": "MambaSpec",
     "window": "AscendSlidingWindowMLASpec",
     "state": "AscendSlidingWindowMLASpec",
 }
@@ -232,6 +231,9 @@ class Model:
         dtype = torch.int8 if self.c8 == role else torch.bfloat16
         if kind == "full":
             return _full(self.kv_heads, self.head_size, tp, block_size, dtype)
+        if kind == "gdn":  # two states; their sizes are not asked
+            recurrence = SimpleNamespace(name="GDN_ATTN")
+            return type("MambaSpec", (), {"mamba_type": recurrence, "shapes": ((), ())})()
         if kind in _BY_NAME:
             return type(_BY_NAME[kind], (), {})()
         if kind == "compressed":
@@ -393,6 +395,8 @@ def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[
     groups = []
     for kind in model.facts["caches"]:
         spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8)
+        if kind == "gdn":  # vLLM keeps a state more for each drafted token
+            spec.num_speculative_blocks = int(config.speculative_config is not None)
         specs = model.by_layer(names, spec, c8)
         if draft and not groups:
             specs[f"model.layers.{len(names)}.self_attn.attn"] = _full(draft["kv_heads"], draft["head_dim"], tp, size)

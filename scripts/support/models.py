@@ -27,7 +27,7 @@ FORMAT = 1  # raised when a recipe's meaning changes, so that old directories ar
 class Recipe:
     """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
 
-    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3 | qwen3_moe | gemma3 | gpt_oss | mistral | eagle | eagle3 | dflash
+    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3 | qwen3_moe | gemma3 | gpt_oss | mistral | eagle | eagle3 | dflash | states.py
     layers: int
     heads: int
     kv_heads: int
@@ -76,6 +76,11 @@ RECIPES = {
     "gemma3": Recipe("gemma3", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
     "gptoss": Recipe("gpt_oss", 4, 8, 4, head_dim=32, hidden=256, intermediate=128, window=128),
     "windowed": Recipe("mistral", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
+    # recurrent states: Mamba-2 before attention, beside it in every layer, alone; Gated DeltaNet in three of four
+    "nemotronh": Recipe("nemotron_h", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
+    "falconh1": Recipe("falcon_h1", 3, 8, 4, head_dim=32, hidden=256, intermediate=512),
+    "mamba2": Recipe("mamba2", 3, 8, 8, head_dim=64, hidden=256, intermediate=512),
+    "qwen3next": Recipe("qwen3_next", 4, 8, 2, head_dim=64, hidden=256, intermediate=512),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-flash": Recipe("qwen3", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-flash-dflash": Recipe("dflash", 1, 8, 4, 32, hidden=256, intermediate=512, target="spec-flash"),
@@ -118,7 +123,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
-    from scripts.support import drafts
+    from scripts.support import drafts, states
 
     torch.manual_seed(recipe.seed)
     if recipe.target:
@@ -135,6 +140,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "gemma3": _windowed,
             "gpt_oss": _windowed,
             "mistral": _windowed,
+            **dict.fromkeys(states.FAMILIES, _recurrent),
         }
         model = families[recipe.family](recipe).to(torch.float32)
         if recipe.one_layer_decides:
@@ -264,6 +270,12 @@ def _windowed(recipe: Recipe) -> Any:
             **more,
         )
     )
+
+
+def _recurrent(recipe: Recipe) -> Any:
+    from scripts.support import states
+
+    return states.model(recipe.family, _sizes(recipe), recipe.head_dim)
 
 
 def _write_tokenizer(directory: Path, vocab: int) -> None:

@@ -445,7 +445,7 @@ class DecodeEngine:
     def _looked_at(self, group: Group, request: Request) -> int:
         """The first token that D needs to be there: one that the next token looks at, or of a block with such a one, because the block
         is cached as a whole."""
-        if group.matters == ALL:
+        if group.matters == ALL or group.stateful:
             return request.first
         seen = [token for token in range(request.first, request.end) if token > request.end - group.n]
         return max(request.first, min(seen, default=request.end) // group.block_size * group.block_size)

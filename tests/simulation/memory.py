@@ -17,7 +17,8 @@ BASE = 1 << 20  # addresses do not start at zero
 
 
 class Content:
-    """The KV of one prompt. A cell is (token, head), or (block, head) with all its filled tokens where tokens are opaque."""
+    """The KV of one prompt. A cell is (token, head), or (block, head) with all its filled tokens where tokens are opaque. Of states it is
+    (tokens so far, head)."""
 
     def __init__(self, seed: int) -> None:
         self._start = seed * 7919 % (len(_POOL) - (1 << 16))
@@ -58,13 +59,17 @@ class Planes:
     def cell_range(self, first: int, last: int) -> tuple[int, int]:
         """Tokens to cells."""
         size = self.kind.block_size
+        if self.kind.own.stateful:
+            return last, last + 1  # the state after the last
         return (first // size, -(-last // size)) if self.kind.opaque else (first, last)
 
     def offsets(self, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
         """Where the cells [first, last) lie inside a plane; `blocks` is the block table from token 0."""
         size, region = self.kind.block_size, self.region
         cells = np.arange(first, last)
-        if region.opaque:
+        if self.kind.own.stateful:
+            start = blocks[(cells - 1) // self.kind.own.block_size] * region.block_stride
+        elif region.opaque:
             start = blocks[cells] * region.block_stride
         else:
             start = blocks[cells // size] * region.block_stride + cells % size * region.token_stride
@@ -95,7 +100,8 @@ class Memory:
         self.of = [of[name][0] for name in names]  # the planes of each layer
         self._starts = [planes.start + i * planes.regions * planes.size for planes, i in (of[name] for name in names)]
         self.bytes = np.zeros(end, dtype=np.uint8)
-        self._apart = list({planes.start: planes for planes in self.kinds}.values())
+        some = [planes for planes in self.kinds if planes.end > planes.start]  # other stages have the rest
+        self._apart = list({planes.start: planes for planes in some}.values())
         self._by_block = [
             self.bytes[planes.start : planes.end].reshape(-1, shape.blocks, planes.region.block_stride)
             for planes in self._apart

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from simulation.prefill import SimulatedWriter
-from simulation.settings import Faults, Settings
+from simulation.settings import STATES, Faults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -531,6 +532,58 @@ class WrongGroup(Pushes):
         push.d_blocks = tuple(push.d_blocks[0] for _ in push.d_blocks)
 
 
+class StateTooEarly(Steps):
+    """P takes states for computed with the first hook of a step, or before."""
+
+    def begin(self, step: PrefillStep) -> None:
+        super().begin(step)
+        for index in sorted(self._states):
+            if self._current is not None and index in self._current.missing:
+                self._mark(self._current, index)
+
+
+class StateOfOneTokenLess(PushBook):
+    """P's scheduler pushes the state before the last token that D counts as computed."""
+
+    def scheduled(
+        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
+    ) -> PushSlice | None:
+        tracked = self._tracked.get(request_id)
+        less = tracked is not None and computed + count == tracked.reservation.end - 1
+        return super().scheduled(request_id, computed, count + less, *blocks, replaces=replaces)
+
+
+class StateOfEveryStep(Pushes):
+    """P pushes the state after every chunk: an older one may land after a newer."""
+
+    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
+        lo, hi = super()._leaving(push, pairing, piece)
+        if push.pairings[pairing].d.own.stateful and piece.after > push.reservation.first:
+            table = push.tables[push.pairings[pairing].p.group]
+            table.ids[0], table.known = table.told[-1], 1  # the newest that was told
+            return 0, 1
+        return lo, hi
+
+
+class ToldWithEveryStep(PushBook):
+    """As P's scheduler would have to say it: where the state is now."""
+
+    def scheduled(
+        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
+    ) -> PushSlice | None:
+        tracked = self._tracked.get(request_id)
+        piece = super().scheduled(request_id, computed, count, *blocks, replaces=replaces)
+        if tracked is None or piece is None:
+            return piece
+        at = [(piece.after - 1) // group.block_size for group in tracked.groups]
+        told = [
+            np.asarray(ids[i : i + 1], dtype=np.int32) if group.stateful else new
+            for group, ids, i, new in zip(tracked.groups, blocks, at, piece.new_blocks, strict=True)
+        ]
+        self._pending.slices[-1] = replace(piece, new_blocks=tuple(told))
+        return piece
+
+
 class LastTokenLoaded(LoadBook):
     """D has the last token of the prompt loaded too, and runs it again without what its window needs."""
 
@@ -813,6 +866,31 @@ def _windows_in_need(settings: Settings) -> Settings:
     return replace(settings, prefill=tuple(replace(shape, blocks=4 * need + 1) for shape in settings.prefill))
 
 
+def _states(settings: Settings) -> Settings:
+    """States of two groups beside layers that need all tokens, and layers with a window; nobody is in a hurry."""
+    return _kept(settings, (STATES, 0, STATES, 5), (0, 1, 2, 0, 3))
+
+
+def _states_alone(settings: Settings) -> Settings:
+    """Nothing but states, and a token in each step."""
+    return replace(_kept(settings, (STATES,), (0, 0)), chunk=1)
+
+
+def _states_in_need(settings: Settings) -> Settings:
+    """Few tokens in each step, few blocks on P, and slow writes."""
+    settings = replace(_kept(settings, (STATES, 0), (0, 1, 0)), chunk=3, burst=8, faults=Faults(write_slow=0.3))
+    need = -(-settings.tokens // settings.prefill[0].block_size) + 1
+    return replace(settings, prefill=tuple(replace(shape, blocks=3 * need + 1) for shape in settings.prefill))
+
+
+def _kept(settings: Settings, windows: tuple[int, ...], group_of: tuple[int, ...]) -> Settings:
+    prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
+    settings = replace(
+        _kind(settings), prefill=prefill, tokens=max(settings.tokens, 24), windows=(), group_of=(), scales=()
+    )
+    return _roomy(settings).grouped(windows, group_of, (1,) * len(windows))
+
+
 WANTED = (
     Mutation("free before fence", receiver=FreeBeforeFence),
     Mutation("READY before bind", receiver=ReadyBeforeBind),
@@ -863,6 +941,11 @@ MORE = (
     Mutation("another group's blocks", core=WrongGroup, world=_windows),
     Mutation("the last token is loaded too", loads=LastTokenLoaded, world=_windows),
     Mutation("P computes the last token", uncut=True, world=_windows_in_need),
+    Mutation("a state pushed before it was computed", steps=StateTooEarly, world=_states),
+    Mutation("a state one token early", book=StateOfOneTokenLess, world=_states_alone),
+    Mutation("an older state over a newer one", book=ToldWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
+    Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
+    Mutation("P computes the last token of a state", uncut=True, world=_states),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes nobody", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),

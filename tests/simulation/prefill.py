@@ -195,7 +195,14 @@ class PrefillRank:
             asked = self.deciding, self.process.clock, _never
             exchanger = Exchanger("", *asked, stream, parts.staging, stream, self.put)
         self._steps = cluster.mutation.steps(
-            own.layers, self.deciding, self._record, self.put, self.process.clock, exchanger, drafts=own.drafts
+            own.layers,
+            self.deciding,
+            self._record,
+            self.put,
+            self.process.clock,
+            exchanger,
+            drafts=own.drafts,
+            states=own.states,
         )
         self._ending: Step | None = None
         self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
@@ -257,13 +264,15 @@ class PrefillRank:
         world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
         self._steps.begin(meta)
         self.finished(step.finished)
-        names = self.engine.geometry.stages[self.stage]
+        names, states = self.engine.geometry.stages[self.stage], self.engine.geometry.states
         layers = [i for i, name in enumerate(names) if not attention_of(name)] if meta.slices or step.fills else []
         step.computing = len(layers)
         at = 0.0
         for layer in layers:
             at += step.layer_s * world.rng.uniform(0.5, 1.5)
-            if names[layer] != DRAFT:
+            if names[layer] in states:
+                self.process.post(at, self._call, step, layer)  # no hook
+            elif names[layer] != DRAFT:
                 self.process.post(at, self._hook, step, layer)
             elif world.chance(self.engine.cluster.settings.faults.undrafted):
                 world.fault("draft model did not run")
@@ -277,6 +286,12 @@ class PrefillRank:
         self.process.post(at + 1e-6, self._end, step)
 
     def _hook(self, step: Step, layer: int) -> None:
+        """The model's call of a layer has returned, and its hook fires."""
+        self._hooked = self._call(step, layer)
+        self._steps.computed(self.engine.geometry.stages[self.stage][layer])
+        self._hooked = None
+
+    def _call(self, step: Step, layer: int) -> Event:
         """The model's call of a layer has returned; the device computes it when it gets there."""
         world, event = self.process.world, Event()
         behind = world.rng.uniform(0.0, step.layer_s)
@@ -284,9 +299,7 @@ class PrefillRank:
             world.fault("layer computed late")
             behind = world.rng.uniform(0.0, 20 * step.layer_s)
         self.process.post(behind, self._reached, step, layer, event)
-        self._hooked = event
-        self._steps.computed(self.engine.geometry.stages[self.stage][layer])
-        self._hooked = None
+        return event
 
     def _record(self) -> Event:
         if self._hooked is not None:
@@ -323,9 +336,11 @@ class PrefillRank:
     def _fill(self, fill: Fill, layer: int) -> None:
         memory, planes = self.memory, self.memory.of[layer]
         if planes not in fill.cells:
-            table, size = fill.tables[planes.kind.group], planes.kind.block_size
+            table, size = fill.tables[planes.kind.group], planes.kind.own.block_size
             begin = fill.first
-            if planes.kind.own.partial:  # of what was cached a window's layers have only what is in it
+            if planes.kind.own.stateful:
+                begin = fill.last - 1
+            elif planes.kind.own.partial:  # of what was cached a window's layers have only what is in it
                 begin = max(begin, next((i for i, block in enumerate(table) if block != NULL), len(table)) * size)
             first, last = planes.cell_range(begin, fill.last)
             right = fill.content.cells(planes.kind, first, last, planes.heads, fill.last)

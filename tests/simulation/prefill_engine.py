@@ -15,6 +15,7 @@ from simulation.settings import MODEL, Shape
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.core.meetings import Holding
@@ -100,7 +101,8 @@ class PrefillEngine:
         if not exchanges_possible(settings.regroup, self.geometry, self.shape.tp):
             return None
         theirs = [settings.geometry(shape) for shape in settings.decode]
-        needs = [room_for_a_block(self.geometry, d) for d in theirs if not mismatches(self.geometry, d)]
+        pairs = [pair for d in theirs if not mismatches(self.geometry, d) for pair in exchanged(self.geometry, d)]
+        needs = [room_for_a_block(pair.p, pair.d) for pair in pairs]
         if not needs:
             return None
         slot, buffer = max(need.slot for need in needs), max(max(need.send, need.receive) for need in needs)
@@ -267,7 +269,8 @@ class PrefillEngine:
         elif not self.book.knows(prompt.name) and (r := prompt.reservation) is not None:
             self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
         ids = prompt.tables.ids
-        new = ids if prompt.fresh else [table[known:] for table, known in zip(ids, prompt.known, strict=True)]
+        news = zip(self.geometry.tables, ids, prompt.known, strict=True)
+        new = [table if prompt.fresh or group.stateful else table[known:] for group, table, known in news]
         if self.meetings.collects(prompt.name):
             self.meetings.computes(prompt.name, prompt.computed + count, new, replaces=prompt.fresh)
         else:

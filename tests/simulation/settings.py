@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
-from vllm_ascend_pd.geometry.layout import ALL, WINDOW, CacheGeometry, Group, Kind, Region
+from vllm_ascend_pd.geometry.layout import ALL, STATE, WINDOW, CacheGeometry, Group, Kind, Region, section_of
 
 MODEL = "model"
 DRAFT = "draft.0"
+STATES = -1  # in the place of a window's length: the group keeps states
+HEADS, GROUPS = "heads", "groups"  # the sections of a state: one is held by heads, one by everybody
 FUSED = 4
 
 
@@ -89,7 +91,9 @@ class Settings:
     room: int = 8  # D blocks in a slot
     indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
     index_cell: int = 1
-    windows: tuple[int, ...] = ()  # of each group of layers; 0: all tokens matter. Without groups there is one such
+    windows: tuple[
+        int, ...
+    ] = ()  # of each group of layers, or STATES; 0: all tokens matter. Without groups there is one such
     group_of: tuple[int, ...] = ()  # each attention
     scales: tuple[int, ...] = ()  # of each group: its blocks are so many times as long as the engine's
     faults: Faults = field(default_factory=Faults)
@@ -112,6 +116,8 @@ class Settings:
         return (*(name for i in range(self.layers) for name in self._layer(i)), DRAFT)
 
     def _layer(self, i: int) -> tuple[str, ...]:
+        if self.group_of and self.windows[self.group_of[i]] == STATES:
+            return section_of(f"layer.{i}.mixer", HEADS), section_of(f"layer.{i}.mixer", GROUPS)
         attention = f"layer.{i}.attn"
         return (f"layer.{i}.indexer.k", attention) if i in self.indexed else (attention,)
 
@@ -130,39 +136,50 @@ class Settings:
         if shape.drafts:
             stages[-1] = (*stages[-1], DRAFT)
         packing = "kv" if self.regions == 1 else "k,v"
-        others = []
-        own = self.group_of[0] if self.group_of else 0
+        kinds = []
         for index, group in enumerate(tables):
             names = [n for n in self.names() if self._group(n) == index and (shape.drafts or n != DRAFT)]
-            attentions = tuple(name for name in names if ".indexer." not in name)
+            sections = {word: tuple(name for name in names if name.endswith(f"/{word}")) for word in (HEADS, GROUPS)}
             indexers = tuple(name for name in names if ".indexer." in name)
-            if index != own and attentions:
-                regions = self._regions(shape, group.block_size, page)
-                others.append(Kind(self.kv_heads, "bf16", packing, regions, attentions, index))
-            if indexers:
-                others.append(Kind(1, "bf16", "key", (keys,), indexers, index))
+            attentions = tuple(n for n in names if "/" not in n and n not in indexers)
+            of = (
+                (attentions, self.kv_heads, packing, self._regions(shape, group.block_size, page)),
+                (indexers, 1, "key", (keys,)),
+                (sections[HEADS], self.kv_heads, "state", self._states(shape, self.kv_heads, 2)),
+                (sections[GROUPS], 1, "state", self._states(shape, 1, 1)),
+            )
+            kinds += [Kind(heads, "bf16", word, regions, some, index) for some, heads, word, regions in of if some]
+        first = next(kind for kind in kinds if self.names()[0] in kind.layers)
+        others = [kind for kind in kinds if kind is not first]
         return CacheGeometry(
-            block_size=tables[own].block_size,
-            kv_heads=self.kv_heads,
+            block_size=tables[first.group].entries,
+            kv_heads=first.kv_heads,
             tp_size=shape.tp,
             dtype="bf16",
-            packing=packing,
-            regions=self._regions(shape, tables[own].block_size, page),
+            packing=first.packing,
+            regions=first.regions,
             stages=tuple(stages),
             drafter="a draft model" if shape.drafts else "",
             drafts=(DRAFT,) if shape.drafts else (),
             others=tuple(others),
             groups=tables if self.windows else (),
-            group=own,
+            group=first.group,
         )
 
     def tables(self, shape: Shape) -> tuple[Group, ...]:
         size = shape.block_size
         grouped = zip(self.windows, self.scales, strict=True)
-        return tuple(Group(size * k, WINDOW if n else ALL, n) for n, k in grouped) or (Group(size),)
+        rules = {0: ALL, STATES: STATE}
+        return tuple(Group(size * k, rules.get(n, WINDOW), max(n, 0)) for n, k in grouped) or (Group(size),)
 
     def _group(self, name: str) -> int:
-        return self.group_of[int(name.split(".")[1])] if self.group_of and name != DRAFT else 0
+        if name == DRAFT:  # an attention
+            return next((index for index, n in enumerate(self.windows) if n != STATES), 0)
+        return self.group_of[int(name.split(".")[1])] if self.group_of else 0
+
+    def _states(self, shape: Shape, kv_heads: int, regions: int) -> tuple[Region, ...]:
+        heads, cell = max(1, -(-kv_heads // shape.tp)), 2 + regions
+        return tuple(Region(f"state{regions}.{i}", heads * cell, cell, 0, cell) for i in range(regions))
 
     def _regions(self, shape: Shape, size: int, page: int) -> tuple[Region, ...]:
         """Of attentions with blocks of `size` tokens, which take the room of `page` tokens."""
@@ -184,6 +201,8 @@ class Settings:
             for side in (self.prefill, self.decode)
         )
         decode = tuple(replace(shape, block_size=size, blocks=2 * shape.blocks) for shape in decode)
+        if set(windows) == {STATES}:
+            prefill, decode = (tuple(replace(shape, drafts=False) for shape in side) for side in (prefill, decode))
         numbers = {"windows": windows, "group_of": group_of, "scales": scales}
         return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
 
@@ -253,7 +272,8 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         slot_destinations=rng.choice((1, 2, 4)),
         room=rng.choice((1, 2, 8)),
     )
-    return _orders(random.Random(f"orders/{seed}"), _groups(random.Random(f"groups/{seed}"), drawn))
+    with_groups = _groups(random.Random(f"groups/{seed}"), drawn)
+    return _orders(random.Random(f"orders/{seed}"), _states(random.Random(f"states/{seed}"), with_groups))
 
 
 def _orders(rng: random.Random, drawn: Settings) -> Settings:
@@ -268,6 +288,23 @@ def _orders(rng: random.Random, drawn: Settings) -> Settings:
         timers=replace(drawn.timers, hold_s=rng.choice((2.0, 20.0, 120.0)), meet_s=rng.choice((1.0, 10.0, 30.0))),
         faults=replace(drawn.faults, astray=astray),
     )
+
+
+def _states(rng: random.Random, drawn: Settings) -> Settings:
+    """Layers that keep a state, beside the attentions that there are, or alone."""
+    if rng.random() < 0.88:
+        return drawn
+    if drawn.windows:
+        windows = [STATES if rng.random() < 0.5 else n for n in drawn.windows]
+        windows[rng.randrange(len(windows))] = STATES
+        if set(windows) == {STATES}:
+            bare = [replace(shape, drafts=False) for shape in (*drawn.prefill, *drawn.decode)]
+            drawn = replace(drawn, prefill=tuple(bare[: len(drawn.prefill)]), decode=tuple(bare[len(drawn.prefill) :]))
+        return replace(drawn, windows=tuple(windows))
+    layers = max(drawn.layers, 2)
+    group_of = [0, 1, *(rng.randrange(2) for _ in range(layers - 2))]
+    rng.shuffle(group_of)
+    return drawn.grouped((STATES, 0), tuple(group_of), (1, 1))
 
 
 def _groups(rng: random.Random, drawn: Settings) -> Settings:

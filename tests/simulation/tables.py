@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's block tables, one for each group, as vLLM's managers keep them: a window's blocks go when they are behind it."""
+"""A request's block tables, one for each group, as vLLM's managers keep them: a window's blocks go when they are behind it, and a
+state's when a later block has the state."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ascend_pd.geometry.layout import ALL, CacheGeometry, Group
+from vllm_ascend_pd.geometry.layout import ALL, STATE, CacheGeometry, Group
 
 NULL = 0  # the block of nobody, where there are windows
 
@@ -57,5 +58,8 @@ class Tables:
 
 
 def _behind(group: Group, computed: int) -> int:
-    """How many blocks hold nothing that the token `computed` or a later one looks at: each sees itself and n - 1 before it."""
+    """How many blocks hold nothing that the token `computed` or a later one looks at: each sees itself and n - 1 before it, or the
+    state after the one before it."""
+    if group.matters == STATE:
+        return max(0, computed - 1) // group.block_size
     return 0 if group.matters == ALL else max(0, computed - group.n + 1) // group.block_size

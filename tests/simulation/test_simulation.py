@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from simulation.run import Sum, main, run_seed, run_seeds
-from simulation.settings import draw
+from simulation.settings import STATES, draw
 from simulation.sums import summed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +165,9 @@ def test_shapes_of_all_sorts_are_drawn() -> None:
     assert {shape.pp for settings in drawn for shape in settings.decode} == {1, 2, 3}
     assert {len(settings.prefill) for settings in drawn} == {len(settings.decode) for settings in drawn} == {1, 2, 3, 4}
     assert {settings.indexed for settings in drawn} == {(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)}
+    assert {
+        (STATES in settings.windows, 0 in settings.windows, max(settings.windows, default=0) > 0) for settings in drawn
+    } >= {(True, False, False), (True, True, False), (True, False, True), (True, True, True)}
     assert {settings.opaque for settings in drawn} == {settings.verify for settings in drawn} == {True, False}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -304,11 +305,23 @@ def test_a_model_without_a_cache_is_somebody_elses_problem() -> None:
 
 
 BASE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+
+
+def state(**changes: Any) -> MambaSpec:
+    """Two heads of 8 and a state of 6; one group of B and C."""
+    facts = {"shapes": ((3, 28), (2, 8, 6)), "dtypes": (torch.bfloat16, torch.float32), "block_size": 32}
+    return MambaSpec(**{**facts, **changes})
+
+
 CACHES: list[tuple[str, tuple[Any, ...]]] = [
-    ("MambaSpec", (attention(), MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)))),
+    ("recurrent state of kind MAMBA2 with 1 parts", (attention(), state(shapes=((3, 88),), dtypes=(torch.float32,)))),
+    ("recurrent state of kind SHORT_CONV", (attention(), state(mamba_type=MambaAttentionBackendEnum.SHORT_CONV))),
+    ("mamba_cache_mode all", (attention(), state(mamba_cache_mode="all"))),
+    ("blocks for drafted tokens", (attention(), state(num_speculative_blocks=2))),
+    ("that every rank has whole", (attention(), state(tp_replicated=True))),
+    ("MLAAttentionSpec in one of several groups", (latent(), state())),
     ("MLAAttentionSpec in one of several groups", (latent(), SlidingWindowSpec(**BASE, sliding_window=16))),
     ("retained tokens", (attention(), SlidingWindowSpec(**BASE, sliding_window=16, extra_retained_tokens=2))),
-    ("MambaSpec", (MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,)),)),
     ("ChunkedLocalAttentionSpec", (ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16),)),
     ("EncoderOnlyAttentionSpec", (EncoderOnlyAttentionSpec(**BASE),)),
     ("CrossAttentionSpec", (CrossAttentionSpec(**BASE),)),
@@ -356,17 +369,30 @@ def test_windows_and_several_groups_of_plain_attention_are_taken(specs: Any, gro
     assert shape.group_of == {f"model.layers.{i}.self_attn.attn": i for i in range(len(specs))}
 
 
+@pytest.mark.parametrize("specs", [(attention(), state()), (state(),)], ids=["beside attention", "alone"])
+def test_states_are_taken(specs: tuple[Any, ...]) -> None:
+    admission.check_groups(grouped(*specs))
+    shape = admission.cache_shape(vllm_config(tensor_parallel_size=2), grouped(*specs))
+    assert shape.groups[-1] == Group(32, "state") and len(shape.groups) == len(specs)
+    (told,) = shape.states.values()
+    assert (told.recurrence, told.sizes, told.dtypes) == ("mamba2", (2, 4), ("bfloat16", "float32"))
+    assert not told.dim_first and told.nbytes == (168, 384)
+
+
 def test_a_vllm_that_does_not_tell_of_groups_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(KVCacheConfig, "transfer_group_ids")
     with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0"):
         admission.check_groups(grouped(WINDOW))
+    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0"):
+        admission.check_groups(grouped(state()))
     admission.check_groups(grouped(attention()))
 
 
+@pytest.mark.parametrize("specs", [(WINDOW, attention()), (state(),)], ids=["window", "state"])
 @pytest.mark.parametrize("more", [{"pipeline_parallel_size": 2}, {"speculative_config": NGRAM}], ids=["pp", "ngram"])
-def test_what_windows_were_not_shown_with_stops_the_start(more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="sliding windows"):
-        admission.cache_shape(vllm_config(**more), grouped(WINDOW, attention()))
+def test_what_windows_and_states_were_not_shown_with_stops_the_start(more: dict[str, Any], specs: Any) -> None:
+    with pytest.raises(ConfigError, match="sliding windows, states"):
+        admission.cache_shape(vllm_config(**more), grouped(*specs))
 
 
 @pytest.mark.parametrize("told", [{"enable_kv_transfer": False}, {"host_resident": True}], ids=str)

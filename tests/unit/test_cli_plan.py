@@ -188,6 +188,15 @@ def test_a_vision_models_text_part_is_read_and_a_nested_file_is_refused(tmp_path
 
 
 FULL = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_d_conv": 4}
+DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 32, "conv_kernel": 4}
 REFUSED = {
     "windows beside MLA": {
         "layer_types": ["sliding_attention"],
@@ -198,8 +207,10 @@ REFUSED = {
     "chunks": {"layer_types": ["chunked_attention", "full_attention"]},
     "an indexer beside heads": {"index_topk": 2048, "index_head_dim": 128},
     "compressed caches": {"compress_ratios": [4, 128], "index_topk": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
-    "linear attention": {"layer_types": ["linear_attention", "full_attention"]},
-    "states": {"mamba_d_state": 128},
+    "linear attention of unknown sizes": {"layer_types": ["linear_attention", "full_attention"]},
+    "states of unknown sizes": {"mamba_d_state": 128},
+    "states beside MLA": {**MAMBA, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "states beside windows": {**MAMBA, "sliding_window": 128},
     "a quantised cache": {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
 }
 TAKEN = {
@@ -250,3 +261,36 @@ def test_an_indexers_key_is_planned_with_its_layer(more, cell, tmp_path, capsys)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
     assert f"{cell}, 4 layers" in capsys.readouterr().out
+
+
+# Rows of the convolution in bf16, matrices in float32: x, B and C of Mamba-2, q, k and v of Gated DeltaNet.
+_OF_MAMBA, _OF_DELTA = 3 * (512 + 2 * 2 * 32) * 2 + 8 * 64 * 32 * 4, 3 * (2 * 256 + 512) * 2 + 8 * 64 * 64 * 4
+STATEFUL = [
+    ({**MAMBA}, 4, 4, _OF_MAMBA),
+    ({**DELTA, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}, 1, 3, _OF_DELTA),
+    ({**NEMOTRON, "hybrid_override_pattern": "MM-*"}, 1, 2, _OF_MAMBA - 3 * 2 * 32 * 2),
+]
+
+
+@pytest.mark.parametrize(("more", "attends", "kept", "state"), STATEFUL, ids=["side by side", "delta net", "pattern"])
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("tps", [("2", "1"), ("1", "2"), ("2", "2")], ids="→".join)
+def test_a_state_is_planned_once_and_whole(mode, tps, more, attends, kept, state, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
+    words = ["plan", "--p-tp", tps[0], "--d-tp", tps[1], "--model", str(tmp_path), "--regroup", mode]
+    told = f"4 layers ({attends} with attention, {kept} with a state of {state} B)"
+    assert main(words) == 0 and told in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    again = (
+        3 * 2 * 32 * 2 * kept * (int(tps[1]) - 1) if more.get("n_groups") == 1 else 0
+    )  # of one group D's ranks each have all
+    assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == (
+        attends * 4095 * 2 * 2 * 64 * 2 + kept * state + again
+    )
+
+
+@pytest.mark.parametrize(("words", "named"), [(("--d-pp", "2"), "--d-pp = 2"), (("--p-tp", "16"), "--p-tp = 16")])
+def test_states_that_no_engine_starts_with_have_no_plan(words, named, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **MAMBA}))
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), *words]) == 2
+    assert named in capsys.readouterr().err

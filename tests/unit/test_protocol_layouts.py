@@ -89,7 +89,7 @@ def test_a_reservation_comes_back_as_it_was_made() -> None:
     ("changes", "word"),
     [
         ({"groups": (Group(16, "chunk", 128),)}, "matters"),
-        ({"groups": (Group(16), Group(16, "state"))}, "matters"),
+        ({"groups": (Group(16), Group(16, "half"))}, "matters"),
         ({"kinds": component(sections=(Section(0, 8, Held(4)),))}, "sections"),
         ({"kinds": component(held=Held(4, world=2))}, "world"),
         ({"kinds": component(held=Held(4, only=1))}, "only"),

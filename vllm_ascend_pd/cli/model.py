@@ -14,9 +14,23 @@ from typing import Any
 
 from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 
 _KINDS = {"full_attention", "attention", "sliding_attention"}
 _STATES = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
+_RECURRENT = {"linear_attention", "mamba", "mamba2"}  # of `layer_types`
+# What families call the same sizes: heads, values of a head, groups of B and C, a state's width, the convolution's kernel.
+_MAMBA2 = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+)
+_DELTA_NET = (
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,28 @@ class Model:
     mla: bool
     window: int = 0  # tokens that some layers look at; 0: all layers at all
     windowed: frozenset[int] = frozenset()  # layers that have it
+    states: States | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Of the layers that keep a state: what it is at TP 1, in plain sizes. The rest of the model has attention, or nothing to keep."""
+
+    recurrence: str
+    heads: int
+    head: int
+    groups: int  # of B and C, or heads of the keys
+    width: int  # of a group, or of a key
+    rows: int
+    layers: frozenset[int]
+    attends: frozenset[int]
+
+    def at(self, tp: int, item: int) -> Recurrent:
+        """Of one rank: the convolution as the cache, the recurrence in float32."""
+        groups = max(1, self.groups // tp)
+        conv = self.rows, self.heads // tp * self.head + 2 * groups * self.width
+        shapes = conv, (self.heads // tp, self.head, self.width)
+        return Recurrent(self.recurrence, shapes, (f"{item}-byte", "float32"), (item, 4), False, self.groups)
 
 
 def read_model(model: str) -> Model:
@@ -43,10 +79,12 @@ def read_model(model: str) -> Model:
         refuse("--model", model, "its config.json is not an object", remedy)
     if isinstance(config.get("text_config"), dict):  # a vision model: the cache is the language model's
         config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
+    if isinstance(kinds := config.get("layers_block_type"), list):  # which says how many there are
+        config = {"num_hidden_layers": len(kinds), **config}
     found = refused(config)
     if found:
         raise ConfigError(
-            "PD-CONF-005", feature=found, remedy="Use a model with attention, windows or MLA in plain numbers."
+            "PD-CONF-005", feature=found, remedy="Use a model with attention, windows, states or MLA in plain numbers."
         )
 
     def size(name: str) -> int:
@@ -63,7 +101,33 @@ def read_model(model: str) -> Model:
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
     heads = size("num_key_value_heads") if config.get("num_key_value_heads") else attention
     windowed = windows(config, layers)
-    return Model(heads, dim, layers, False, size("sliding_window") if windowed else 0, windowed)
+    window = size("sliding_window") if windowed else 0
+    return Model(heads, dim, layers, False, window, windowed, states(config, layers))
+
+
+def states(config: Mapping[str, Any], layers: int) -> States | None:
+    """None where no layer keeps a state of a kind that is known."""
+
+    def sizes(names: tuple[str, ...]) -> list[int]:
+        found = [config.get(name) for name in names]
+        return [n for n in found if isinstance(n, int) and n > 0]
+
+    kinds, pattern = config.get("layer_types") or config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if isinstance(kinds, list) and _RECURRENT.intersection(map(str, kinds)):
+        own = frozenset(index for index, kind in enumerate(kinds) if kind in _RECURRENT)
+        attends = frozenset(index for index, kind in enumerate(kinds) if "attention" in str(kind)) - own
+    elif isinstance(pattern, str):
+        own, attends = (frozenset(i for i, letter in enumerate(pattern) if letter == one) for one in "M*")
+    else:  # side by side
+        own = attends = frozenset(range(layers))
+    if len(delta := sizes(_DELTA_NET)) == len(_DELTA_NET):
+        keys, key, values, value, kernel = delta
+        return States(DELTA_NET, values, value, keys, key, kernel - 1, own, attends)
+    for names in _MAMBA2:
+        if len(found := sizes(names)) == len(names):
+            heads, head, groups, width, kernel = found
+            return States(MAMBA2, heads, head, groups, width, kernel - 1, own, attends)
+    return None
 
 
 def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
@@ -76,9 +140,11 @@ def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
 
 
 def refused(config: Mapping[str, Any]) -> str:
-    """What of this model's cache is more than attention in plain numbers, with windows or without; empty if nothing is."""
-    kinds = config.get("layer_types")
-    others = sorted({str(kind) for kind in kinds} - _KINDS) if isinstance(kinds, list) else []
+    """What of this model's cache is more than attention in plain numbers, with windows or without, and known states; empty if nothing
+    is."""
+    kinds, kept = config.get("layer_types"), states(config, 1)
+    known = _KINDS | _RECURRENT if kept else _KINDS
+    others = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if others:
         return f"A model with layers of kind {', '.join(others)[:200]}"
     if config.get("kv_lora_rank") and windows(config, 1):
@@ -87,9 +153,11 @@ def refused(config: Mapping[str, Any]) -> str:
         return "A model with compressed KV caches"
     if config.get("index_topk") and not config.get("kv_lora_rank"):
         return "A model with a sparse indexer's cache, and without MLA"
-    states = [name for name in _STATES if config.get(name)]
-    if states:
-        return f"A model with recurrent states ({states[0]})"
+    named = [name for name in _STATES if config.get(name)]
+    if named and not kept:
+        return f"A model with recurrent states ({named[0]})"
+    if kept and (config.get("kv_lora_rank") or windows(config, 1)):
+        return "A model with recurrent states beside MLA or sliding windows"
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
         scheme = quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")

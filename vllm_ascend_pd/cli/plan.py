@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, pairwise, product
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_text
-from vllm_ascend_pd.cli.model import read_model
+from vllm_ascend_pd.cli.model import States, read_model
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
-from vllm_ascend_pd.geometry.layout import WINDOW, CacheGeometry, Group, Region
-from vllm_ascend_pd.geometry.pairing import contributors
+from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, Kind, Region, section_of
+from vllm_ascend_pd.geometry.pairing import Pairing, contributors, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
+from vllm_ascend_pd.geometry.states import PACKING
 
 ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
 LAYOUTS = ("token-major", "head-major", "mla")
@@ -58,14 +59,21 @@ class Shape:
     tokens: int
     window: int = 0
     windowed: frozenset[int] = frozenset()  # layers with that window
+    states: States | None = None
+
+    @property
+    def attends(self) -> frozenset[int]:
+        return frozenset(range(self.layers)) if self.states is None else self.states.attends
 
     @property
     def parts(self) -> list[tuple[set[str], int, int]]:
-        """Layers, and from which token up to which they are pushed. Beside windows the last token is left to decode."""
-        end = self.tokens - 1 if self.windowed and self.tokens > 1 else self.tokens
+        """Layers with attention, and from which token up to which they are pushed. Beside windows and states the last token is left
+        to decode."""
+        leaves_last = (self.windowed or self.states) and self.tokens > 1
+        end = self.tokens - 1 if leaves_last else self.tokens
         begin = Group(self.block_size, WINDOW, self.window).begins(0, end) if self.windowed else 0
-        whole = {f"layers.{index}" for index in range(self.layers) if index not in self.windowed}
-        some = {f"layers.{index}" for index in range(self.layers) if index in self.windowed}
+        whole = {f"layers.{index}" for index in self.attends - self.windowed}
+        some = {f"layers.{index}" for index in self.windowed}
         return [part for part in ((whole, 0, end), (some, begin, end)) if part[0]]
 
 
@@ -145,7 +153,8 @@ def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> Cache
     """What an engine of this model would tell of its cache, as far as the model's configuration says. Raises ConfigError."""
     told = read_model(model)
     layout = "mla" if told.mla else "token-major"
-    return _geometry(Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1), "-", tp, 1)
+    shape = Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1, states=told.states)
+    return _geometry(shape, "-", tp, 1)
 
 
 def _shape(args: argparse.Namespace) -> Shape:
@@ -157,18 +166,18 @@ def _shape(args: argparse.Namespace) -> Shape:
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
-    window, windowed = 0, frozenset[int]()
+    window, windowed, states = 0, frozenset[int](), None
     if args.model:
         told = read_model(args.model)
         heads, dim, layers = heads or told.heads, dim or told.dim, layers or told.layers
-        window, windowed = told.window, told.windowed
+        window, windowed, states = told.window, told.windowed, told.states
         if told.mla:
             layout, dim = "mla", told.dim
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             refuse(name, value, "it is needed", "Give it, or --model.")
     sizes = 1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype]
-    return Shape(*sizes, layout, args.tokens, window, windowed)
+    return Shape(*sizes, layout, args.tokens, window, windowed, states)
 
 
 def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
@@ -178,6 +187,11 @@ def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
     if shape.kv_heads % tp and tp % shape.kv_heads:
         why = f"{shape.kv_heads} KV heads do not come out even on {tp} ranks"
         refuse(f"{flag}-tp", tp, why, f"Give a divisor or a multiple of {shape.kv_heads}: vLLM starts with no other.")
+    if shape.states is not None and pp > 1:
+        refuse(f"{flag}-pp", pp, "the model has recurrent states", "Give 1: an engine does not start with more.")
+    if shape.states is not None and shape.states.heads % tp:
+        why = f"{shape.states.heads} heads of the recurrence do not come out even on {tp} ranks"
+        refuse(f"{flag}-tp", tp, why, f"Give a divisor of {shape.states.heads}: vLLM starts with no other.")
     heads = max(1, shape.kv_heads // tp)
     cell, size = shape.head_dim * shape.item, shape.block_size
     block = heads * size * cell
@@ -192,8 +206,35 @@ def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
         dtype=f"{shape.item}-byte",
         packing="plain",
         regions=tuple(Region(name, block, head_stride, token_stride, cell) for name in names),
-        stages=tuple(tuple(f"layers.{index}" for index in range(a, b)) for a, b in pairwise(_cuts(shape.layers, pp))),
+        stages=tuple(
+            tuple(name for index in range(a, b) for name in _names(shape, index))
+            for a, b in pairwise(_cuts(shape.layers, pp))
+        ),
+        others=tuple(_sections(shape, tp)),
+        groups=(Group(size), Group(size, STATE)) if shape.states is not None else (),
     )
+
+
+def _names(shape: Shape, index: int) -> list[str]:
+    own = [f"layers.{index}"] if index in shape.attends else []
+    if shape.states is not None and index in shape.states.layers:
+        own += [section_of(f"layers.{index}", section.name) for section in shape.states.at(1, 1).sections("", 1)]
+    return own
+
+
+def _sections(shape: Shape, tp: int) -> Iterator[Kind]:
+    """Of the states, one behind the other."""
+    if shape.states is None:
+        return
+    told = shape.states.at(tp, shape.item)
+    for section in told.sections(f"layers.{min(shape.states.layers)}", tp):
+        each = section.heads > tp
+        regions = tuple(
+            Region(one.name, told.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
+            for one in section.pieces
+        )
+        layers = tuple(section_of(f"layers.{index}", section.name) for index in sorted(shape.states.layers))
+        yield Kind(section.heads, "-", PACKING, regions, layers, 1)
 
 
 def _cuts(layers: int, pp: int) -> list[int]:
@@ -208,13 +249,19 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
     blocks = -(-shape.tokens // shape.block_size)
     table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
     sums: dict[tuple[int, int], list[int]] = {}
-    for rank, (names, lo, hi) in product(range(p.tp_size), shape.parts):
-        job = Job(d, lo, lo, hi, table, table[::-1][lo // shape.block_size :].copy())
-        if decision.regroup:
-            slots = RegroupPlanner(p, rank).plan([job]).slots
+    work: list[tuple[Pairing, frozenset[str], int, int]] = []
+    for pair in pairings(p, d):
+        if pair.p.own.stateful:
+            work.append((pair, pair.layers, 0, 1))
+        else:
+            work += [(pair, pair.layers & names, lo, hi) for names, lo, hi in shape.parts]
+    for rank, (pair, names, lo, hi) in product(range(p.tp_size), work):
+        job = Job(pair.d, lo, lo, hi, table, table[::-1][lo // shape.block_size :].copy())
+        if decision.regroup and not pair.p.own.stateful:
+            slots = RegroupPlanner(pair.p, rank).plan([job]).slots
             spans = {slot.d_rank: slot.writes.get(0, ()) for slot in slots}
         else:
-            spans = dict(StepPlanner(p, rank).plan([job])[0].by_rank)
+            spans = dict(StepPlanner(pair.p, rank).plan([job])[0].by_rank)
         for d_rank, regions in spans.items():
             count, size = sum(len(s) for s in regions), sum(s.nbytes for s in regions)
             for (stage, ours), (d_stage, theirs) in product(enumerate(p.stages), enumerate(d.stages)):
@@ -246,6 +293,9 @@ def _table(
     p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision, links: list[Link], seconds: float
 ) -> list[str]:
     windows = f" ({len(shape.windowed)} with a window of {shape.window} tokens)" if shape.windowed else ""
+    if shape.states is not None:
+        kept, attends = len(shape.states.layers), len(shape.attends)
+        windows = f" ({attends} with attention, {kept} with a state of {sum(shape.states.at(1, shape.item).nbytes)} B)"
     lines = [
         f"prefill {_sizes(p)} → decode {_sizes(d)}, {shape.kv_heads} KV heads × {shape.head_dim}, "
         f"{shape.layers} layers{windows}, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",

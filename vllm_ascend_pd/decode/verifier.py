@@ -28,13 +28,13 @@ class Verifier:
             if name not in pushed:
                 continue
             kind = self._geometry.by_layer[index]
-            begin = kind.own.begins(bind.first, bind.end)
+            begin, end = kind.places(bind.first, bind.end)
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
                 kind,
                 self._rank,
                 kind.head_range(self._rank),
-                range(begin, bind.end),
+                range(begin, end),
                 bind.blocks[kind.group],
                 begin // kind.block_size,
             )

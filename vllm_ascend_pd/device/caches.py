@@ -3,7 +3,8 @@
 
 Layouts are read off shapes, strides and storages, never assumed. Understood are, per layer, one tensor or a
 tuple of tensors, each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, dim]` or
-`[2, block, ...]` (K and V stacked).
+`[2, block, ...]` (K and V stacked). A recurrent layer's are one tensor of pages in which its states lie one behind
+the other, or a tensor for each state. It becomes a layer for each of its sections (geometry/states.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Kind, Region, executed, in_one_word
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Kind, Region, executed, in_one_word, section_of
+from vllm_ascend_pd.geometry.states import PACKING, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class CacheShape:
     unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # layers of other sizes
     groups: tuple[Group, ...] = ()  # none: one, in which all tokens matter
     group_of: Mapping[str, int] = field(default_factory=dict)  # layers, where there are groups
+    states: Mapping[str, Recurrent] = field(default_factory=dict)  # of the recurrent layers
 
     def of(self, name: str) -> LayerShape:
         return self.unlike.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
@@ -65,7 +68,7 @@ class Caches:
     num_blocks: int
     bases: tuple[tuple[int, ...], ...]  # by layer, by region
     storages: tuple[tuple[int, int], ...]  # (address, length) to register
-    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region
+    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region; none of what is part of a state
 
 
 class CacheBytes:
@@ -75,14 +78,22 @@ class CacheBytes:
         self._caches, self._device = caches, device
 
     def region(self, layer: int, region: int) -> NDArray[np.uint8]:
-        length = self._caches.num_blocks * self._caches.geometry.by_layer[layer].regions[region].block_stride
-        return np.frombuffer(self._device.view(self._caches.bases[layer][region], length), dtype=np.uint8)
+        base, caches = self._caches.bases[layer][region], self._caches
+        length = caches.num_blocks * caches.geometry.by_layer[layer].regions[region].block_stride
+        # Of what begins inside of a page the last block ends before that.
+        left = next((start + size - base for start, size in caches.storages if start <= base < start + size), length)
+        return np.frombuffer(self._device.view(base, min(length, left)), dtype=np.uint8)
 
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Raises PD-GEO-003 for a layout that is not understood."""
     names = executed(tensors) if shape.groups else list(tensors)
-    layers = {name: _layer(name, tensors[name], shape, device) for name in names}
+    layers: dict[str, _Layer] = {}
+    for name in names:
+        if name in shape.states:
+            layers.update(_sections(name, _tensors(tensors[name]), shape))
+        else:
+            layers[name] = _layer(name, tensors[name], shape, device)
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
     first_name, first = next(iter(layers.items()))
@@ -92,11 +103,9 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
             raise ConfigError("PD-GEO-003", layer=name, why=why)
     kinds: dict[tuple[int, str, str, tuple[Region, ...], int], list[str]] = {}
     for name, layer in layers.items():
-        group, _ = shape.group(name)
-        kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions, group), []).append(name)
-    index, own = shape.group(first_name)
+        kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions, layer.group), []).append(name)
     geometry = CacheGeometry(
-        block_size=own.block_size,
+        block_size=shape.groups[first.group].entries if shape.groups else shape.block_size,
         kv_heads=first.heads,
         tp_size=shape.tp_size,
         dtype=first.dtype,
@@ -110,7 +119,7 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
             for (heads, dtype, packing, regions, group), names in list(kinds.items())[1:]
         ),
         groups=shape.groups,
-        group=index,
+        group=first.group,
     )
     storages = {address: length for layer in layers.values() for address, length in layer.storages}
     bases, parts = tuple(layer.bases for layer in layers.values()), tuple(layer.parts for layer in layers.values())
@@ -127,10 +136,12 @@ class _Layer:
     blocks: int
     parts: tuple[torch.Tensor, ...]
     storages: tuple[tuple[int, int], ...]
+    group: int
 
 
 def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
-    own, block_size = shape.of(name), shape.group(name)[1].block_size
+    own, (group, table) = shape.of(name), shape.group(name)
+    block_size = table.block_size
     parts = [part for tensor in _tensors(value) for part in _unstack(tensor)]
     regions, packings = [], []
     for index, part in enumerate(parts):
@@ -153,7 +164,49 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
         blocks=blocks.pop(),
         parts=tuple(parts),
         storages=tuple((storage.data_ptr(), storage.nbytes()) for storage in storages),
+        group=group,
     )
+
+
+def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict[str, _Layer]:
+    """A recurrent layer's, as layers by their names."""
+    recurrent, (group, _) = shape.states[name], shape.group(name)
+    sizes, blocks = recurrent.nbytes, tensors[0].shape[0]
+    rows = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+    held = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+    apart = len(tensors) == len(sizes) > 1
+    fits = held == list(sizes) if apart else len(tensors) == 1 and held[0] >= sum(sizes)
+    if not fits or any(len(tensor) != blocks or not tensor[0].is_contiguous() for tensor in tensors):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ConfigError("PD-GEO-003", layer=name, why=f"shapes {shapes} for states of {list(sizes)} bytes")
+    storages = tuple((one.data_ptr(), one.nbytes()) for one in (tensor.untyped_storage() for tensor in tensors))
+    begins = [tensor.data_ptr() for tensor in tensors] if apart else [tensors[0].data_ptr()] * len(sizes)
+    if not apart:
+        rows, begins = rows * len(sizes), [begin + sum(sizes[:i]) for i, begin in enumerate(begins)]
+    found: dict[str, _Layer] = {}
+    for section in recurrent.sections(name, shape.tp_size):
+        pieces = section.pieces
+        found[section_of(name, section.name)] = _Layer(
+            heads=section.heads,
+            dtype=in_one_word([piece.dtype for piece in pieces]),
+            packing=PACKING,
+            regions=tuple(
+                Region(
+                    piece.name,
+                    rows[piece.state],
+                    piece.cell_bytes if section.heads > shape.tp_size else 0,
+                    0,
+                    piece.cell_bytes,
+                )
+                for piece in pieces
+            ),
+            bases=tuple(begins[piece.state] + piece.offset for piece in pieces),
+            blocks=blocks,
+            parts=(),
+            storages=storages,
+            group=group,
+        )
+    return found
 
 
 def _tensors(value: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,6 +10,9 @@ is the whole plane.
 Layers of one block table are a *group*: with a block size, and a rule of which tokens matter once a prompt is there. Groups
 draw their blocks from one pool and share memory: what tells layers apart is their name, never an address.
 
+A recurrent layer keeps one state of all tokens so far. What of it is held by other ranks than the rest is a layer of its own here
+(states.py), whose blocks have one entry.
+
 Layers of one group need not be alike: a draft model has heads of its own, an indexer keeps one key per token beside
 the attention's cache. Layers that are alike are a *kind*, and each kind by itself is a cache whose layers are all alike.
 """
@@ -48,29 +51,41 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 MAX_KINDS = 256
 MAX_GROUPS = 64
-ALL, WINDOW = "all", "window"  # of the rules of which tokens matter those that are understood
+ALL, WINDOW, STATE = "all", "window", "state"  # of the rules of which tokens matter those that are understood
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
-    """Layers with one block table, and which of the tokens matter to who has a prompt: all, or the last `n` with the next one."""
+    """Layers with one block table, and which of the tokens matter to who has a prompt: all, the last `n` with the next one, or the
+    state after the last, which is in the block that stands for that token."""
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     matters: Annotated[str, msgspec.Meta(max_length=64)] = ALL
     n: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
 
     def __str__(self) -> str:
-        return self.matters if self.matters == ALL else f"{self.matters} of {self.n} tokens"
+        return f"{self.matters} of {self.n} tokens" if self.matters == WINDOW else self.matters
 
     @property
     def partial(self) -> bool:
         """Whether tokens cease to matter."""
         return self.matters != ALL
 
+    @property
+    def stateful(self) -> bool:
+        return self.matters == STATE
+
+    @property
+    def entries(self) -> int:
+        """Of a block: one for each token, or one state."""
+        return 1 if self.stateful else self.block_size
+
     def begins(self, first: int, end: int) -> int:
         """Where the wanted ones of tokens [first, end) begin, `end` being the next token that is computed. Whole blocks: D takes a
         block for complete, and gives it to whoever has the same prefix."""
         if not self.partial:
             return first
+        if self.stateful:
+            return end - 1
         return max(first, max(0, end - self.n + 1) // self.block_size * self.block_size)
 
 
@@ -89,8 +104,8 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     """One engine's KV cache: what the peer must know to write into it or read from it.
 
     Regions describe one rank's tensors and are the same for all ranks and for all layers but those of `others`. `kv_heads`
-    counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads `head_range(r)`. `block_size` and `group`
-    are those of the layers that are not of `others`; without `groups` there is one, in which all tokens matter.
+    counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads `head_range(r)`. `block_size` (entries of a
+    block) and `group` are those of the layers that are not of `others`; without `groups` there is one, in which all tokens matter.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -122,6 +137,10 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         of what that needs."""
         return any(group.partial for group in self.groups)
 
+    def places(self, first: int, end: int) -> tuple[int, int]:
+        """Of layers that are all alike: what of tokens [first, end) is wanted, as plans count it. Of a state its one entry."""
+        return (0, 1) if self.own.stateful else (self.own.begins(first, end), end)
+
     @property
     def kinds(self) -> tuple[CacheGeometry, ...]:
         """Each a geometry of layers that are all alike; of a plain cache itself."""
@@ -134,7 +153,8 @@ class CacheGeometry(msgspec.Struct, frozen=True):
 
     @property
     def opaque(self) -> bool:
-        return any(region.opaque for kind in self.kinds for region in kind.regions)
+        """Whether tokens cannot be told apart in a block that has several. A state has none to tell apart."""
+        return any(region.opaque for kind in self.kinds if not kind.own.stateful for region in kind.regions)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -145,6 +165,11 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         """The layers of the model itself, in order."""
         drafts = set(self.drafts)
         return tuple(name for name in self.layers if name not in drafts)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The layers that are parts of states."""
+        return tuple(name for kind in self.kinds if kind.own.stateful for name in kind.layers)
 
     @property
     def workers(self) -> int:
@@ -183,7 +208,7 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
         *(
             only(
                 set(k.layers),
-                block_size=geometry.tables[k.group].block_size,
+                block_size=geometry.tables[k.group].entries,
                 kv_heads=k.kv_heads,
                 dtype=k.dtype,
                 packing=k.packing,
@@ -199,6 +224,11 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
 def _by_layer(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
     of = {name: kind for kind in geometry.kinds for name in kind.layers}
     return tuple(of[name] for name in geometry.layers)
+
+
+def section_of(layer: str, section: str) -> str:
+    """What a section of a recurrent layer is called as a layer."""
+    return f"{layer}/{section}"
 
 
 def executed(names: Iterable[str]) -> list[str]:

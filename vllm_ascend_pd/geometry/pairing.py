@@ -71,7 +71,9 @@ def destinations(p: CacheGeometry, d: CacheGeometry, stage: int, rank: int) -> t
 def exchanged(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
     """The layers of which P ranks have something to give each other: where every rank holds all, nobody has. None if layers that
     P exchanges together are unlike on D."""
-    found = pairings(p, d)
+    found = tuple(
+        pair for pair in pairings(p, d) if not pair.p.own.stateful
+    )  # a head's state lies together: it gains nothing
     if len(found) == 1:
         return found
     if len({pair.kind for pair in found}) < len(found):

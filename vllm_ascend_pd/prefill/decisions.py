@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -42,7 +42,9 @@ class PushSlice:
     push: str
     before: int
     after: int
-    new_blocks: tuple[Blocks, ...]  # by group; appended to the blocks that the workers know
+    new_blocks: tuple[
+        Blocks, ...
+    ]  # by group; appended to the blocks that the workers know. Of a state its one, at the end
     restart: bool  # the workers forget blocks and coverage first (preemption)
     final: bool
 
@@ -85,11 +87,21 @@ class _Tracked:
     request_id: str
     push: str
     reservation: Reservation
+    groups: tuple[Group, ...]  # of this engine
     watermark: int = 0
     started: bool = False
     restart: bool = False
     sealed: bool = False
     aborted: bool = False
+
+    def told(self, group: Group, ids: Sequence[int]) -> Blocks:
+        """What the workers hear of a group's blocks. Of states that of D's last token alone, when nothing after it is computed: a
+        block without the state that D wants is not told, and the push fails."""
+        if group.stateful:
+            end = self.reservation.end
+            at = (end - 1) // group.block_size
+            ids = ids[at : at + 1] if self.watermark == end else ()
+        return np.asarray(ids, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -135,16 +147,24 @@ class PushBook:
         if refusal is not None:
             return self.refuse(request_id, refusal)
         self._see(reservation)
-        self._tracked[request_id] = _Tracked(request_id, push, reservation)
+        groups = engine.tables if engine is not None else reservation.geometry.tables
+        self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
         return None
 
     def attach(
-        self, request_id: str, reservation: Reservation, push: str, computed: int, blocks: Sequence[Sequence[int]]
+        self,
+        request_id: str,
+        reservation: Reservation,
+        push: str,
+        computed: int,
+        blocks: Sequence[Sequence[int]],
+        engine: CacheGeometry | None = None,
     ) -> None:
         """A reservation that fits comes to a request of which `computed` tokens are in `blocks` (by group): the next step
         pushes those. Where the request has ended before, `finished` is told so next."""
         self._see(reservation)
-        tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation)
+        groups = engine.tables if engine is not None else reservation.geometry.tables
+        tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
         if not computed:
             return
         tracked.started, tracked.watermark = True, computed
@@ -205,7 +225,8 @@ class PushBook:
     def scheduled(
         self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
     ) -> PushSlice | None:
-        """The step computes tokens [computed, computed + count) of a request; `blocks` of each group are new, or all if `replaces`."""
+        """The step computes tokens [computed, computed + count) of a request; `blocks` of each group are new, or all if `replaces`,
+        and always all of a group of states, whose entries move."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and replaces and not tracked.restart:
             self.preempted(request_id)  # vLLM 0.23 does not say so of requests that reset_prefix_cache preempted
@@ -220,7 +241,7 @@ class PushBook:
             push=tracked.push,
             before=before,
             after=min(tracked.watermark, tracked.reservation.end),
-            new_blocks=tuple(np.asarray(ids, dtype=np.int32) for ids in blocks),
+            new_blocks=tuple(tracked.told(*one) for one in zip(tracked.groups, blocks, strict=True)),
             restart=tracked.restart,
             final=tracked.sealed,
         )

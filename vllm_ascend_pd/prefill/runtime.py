@@ -90,12 +90,11 @@ class PushRuntime:
         self._exchanger: Exchanger | None = None
         if regroup is not None:
             name = f"pd-regroup-{site.contributor.rank}"
-            asked = self.deciding, time.monotonic, self._changed.wait
-            self._exchanger = Exchanger(name, *asked, regroup.exchange, regroup.staging, device, self._writing.put)
+            waits = self.deciding, time.monotonic, self._changed.wait
+            self._exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self._writing.put)
         g, put = caches.geometry, self._writing.put
-        self._steps = Steps(
-            g.layers, self.deciding, device.record, put, time.monotonic, self._exchanger, drafts=g.drafts
-        )
+        asked = self.deciding, device.record, put, time.monotonic
+        self._steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states)
 
     # -- the engine's thread
 

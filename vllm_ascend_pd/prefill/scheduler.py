@@ -61,7 +61,7 @@ class PrefillScheduler(SchedulerRole):
 
     def arrived(self, request: Any) -> None:
         """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
-        the prompt that is computed here ends before that token."""
+        the prompt that is computed here ends before that token, and no token is decoded behind it: a state would change in its place."""
         if self._geometry is None or not self._geometry.leaves_last:
             return
         self.allocated(request)
@@ -69,6 +69,7 @@ class PrefillScheduler(SchedulerRole):
             for tokens in (request.prompt_token_ids, request._all_token_ids):
                 tokens.pop()
             request.num_prompt_tokens -= 1
+            request.max_tokens = 1
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """vLLM schedules the request: take its reservation, once."""
@@ -114,23 +115,36 @@ class PrefillScheduler(SchedulerRole):
         for request_id in output.preempted_req_ids or ():
             self._meetings.preempted(request_id)
             self._book.preempted(request_id)
-        counts = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self._scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], *new.block_ids, replaces=True)
+            self._scheduled(output, new.req_id, new.num_computed_tokens, new.block_ids, replaces=True)
         cached = output.scheduled_cached_reqs
-        nothing: Sequence[Sequence[int]] = ((),) * (len(self._geometry.tables) if self._geometry is not None else 1)
-        for request_id, blocks, computed in zip(
+        for request_id, more, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             replaces = request_id in cached.resumed_req_ids
-            self._scheduled(request_id, computed, counts[request_id], *(blocks or nothing), replaces=replaces)
+            self._scheduled(output, request_id, computed, more, replaces=replaces)
         return self._book.take_step(self._geometry)
 
-    def _scheduled(self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool) -> None:
-        if self._meetings.collects(request_id):
+    def _scheduled(
+        self, output: Any, request_id: str, computed: int, new: Sequence[Sequence[int]] | None, *, replaces: bool
+    ) -> None:
+        count, collects = output.num_scheduled_tokens[request_id], self._meetings.collects(request_id)
+        if not collects and not self._book.tracks(request_id):
+            return
+        blocks = self._blocks(output, request_id, new)
+        if collects:
             self._meetings.computes(request_id, computed + count, blocks, replaces=replaces)
-        elif self._book.tracks(request_id):
+        else:
             self._book.scheduled(request_id, computed, count, *blocks, replaces=replaces)
+
+    def _blocks(self, output: Any, request_id: str, new: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
+        """A request's new blocks of each group. Entries of states move in their table, so of these it is the table as it is now."""
+        groups = self._geometry.tables if self._geometry is not None else ()
+        new = new or ((),) * max(1, len(groups))
+        if not any(group.stateful for group in groups):
+            return new
+        exact = output.kv_connector_block_state.get_block_ids(request_id)
+        return [table if group.stateful else ids for group, table, ids in zip(groups, exact, new, strict=True)]
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)

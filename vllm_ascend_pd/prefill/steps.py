@@ -7,7 +7,8 @@ writer's queue; exchanges are made in registered order, whatever the order of th
 What a hook says differs. A layer of the target model is complete when its hook fires. A draft model runs after it, once for
 each token that it drafts: the first of a layer's hooks has the prompt's part, the others write behind it, so the layer is
 announced when the step is over. An indexer's keys are written before the attention of the same layer, and have no hook: that of
-the attention stands for both. Any other layer without a hook was not computed, and nothing of the step is pushed.
+the attention stands for both. A recurrent layer has no hook, and its state is complete when the step is over. Any other layer
+without a hook was not computed, and nothing of the step is pushed.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class Steps:
         clock: Callable[[], float],
         exchanging: Exchanging | None,
         drafts: Collection[str] = (),
+        states: Collection[str] = (),
     ) -> None:
         self._names = tuple(layers)
         self._layers = {name: index for index, name in enumerate(layers)}
         self._drafts = {self._layers[name] for name in drafts}
+        self._states = {self._layers[name] for name in states}
         self._with = self._companions()
         self._deciding, self._record, self._put, self._clock = deciding, record, put, clock
         self._exchanging = exchanging
@@ -95,11 +98,11 @@ class Steps:
             self.end()
 
     def end(self) -> None:
-        """The step is over: announce what the draft model has written, fail what lacks a layer, and seal."""
+        """The step is over: announce states and what the draft model has written, fail what lacks a layer, and seal."""
         current, self._current = self._current, None
         if current is None:
             return
-        never = sorted(current.missing - current.drafted)
+        never = sorted(current.missing - current.drafted - self._states)
         if never:
             with self._deciding() as core:
                 core.uncomputed(self._clock(), current.plan, self._names[never[0]])

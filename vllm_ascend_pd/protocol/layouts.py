@@ -21,6 +21,7 @@ from vllm_ascend_pd.geometry.layout import (
     MAX_GROUPS,
     MAX_KINDS,
     MAX_LAYERS,
+    STATE,
     WINDOW,
     CacheGeometry,
     Group,
@@ -171,7 +172,7 @@ def read(layout: bytes) -> Told:
     plain = len(found.groups) == 1 and not found.groups[0].partial
     heads, dtype, packing, regions = _planned(found.kinds[0])
     geometry = CacheGeometry(
-        block_size=found.groups[group_of[0]].block_size,
+        block_size=found.groups[group_of[0]].entries,
         kv_heads=heads,
         tp_size=1 + found.workers[-1].tp,
         dtype=dtype,
@@ -207,7 +208,7 @@ def _beyond(layout: Layout) -> str:
         "only": any(h.only >= 0 for h in held),
         "replicated": not all(h.heads for h in held),
         "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
-        "matters": any(group.matters not in (ALL, WINDOW) for group in layout.groups),
+        "matters": any(group.matters not in (ALL, WINDOW, STATE) for group in layout.groups),
         "context": any(worker.cp for worker in layout.workers),
     }
     return next((word for word, is_filled in filled.items() if is_filled), "")
@@ -227,8 +228,8 @@ def _contradiction(layout: Layout) -> str:
     groups = len(layout.groups)
     if any(layer.kind >= len(counts) or layer.group >= groups or layer.stage > last.stage for layer in layout.layers):
         return "a layer is of a kind, group or stage that is not there"
-    if any(group.n < 2 if group.partial else group.n for group in layout.groups):
-        return "a window of no tokens before the next, or the length of one where all tokens matter"
+    if any(group.n < 2 if group.matters == WINDOW else group.n for group in layout.groups):
+        return "a window of no tokens before the next, or the length of one where there is none"
     if len({(layer.kind, layer.group) for layer in layout.layers}) > len({layer.kind for layer in layout.layers}):
         return "layers of one kind are of several groups"
     if len(counts) > 1 and {layer.kind for layer in layout.layers} != set(range(len(counts))):

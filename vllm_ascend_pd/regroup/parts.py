@@ -71,10 +71,10 @@ def assembled(
     memory = torch.empty(stride * count + ALIGNMENT, dtype=torch.uint8, device=device.name)
     skip = -memory.data_ptr() % ALIGNMENT
     rank = place.rank % place.tp_size
-    views = [
+    views = [  # states are never exchanged
         [
             cell_view(part, region, len(kind.head_range(rank)), 1 if region.opaque else kind.block_size)
-            for part, region in zip(parts, kind.regions, strict=True)
+            for part, region in zip(parts, kind.regions, strict=not kind.own.stateful)
         ]
         for parts, kind in zip(caches.tensors, geometry.by_layer, strict=True)
     ]
@@ -103,6 +103,6 @@ def slot_bytes(geometry: CacheGeometry, place: Place) -> int:
         * kind.kv_heads
         * sum(r.cell_bytes * (1 if r.opaque else kind.block_size) for r in kind.regions)
         for kind in geometry.kinds
-        if kind.kv_heads > 1 or not geometry.others
+        if (kind.kv_heads > 1 or not geometry.others) and not kind.own.stateful
     ]
     return -(-max(sizes) // ALIGNMENT) * ALIGNMENT

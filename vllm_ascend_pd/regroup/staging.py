@@ -23,7 +23,8 @@ PATIENCE_S = 0.05  # how long one step's exchanges may wait for the slots of one
 
 def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: int) -> bool:
     """Whether ranks can ever have to exchange: not at TP 1, with one KV head for all ranks, or with regroup switched off."""
-    return tp_size > 1 and any(kind.kv_heads > 1 for kind in geometry.kinds) and config.regroup != "never"
+    split = any(kind.kv_heads > 1 and not kind.own.stateful for kind in geometry.kinds)
+    return tp_size > 1 and split and config.regroup != "never"
 
 
 class Memory(Protocol):

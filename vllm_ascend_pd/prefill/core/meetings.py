@@ -377,7 +377,7 @@ class Meetings:
     def _attach(self, record: Record) -> None:
         target = record.bound_to
         self._targets[target.transfer] = record
-        facts = target.reservation, record.push, record.computed, record.blocks
+        facts = target.reservation, record.push, record.computed, record.blocks, self.engine
         self._book.attach(record.request_id, *facts)
 
     def hold(self, now: float, record: Record) -> None:

@@ -99,7 +99,7 @@ class Push:
     layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: it is not D's
     pairing_of: tuple[int, ...]  # own layer → its place in `pairings`; of one that is not D's nothing
     place_of: tuple[tuple[int, int], ...]  # own layer → D's stage, and its place there; of one that is not D's nothing
-    firsts: tuple[int, ...]  # by pairing: the first token that D wants of its layers
+    firsts: tuple[int, ...]  # by pairing: the first token, or entry of a state, that D wants of its layers
     d_blocks: tuple[NDArray[np.int32], ...]  # by group of D
     tables: tuple[Table, ...]  # by group of P
     opened: float
@@ -141,7 +141,7 @@ class Push:
             layer_index=tuple(d_layers.get(name) for name in own.layers) if some else (),
             pairing_of=tuple(place.get(name, -1) for name in own.layers),
             place_of=tuple(stages.get(name, (-1, -1)) for name in own.layers),
-            firsts=tuple(pair.d.own.begins(first, end) for pair in some),
+            firsts=tuple(pair.d.places(first, end)[0] for pair in some),
             d_blocks=tuple(np.frombuffer(ids, dtype="<i4") for ids in reservation.blocks),
             tables=tuple(Table(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in own.tables),
             opened=now,
@@ -227,11 +227,13 @@ class Push:
         return self.tables[self.pairings[self.pairing_of[layer]].p.group].told
 
     def lost(self, pairing: int, lo: int, hi: int) -> bool:
-        """Whether P itself has let go of some of tokens [lo, hi), that is kept no block for them."""
+        """Whether P itself has let go of some of tokens [lo, hi), or of the state, that is kept no block for them."""
         p = self.pairings[pairing].p
         if not p.own.partial:
             return False
-        return not self.tables[p.group].told[lo // p.block_size : -(-hi // p.block_size)].all()
+        begin, stop = lo // p.block_size, -(-hi // p.block_size)
+        kept = self.tables[p.group].told[begin:stop]
+        return len(kept) < stop - begin or not kept.all()
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
         """Of the layers of one pairing. `instance` tells D engines of equal geometry apart within a step."""

@@ -426,7 +426,8 @@ class Pushes:
                 if hi == lo:
                     continue
                 if push.lost(index, lo, hi):  # on every rank: they were told the same blocks
-                    why = f"prefill keeps no block for some of tokens [{lo}, {hi}), of {pair.p.own}"
+                    what = f"some of tokens [{lo}, {hi}), of {pair.p.own}" if not pair.p.own.stateful else "a state"
+                    why = f"prefill keeps no block for {what}"
                     self.abort(now, push.name, "PD-XFER-002", why)
                     continue
                 instance = instances.setdefault(push.reservation.endpoints, len(instances))
@@ -450,7 +451,9 @@ class Pushes:
         return planned
 
     def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
-        """Which tokens of the layers of one pairing leave in a step."""
+        """Which tokens of the layers of one pairing leave in a step. A state leaves once, after the last."""
+        if push.pairings[pairing].d.own.stateful:
+            return 0, int(piece.final)
         size = push.pairings[pairing].d.block_size
         return push_range(push.firsts[pairing], push.reservation.end, piece.before, piece.after, size)
 

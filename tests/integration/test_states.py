@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states through real pairs, `verify: full`: Mamba-2 before attention (Nemotron-H), beside it (Falcon-H1), alone; Gated DeltaNet.
+
+A recurrent layer keeps one state of all tokens so far. D runs the last token of a prompt itself, so what crosses is the state before
+it: one token more or less, or another request's, and the answer is another one. The last class shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_metaserver import fake_metaserver, says_failed
+from pairs import (
+    Pair,
+    PairMaker,
+    counter,
+    fresh_prompt,
+    reference_answers,
+    transfer_request,
+    wait_for_free_blocks,
+)
+from test_kinds import exercise, spec
+from test_windows import windowed
+
+from scripts.support.client import RequestFailed, attempt, body_of, complete, leave_after
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+# With blocks and chunks of 96 (vLLM derives the blocks from the state): of 97 and 193 tokens the state that is wanted is the last one of
+# a block, and D's own goes into the next.
+LENGTHS = (1, 2, 3, 20, 95, 96, 97, 98, 192, 193, 200, 333, 700)
+BLOCK = 96
+WHOLE = ("--no-enable-prefix-caching",)  # mamba_cache_mode none: one block for a request, as long as the longest
+
+
+@pytest.fixture(scope="module")
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    (d,) = cluster.start(spec("nemotronh-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed)))
+    yield d
+    cluster.stop(d)
+
+
+@pytest.fixture(scope="class")
+def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+    p = spec("nemotronh-p", "nemotronh", "kv_producer", cluster.push_config())
+    with windowed(cluster, make_pair, p, beside=[decode]) as made:
+        yield made
+
+
+def check_prefixes(pair: Pair, block: int) -> None:
+    """On P and on D: a prefix ends where a block does, with the state that is there."""
+    head = fresh_prompt(2 * block + 9)
+    pair.check([head], name="cold")
+    for longer in ([*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]):
+        before = pair.loaded_tokens()
+        answer = complete(pair.front.url, body_of(longer, 12))
+        loaded = pair.loaded_tokens() - before
+        pair.compare([longer], [answer], "a prefix on D")
+        assert loaded in (len(longer) - 1, len(longer) - 1 - 2 * block), f"D loaded {loaded} of {len(longer)} tokens"
+    head = fresh_prompt(2 * block + 5)
+    before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
+    complete(pair.prefill.url, body_of(head, 1))  # P alone: D has never seen it
+    pair.check([[*head, *fresh_prompt(50)]], name="a prefix on P")
+    pair.check([[*head[: 2 * block], *fresh_prompt(1)]], name="a prefix that is all of it on P")
+    assert counter(pair.prefill, "vllm:prefix_cache_hits_total") - before >= 2 * block
+
+
+class TestStatesBesideAttention:
+    """Nemotron-H: two layers with Mamba-2, one with attention; B and C are of one group. Mode `align`."""
+
+    def test_every_length_in_chunks(self, pair: Pair) -> None:
+        exercise(pair, "nemotronh 1→1", LENGTHS)
+
+    def test_prefixes(self, pair: Pair) -> None:
+        check_prefixes(pair, BLOCK)
+
+    def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
+        free = pair.free_counts()
+        for seconds in (0.02, 0.2, 0.4):
+            leave_after(pair.front.url, body_of(fresh_prompt(1500), 400), seconds)
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
+        pair.check([fresh_prompt(193)], name="after clients that have left")
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        """Of several groups vLLM hears which request failed; block ids would stop the engine."""
+        free = pair.free_counts()
+        with fake_metaserver(ports[-1], says_failed) as seen:
+            url = f"http://127.0.0.1:{ports[-1]}"
+            (refused,) = attempt(pair.decode[0].url, [transfer_request(url, "f", fresh_prompt(250))])
+            assert isinstance(refused, RequestFailed) and seen, refused
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
+        pair.check([fresh_prompt(n) for n in (97, 250)], name="after a load that failed")
+
+
+@pytest.mark.slow
+class TestStateShapes:
+    def test_a_failed_load_is_computed_again(
+        self, cluster: Cluster, allowed: list[str], ports: list[int], make_pair: PairMaker
+    ) -> None:
+        specs = (
+            spec("again-p", "nemotronh", "kv_producer", cluster.push_config()),
+            replace(spec("again-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed)), policy="recompute"),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            pair.check([fresh_prompt(250)], name="before a load that fails")
+            free = pair.free_counts()
+            with fake_metaserver(ports[-1], says_failed) as seen:
+                for length in (97, 193, 250):
+                    prompt, url = fresh_prompt(length), f"http://127.0.0.1:{ports[-1]}"
+                    answer = complete(pair.decode[0].url, transfer_request(url, str(length), prompt, 12))
+                    pair.compare([prompt], [answer], "computed again")
+                assert len(seen) == 3
+            wait_for_free_blocks((pair.prefill, *pair.decode), free)
+            exercise(pair, "after loads that failed", (97, 250))
+
+    def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+        """Mode `none` on P: its one block stands for the whole prompt, D's for 96 tokens each."""
+        p = spec("nemotronh-none", "nemotronh", "kv_producer", cluster.push_config(), arguments=WHOLE)
+        with windowed(cluster, make_pair, p, beside=[decode]) as pair:
+            exercise(pair, "nemotronh none→align", LENGTHS)
+
+    def test_from_tp_2(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+        """Each rank has half of the heads, and all of B and C. Attention is regrouped."""
+        p = spec("nemotronh-p2", "nemotronh", "kv_producer", cluster.push_config(regroup="always"), tp=2)
+        with windowed(cluster, make_pair, p, beside=[decode]) as pair:
+            exercise(pair, "nemotronh 2→1", LENGTHS)
+            check_prefixes(pair, BLOCK)
+
+    @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+    def test_in_every_layer_and_each_rank_has_a_group(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, p_tp: int, d_tp: int
+    ) -> None:
+        """Falcon-H1: attention and Mamba-2 side by side; B and C are of two groups. Mode `none` on D."""
+        specs = (
+            spec("falconh1-p", "falconh1", "kv_producer", cluster.push_config(), tp=p_tp),
+            spec("falconh1-d", "falconh1", "kv_consumer", cluster.push_config(*allowed), tp=d_tp, arguments=WHOLE),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            exercise(pair, f"falconh1 {p_tp}→{d_tp}", LENGTHS)
+
+    def test_states_alone(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        """Mamba-2: no layer has a hook."""
+        specs = (
+            spec("mamba2-p", "mamba2", "kv_producer", cluster.push_config()),
+            spec("mamba2-d", "mamba2", "kv_consumer", cluster.push_config(*allowed)),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            exercise(pair, "mamba2 1→1", LENGTHS)
+
+
+@pytest.mark.slow
+class TestPlantedFaults:
+    @pytest.mark.parametrize("what", ["section heads", "section groups"])
+    def test_what_is_left_out_makes_other_answers(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str
+    ) -> None:
+        """No sum finds it: P sums what it pushes, so D does not compare."""
+        less: dict[str, Any] = {
+            "connector": "LeavingConnector",
+            "transfer": {"kv_connector_module_path": "pd_test_groups"},
+            "environment": {"PD_TEST_LEAVES_OUT": what},
+        }
+        specs = (
+            spec("leaving-p", "nemotronh", "kv_producer", cluster.push_config(verify="off"), **less),
+            spec("leaving-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed, verify="off")),
+        )
+        with windowed(cluster, make_pair, *specs) as pair:
+            wrong = 0
+            for length in (96, 160, 193, 352):
+                prompt = fresh_prompt(length)
+                (expected,) = reference_answers(pair.prefill, [prompt], 12)
+                before = pair.loaded_tokens()
+                got = complete(pair.front.url, body_of(prompt, 12))
+                assert pair.loaded_tokens() - before == length - 1
+                wrong += got.tokens != expected.tokens
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out ({what})"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states: what a page of one holds, and how that is cut where ranks hold it differently.
+
+A layer keeps two states: the last inputs of its convolution (rows), and the recurrence itself, a matrix per head. Of what the
+convolution keeps, a part goes with the heads of the recurrence, and another with heads of its own, of which there may be so few
+that every rank has all. What has equal heads is a *section*, and each section is planned like a layer: its heads divided as
+attention's are, and one entry in a block. A row of a convolution is a region of its own where rows lie one behind the other.
+
+    Mamba-2             convolution: x | B | C per row      sections  heads: x, recurrence   groups: B, C
+    Gated DeltaNet      convolution: q | k | v per row      sections  keys: q, k             values: v, recurrence
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from vllm_ascend_pd.errors import ConfigError
+
+MAMBA2, DELTA_NET = "mamba2", "gated delta net"
+PACKING = "state"
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A region of a section: `cell_bytes` of each head, from `offset` on in the state of this index."""
+
+    name: str
+    state: int
+    offset: int
+    cell_bytes: int
+    dtype: str
+
+
+class Section(msgspec.Struct, frozen=True):
+    """The parts of a layer's states that have these heads."""
+
+    name: str
+    heads: int  # of the whole model; with fewer than ranks each rank has one
+    pieces: tuple[Piece, ...]
+
+
+class Recurrent(msgspec.Struct, frozen=True):
+    """One layer's states on one rank, as the engine's configuration says it."""
+
+    recurrence: str  # MAMBA2 or DELTA_NET
+    shapes: tuple[tuple[int, ...], ...]  # of the convolution's state, and of the recurrence's: [heads, …]
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes of an element
+    dim_first: bool  # the convolution's is [dim, rows], else [rows, dim]
+    groups: int = 0  # of B and C in the whole model, where that is known
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """Of each state."""
+        return tuple(math.prod(shape) * size for shape, size in zip(self.shapes, self.sizes, strict=True))
+
+    def sections(self, layer: str, tp: int) -> tuple[Section, ...]:
+        """Raises PD-GEO-003 for shapes that do not add up."""
+        if len(self.shapes) != 2 or len(self.shapes[0]) != 2 or len(self.shapes[1]) != 3:
+            raise ConfigError("PD-GEO-003", layer=layer, why=f"states of shapes {self.shapes}")
+        conv, (heads, *matrix) = self.shapes[0], self.shapes[1]
+        dim = conv[0] if self.dim_first else conv[1]
+        # The recurrence is [heads, head, state] of Mamba-2, and [heads, value, key] of Gated DeltaNet.
+        head, state = matrix
+        beside, odd = divmod((dim - heads * head) // 2, state)
+        if dim - heads * head != 2 * beside * state or odd or beside < 1:
+            why = f"a convolution over {dim} values does not fit {heads} heads of {head} and states of {state}"
+            raise ConfigError("PD-GEO-003", layer=layer, why=why)
+        size = self.sizes[1]
+        matrices = Piece("recurrence", 1, 0, head * state * size, self.dtypes[1])
+        if self.recurrence == DELTA_NET:
+            q, k, v = self._rows((("q", beside, state), ("k", beside, state), ("v", heads, head)), dim)
+            return Section("keys", beside * tp, q + k), Section("values", heads * tp, (*v, matrices))
+        x, b, c = self._rows((("x", heads, head), ("B", beside, state), ("C", beside, state)), dim)
+        return Section("heads", heads * tp, (*x, matrices)), Section("groups", self._groups(layer, beside, tp), b + c)
+
+    def _groups(self, layer: str, local: int, tp: int) -> int:
+        """One on every rank is one for all, or one for each."""
+        if local > 1 or tp == 1:
+            return local * tp
+        if self.groups not in (1, tp):
+            why = f"one group of B and C on each of {tp} ranks, and {self.groups or 'an unknown number'} in the model"
+            raise ConfigError("PD-GEO-003", layer=layer, why=why)
+        return self.groups
+
+    def _rows(self, parts: Sequence[tuple[str, int, int]], dim: int) -> list[tuple[Piece, ...]]:
+        """The pieces of each part (its name, heads, values of a head) of the convolution's state."""
+        size, dtype, begin = self.sizes[0], self.dtypes[0], 0
+        found: list[tuple[Piece, ...]] = []
+        rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0]
+        for name, heads, values in parts:
+            cell = values * size
+            if self.dim_first:
+                found.append((Piece(f"conv.{name}", 0, begin * rows * size, cell * rows, dtype),))
+            else:
+                at = [(row * dim + begin) * size for row in range(rows)]
+                found.append(tuple(Piece(f"conv.{name}.{i}", 0, offset, cell, dtype) for i, offset in enumerate(at)))
+            begin += heads * values
+        return found
