@@ -344,7 +344,7 @@ def test_p_takes_the_table_as_it_is_not_as_it_grew() -> None:
 
 def test_a_state_is_announced_when_the_step_is_over() -> None:
     said: list[Any] = []
-    plan = SimpleNamespace(number=1, direct=True, parts=(), again=(), pushes=(), final=())
+    plan = SimpleNamespace(number=1, before=None, direct=True, parts=(), again=(), pushes=(), final=())
     core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *told: said.append(told))
     deciding: Any = lambda: _Held(core)  # noqa: E731
     names = ("l.0/heads", "l.0.attn", "l.1/heads")
