@@ -10,6 +10,7 @@ was believed. That last one must never come.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from vllm_ascend_pd.channel.connection import Connection
 from vllm_ascend_pd.channel.frames import (
     FRAME_BYTES,
     GREETING_BYTES,
+    OF_SCHEDULERS,
     Goodbye,
     Hello,
     Leaving,
@@ -33,10 +35,12 @@ from vllm_ascend_pd.channel.frames import (
     guarded_frame,
 )
 from vllm_ascend_pd.channel.listener import Listener
+from vllm_ascend_pd.cli.checkup import pair as doctors
 from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
 from vllm_ascend_pd.cli.checkup.line import Line
-from vllm_ascend_pd.cli.checkup.pair import Facts, Offer, Read, Wrote, differences
+from vllm_ascend_pd.cli.checkup.pair import Facts, Read, Wrote, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
+from vllm_ascend_pd.decode.core.offers import Offers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
@@ -46,14 +50,17 @@ from vllm_ascend_pd.metaserver.service import reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Table
 from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
-from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, unseal
+from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, seal_source, unseal
+from vllm_ascend_pd.protocol.dialects import Meet, read_meet
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
 from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, Source, SourceId, Unwanted, Waits
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -391,7 +398,7 @@ class _Socket:
 def _consultation() -> list[bytes]:
     hello = clear_frame(Hello(PROTOCOL_VERSION, "doctor-1", b"n" * 32, False, "vllm-ascend-pd doctor"))
     facts = Facts("0.1.0", "tcp", "mooncake 0.3", "0.32.0", "2.13.0", "little", "x86_64", 1.7e9, D)
-    said = (Proof(), facts, Offer("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
+    said = (Proof(), facts, doctors.Offer("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
     bodies = [b"\x02" + msgspec.msgpack.encode(each) for each in said]
     stream = hello + b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
     return [stream, clear_frame(Goodbye("PD-SEC-003", "no")), _frames()[0]]
@@ -412,7 +419,7 @@ def _doctor() -> Run:
             calling.greet_as_dialer(None)
             for check in differences(ours, calling.hear(Facts, 1.0)):
                 check.says.encode()
-            for kind in (Offer, Wrote, Read):
+            for kind in (doctors.Offer, Wrote, Read):
                 calling.hear(kind, 1.0)
         except LineBroken:
             return REFUSED
@@ -437,6 +444,70 @@ def _unsealer() -> Run:
         except RemoteProtocolError:
             return REFUSED
         return UNCHANGED if data == honest else ACCEPTED
+
+    return run
+
+
+SOURCE = Source(PROTOCOL_VERSION, SourceId("p", 1, "u"), Endpoint("127.0.0.1", 5600), 40, "hash", 120.0)
+
+
+def _sources() -> list[bytes]:
+    return [seal_source(msgspec.structs.replace(SOURCE, prompt_length=n), SECRETS) for n in (40, 41)]
+
+
+def _source_reader() -> Run:
+    """What a client may say of a P: nobody is dialled who is not allowed, with a secret or without."""
+    honest = _sources()
+
+    def run(data: bytes) -> str:
+        params = {"source": base64.b64encode(data).decode()}
+        for secrets in (SECRETS, None):
+            meet = read_meet(params, "cmpl-x-0-aaaaaaaa", (40, "hash"), ("10.0.0.1",), secrets)
+            if isinstance(meet, Meet) and not (secrets is not None and data == honest[0]):
+                return READ if meet.listener.host == "10.0.0.1" else ACCEPTED
+        return UNCHANGED if data in honest else REFUSED
+
+    return run
+
+
+def _rendezvous() -> list[bytes]:
+    transfer = RESERVATION.transfer
+    offers = [Offer(transfer, b"sealed", SOURCE.source), Offer(transfer, b"sealed", meets="name")]
+    others = [Waits(transfer), Bound(transfer, "push", ended=True), Gone(transfer, Failure("PD-XFER-002", "why"))]
+    unwanted = [Unwanted("d", SOURCE.source), Unwanted("d", meets="name")]
+    return [msgspec.msgpack.encode(message) for message in (*offers, *others, *unwanted)]
+
+
+def _schedulers() -> Run:
+    """Whatever a scheduler of the other side says, into the books of both."""
+    meetings = Meetings(PushBook(model=MODEL), "p", Holding())
+    offers, now = Offers(Timers()), 0.0
+    prompt = RESERVATION.prompt_length, RESERVATION.prompt_hash
+
+    def run(data: bytes) -> str:
+        nonlocal now
+        now += 1.0
+        try:
+            message = decode_guarded(data)
+        except RemoteProtocolError:
+            return REFUSED
+        if not isinstance(message, OF_SCHEDULERS):
+            return REFUSED
+        meetings.source(now, f"request-{now}", f"push-{now}", "name", "u", prompt, len(D.tables))
+        offers.offer(now, SOURCE.listens, Offer(RESERVATION.transfer, b"sealed", meets="name"))
+        if isinstance(message, Offer):
+            meetings.offer(now, "d", message, msgspec.structs.replace(RESERVATION, transfer=message.transfer))
+        elif isinstance(message, Unwanted):
+            meetings.unwanted(now, message.source, message.meets)
+        elif isinstance(message, Gone):
+            meetings.withdrawn(now, "d", message.transfer)
+        offers.heard(now, SOURCE.listens, message)
+        meetings.tick(now)
+        offers.tick(now)
+        meetings.finished(now, f"request-{now}", well=False)
+        meetings.take()
+        offers.take_effects()
+        return READ
 
     return run
 
@@ -727,6 +798,8 @@ TARGETS = (
     Target("doctor", "the other doctor's words", 6, _consultation, _doctor),
     Target("sealed", "sealed reservations", 10, _sealed, _unsealer),
     Target("reservation", "unsigned reservations, into P's plan", 8, _unsigned, _admitted, ENVELOPE),
+    Target("sources", "sealed sources, as a client may send them", 6, _sources, _source_reader),
+    Target("schedulers", "what schedulers say to each other, into both books", 6, _rendezvous, _schedulers, MSGPACK),
     Target("http answers", "the client of engines and metaserver", 8, _responses, _http_client),
     Target("http requests", "the metaserver's HTTP server", 4, _heads, _http_server),
     Target("bodies", "clients' bodies", 6, _requests, _clients, JSON),

@@ -14,7 +14,7 @@ from pairs import Pair, failures, fresh_prompt, settled_free_blocks, wait_for_fr
 
 from scripts.support import routers
 from scripts.support.checks import fresh_salt, loaded_tokens
-from scripts.support.client import body_of, chat_body_of, post
+from scripts.support.client import RequestFailed, body_of, chat_body_of, post
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
@@ -109,3 +109,17 @@ def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site:
     before = time.monotonic(), len(failures(site.decode))
     post(site.decode.url, forgotten)  # another prompt than the source's: D computes it itself
     assert len(failures(site.decode)) == before[1] + 1
+
+
+@pytest.mark.slow
+def test_a_p_that_dies_with_what_it_holds_fails_the_load_and_costs_d_nothing(site: Site) -> None:
+    """The last of this file: it leaves no P."""
+    tokens, free = fresh_prompt(300), settled_free_blocks(site.decode)
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    answer = post(site.prefill.url, body_of(tokens, 1, kv_transfer_params=params))["kv_transfer_params"]
+    assert not site.prefill.process.kill()
+    with pytest.raises(RequestFailed):
+        post(site.decode.url, body_of(tokens, 2, kv_transfer_params=answer))
+    assert "PD-XFER-004" in site.decode.log.read_text()
+    assert post(site.decode.url, body_of(fresh_prompt(40), 2))["choices"], "it serves on"
+    wait_for_free_blocks([site.decode], {site.decode.name: free})

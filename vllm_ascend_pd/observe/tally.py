@@ -46,6 +46,7 @@ METRICS: dict[str, Metric] = {
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a failed load, by reason."),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
+    "blocks_held": Metric("level", "Blocks of P that are held for a decode engine that has not come yet."),
     "writers_dead": Metric(
         "level", "Workers of P whose writer thread has died: the engine ends once its pushes are over."
     ),

@@ -39,6 +39,7 @@ class Reception:
         self._engine, self._book, self._meetings, self._news = engine, book, meetings, news
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
+        self._wake: float | None = None  # for which it is set
         self._loop = LoopThread("pd-reception")
         self._listener = Listener(
             host=engine.host,
@@ -64,12 +65,14 @@ class Reception:
         with self._lock:
             yield time.monotonic()
             said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._book.must_step()
+            moved, self._wake = wake != self._wake, wake
         for peer, message in said:
             if isinstance(message, Bound | Gone):
                 facts = {"ended": message.ended} if isinstance(message, Bound) else {"code": message.failure.code}
                 trace.emit(type(message).__name__.lower(), transfer=str(message.transfer), **facts)
             self._loop.post(self._listener.send, peer, message)
-        self._loop.post(self._arm, wake)
+        if moved:
+            self._loop.post(self._arm, wake)
         if must_step:
             self._news()
 
@@ -111,6 +114,7 @@ class Reception:
 
     def _tick(self) -> None:
         with self.deciding() as now:
+            self._wake = None  # whatever is next, the timer has to be set for it
             self._meetings.tick(now)
 
     def _arm(self, wake: float | None) -> None:

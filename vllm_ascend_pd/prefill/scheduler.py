@@ -212,6 +212,8 @@ class PrefillScheduler(SchedulerRole):
                 self.tally.count("num_kv_expired_reqs", code)
 
     def stats(self) -> dict[str, Any] | None:
+        with self._deciding():
+            self.tally.level("blocks_held", self._meetings.counts()["held_blocks"])
         return self.tally.take()
 
     def must_step(self) -> bool:
