@@ -210,10 +210,8 @@ def test_ranks_with_experts_would_start(model: str) -> None:
 
 DRAFT = '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'
 UNPROVEN = '{"method": "suffix", "num_speculative_tokens": 7}'
-GROUPS = [
-    "PD-CONF-005 A model with sliding windows or several KV cache groups",
-    "PD-CONF-005 A KV cache of kind MambaSpec",
-]
+GROUPS = ["PD-CONF-005 A model with sliding windows, states or several KV cache groups"]
+DRAFTED = [*GROUPS, "PD-CONF-005 A recurrent state with blocks for drafted tokens"]
 MODE = "PD-CONF-005 cudagraph_mode FULL_AND_PIECEWISE on prefill"
 SPECULATION = "PD-CONF-005 Speculative decoding with suffix"
 OWN, C8 = '{"model": "me/draft"}', '{"enable_sparse_li_c8": true, "enable_sparse_sfa_c8": false}'
@@ -250,6 +248,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         [],
     ),
     "hybrid": ({"model": "me/hybrid"}, GROUPS, GROUPS),
+    "hybrid with a draft on D": (
+        {"model": "me/hybrid", "d": line(D, "--speculative-config", DRAFT)},
+        GROUPS,
+        DRAFTED,
+    ),
     "context parallelism": (
         {"p": line(P, "--decode-context-parallel-size", "2", "--prefill-context-parallel-size", "2")},
         ["PD-CONF-005 Prefill context parallelism", "PD-CONF-005 Decode context parallelism"],
@@ -372,7 +375,7 @@ def test_a_rule_that_becomes_stricter_loses_starts_by_name(monkeypatch: pytest.M
 def test_a_rule_that_takes_more_wants_the_tensors_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "group_refusals", lambda groups: iter(()))
     monkeypatch.setattr(admission, "_unlike", lambda *given: iter(()))
-    with pytest.raises(AttributeError, match="head_size"):  # of a state, which has none
+    with pytest.raises(AttributeError, match="dtypes"):  # of a state, of which the page does not know them
         judged(model="me/hybrid")
 
 

@@ -33,7 +33,8 @@ from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import contributors, exchanged, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
-from vllm_ascend_pd.prefill.decisions import PushBook, PushSlice
+from vllm_ascend_pd.prefill.core.push import Push
+from vllm_ascend_pd.prefill.decisions import PushBook, PushSlice, PushStart
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
@@ -139,7 +140,7 @@ def move(p: list[Side], d: list[Side], p_block: int, d_block: int, rotation: int
 CASES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     recurrence=st.sampled_from([MAMBA2, DELTA_NET]),
     tps=st.sampled_from(CASES),
@@ -300,6 +301,15 @@ def test_of_a_state_that_is_further_no_block_is_told() -> None:
     """P has computed the last token of the prompt too: what D wants is gone."""
     (piece,) = pieces((0, 101, [0, 5]))
     assert piece is not None and piece.final and [ids.tolist() for ids in piece.new_blocks] == [[]]
+
+
+@pytest.mark.parametrize(("told", "lost"), [([], True), ([0], True), ([5], False)], ids=str)
+def test_a_push_whose_state_has_no_block_is_lost_on_every_rank(told: list[int], lost: bool) -> None:
+    g, _ = sides()
+    push = Push.of(0.0, PushStart("r", "push", wanted(g)), g, pairings(g, g), ())
+    piece = PushSlice("push", 96, 100, (np.array(told, np.int32),), restart=False, final=True)
+    push.extend(1, piece)
+    assert [push.lost(index, 0, 1) for index in range(len(push.pairings))] == [lost, lost]
 
 
 def arrived(cache: CacheGeometry) -> tuple[PrefillScheduler, Request]:
