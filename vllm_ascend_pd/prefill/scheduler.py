@@ -16,6 +16,7 @@ from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.prefill.telling import Telling
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import push_id
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
@@ -30,12 +31,13 @@ REMEMBERED = 4096
 class PrefillScheduler(SchedulerRole):
     """No thread and no socket: reservations come with the requests."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, tells: bool = False) -> None:
         self._engine = engine
         self._book = PushBook(model=engine.model)
         self._geometry: CacheGeometry | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
+        self.first_tokens = Telling(engine.secrets) if tells else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._geometry = merge_geometries(workers)
@@ -98,13 +100,17 @@ class PrefillScheduler(SchedulerRole):
         """The request ended: whether its blocks are held, and what its HTTP answer says of the push."""
         request_id = request.request_id
         error, pushed = self._book.refusal(request_id), self._book.tracks(request_id)
+        first = self.first_tokens.told(request, self._book) if self.first_tokens is not None else ""
         held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill")
         if error is not None:
             return held, params_of(self._report(error.code, error.sentence))
-        return held, params_of(self._report()) if pushed else None
+        return held, params_of(self._report(first=first)) if pushed else None
 
-    def _report(self, code: str = "", detail: str = "") -> PushReport:
-        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint)
+    def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
+        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first)
+
+    def around(self) -> Telling | None:
+        return self.first_tokens
 
     def released(self, request_id: str) -> bool:
         """All workers have reported this request. If it was a push of ours, its blocks are free now."""
@@ -155,6 +161,8 @@ class PrefillScheduler(SchedulerRole):
             (request.num_prompt_tokens, request_hash(request)),
         )
         error = self._book.admit(request.request_id, reservation, *prompt, push, self._geometry)
+        if error is None and self.first_tokens is not None:
+            self.first_tokens.attached(request.request_id, reservation.seed)
         if error is None:
             trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)
         return error

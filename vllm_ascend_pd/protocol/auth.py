@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
+from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
 from vllm_ascend_pd.protocol.forms import Form, form_of, reservation_of
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
 from vllm_ascend_pd.protocol.versions import OURS
@@ -38,11 +39,15 @@ WINDOW = 1024  # how far behind the newest frame an older one may arrive
 _SEALED_PLAIN = b"PDR\x00"
 _SEALED_SIGNED = b"PDR\x01"
 _SEAL_CONTEXT = b"vllm-ascend-pd reservation 1"
+_FIRST_PLAIN = b"PDF\x00"
+_FIRST_SIGNED = b"PDF\x01"
+_FIRST_CONTEXT = b"vllm-ascend-pd first token 1"
 _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
+_first_decoder = msgspec.msgpack.Decoder(First)
 _form_decoder: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Form)
 
 
@@ -169,27 +174,54 @@ def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_diale
 def seal(reservation: Reservation, secrets: Secrets | None) -> bytes:
     """The signed envelope in which a reservation travels."""
     payload = _encoder.encode(form_of(reservation))
-    if secrets is None:
-        return _SEALED_PLAIN + payload
-    return b"".join((_SEALED_SIGNED, _mac(secrets.current, _SEAL_CONTEXT, payload), payload))
+    return _sealed(payload, secrets, _SEALED_PLAIN, _SEALED_SIGNED, _SEAL_CONTEXT)
 
 
 def unseal(sealed: bytes, secrets: Secrets | None) -> Reservation:
     """The reservation in an envelope, or RemoteProtocolError (PD-SEC-003 signature, PD-CTRL-002 contents)."""
-    head, body = sealed[:4], memoryview(sealed)[4:]
-    if head not in (_SEALED_PLAIN, _SEALED_SIGNED):
-        raise RemoteProtocolError("PD-CTRL-002", why="not a sealed reservation")
+    what = "reservation"
+    return decode_reservation(_opened(sealed, secrets, _SEALED_PLAIN, _SEALED_SIGNED, _SEAL_CONTEXT, what))
+
+
+def seal_first(first: First, secrets: Secrets | None) -> bytes:
+    """The signed envelope in which a first token travels."""
+    return _sealed(_encoder.encode(first), secrets, _FIRST_PLAIN, _FIRST_SIGNED, _FIRST_CONTEXT)
+
+
+def unseal_first(sealed: bytes, secrets: Secrets | None) -> First:
+    """As `unseal`."""
+    if len(sealed) > MAX_FIRST_BYTES:
+        raise RemoteProtocolError("PD-CTRL-002", why=f"a first token of {len(sealed)} bytes")
+    payload = _opened(sealed, secrets, _FIRST_PLAIN, _FIRST_SIGNED, _FIRST_CONTEXT, "first token")
+    first = _decoded(_first_decoder, payload)
+    if (refusal := OURS.refusal(first.version, ())) is not None:
+        raise RemoteProtocolError(refusal.code, **refusal.values)
+    return first
+
+
+def _sealed(payload: bytes, secrets: Secrets | None, plain: bytes, signed: bytes, context: bytes) -> bytes:
     if secrets is None:
-        if head != _SEALED_PLAIN:
-            raise RemoteProtocolError("PD-SEC-003", why="a signed reservation, but no secret_file is configured here")
-        return decode_reservation(body)
-    if head != _SEALED_SIGNED:
-        raise RemoteProtocolError("PD-SEC-003", why="the reservation is not signed")
+        return plain + payload
+    return b"".join((signed, _mac(secrets.current, context, payload), payload))
+
+
+def _opened(
+    sealed: bytes, secrets: Secrets | None, plain: bytes, signed: bytes, context: bytes, what: str
+) -> memoryview:
+    head, body = sealed[:4], memoryview(sealed)[4:]
+    if head not in (plain, signed):
+        raise RemoteProtocolError("PD-CTRL-002", why=f"not a sealed {what}")
+    if secrets is None:
+        if head != plain:
+            raise RemoteProtocolError("PD-SEC-003", why=f"a signed {what}, but no secret_file is configured here")
+        return body
+    if head != signed:
+        raise RemoteProtocolError("PD-SEC-003", why=f"the {what} is not signed")
     payload = body[MAC_BYTES:]
-    fits = [hmac.compare_digest(_mac(s, _SEAL_CONTEXT, payload), body[:MAC_BYTES]) for s in secrets.accepted]
+    fits = [hmac.compare_digest(_mac(s, context, payload), body[:MAC_BYTES]) for s in secrets.accepted]
     if not any(fits):
-        raise RemoteProtocolError("PD-SEC-003", why="the signature of the reservation does not fit")
-    return decode_reservation(payload)
+        raise RemoteProtocolError("PD-SEC-003", why=f"the signature of the {what} does not fit")
+    return payload
 
 
 # -- decoders
