@@ -44,7 +44,8 @@ PARAMETERS: dict[str, tuple[Part, str]] = {
     "repetition_detection": (Part.BARS, "repetition detection"),
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (Part.BARS, "prompt")),
     "logprob_token_ids": (Part.BARS, "logprobs"),
-    **dict.fromkeys(("watermarking", "_watermarking_skipped"), (Part.BARS, "watermarking")),
+    # An engine that makes watermarks is left out as a whole; in any other these do nothing.
+    **dict.fromkeys(("watermarking", "_watermarking_skipped"), (Part.AFTER, "")),
     **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (Part.BARS, "tracing")),
     "extra_args": (Part.BARS, "extra arguments"),
 }
