@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
-from simulation.settings import MODEL, Shape
+from simulation.settings import DIGEST, MODEL, Shape
 from simulation.tables import Tables, pool
 from simulation.world import Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.decisions import Exchanged
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.staging import exchanges_possible
@@ -274,6 +275,7 @@ class PrefillEngine:
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         error = self.book.refusal(prompt.name)
         self.free.extend(prompt.tables.let_go(prompt.computed))
+        first = self._first(prompt) if why == "ended" else None
         held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why)
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
@@ -286,7 +288,13 @@ class PrefillEngine:
             self._finished.append(prompt.name)
         if why == "ended":
             kind = "prefilled" if error is None else error.code
-            self.cluster.broker.prefill_ended(self, prompt.reservation.transfer, kind)
+            self.cluster.broker.prefill_ended(self, prompt.reservation.transfer, kind, first)
+
+    def _first(self, prompt: Prompt) -> First | None:
+        """What it says of the token that it has sampled: no two samples have the same."""
+        if self.book.asks(prompt.name) is None:
+            return None
+        return self.book.first(prompt.name, prompt.tokens, self.cluster.sampled(prompt), DIGEST, ())
 
     def sent(self, request: str, rank: int) -> None:
         """One worker's finished_sending; vLLM acts when all have reported."""

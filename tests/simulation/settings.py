@@ -16,6 +16,20 @@ from vllm_ascend_pd.geometry.layout import ALL, WINDOW, CacheGeometry, Group, Ki
 MODEL = "model"
 DRAFT = "draft.0"
 FUSED = 4
+FIRST_WAIT_S = 0.2
+VOCABULARY = 1 << 20
+DIGEST = "how it is chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFaults:
+    """What happens to P's first token on its way, by probability."""
+
+    lost: float = 0.0
+    twice: float = 0.0
+    late: float = 0.0
+    mixed_up: float = 0.0  # another transfer's comes
+    forged: float = 0.0  # not in the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,8 @@ class Settings:
     slots: int = 4  # staging: for each destination
     slot_destinations: int = 4
     room: int = 8  # D blocks in a slot
+    first: bool = False  # D starts with P's first token
+    first_faults: FirstFaults = FirstFaults()
     indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
     index_cell: int = 1
     windows: tuple[int, ...] = ()  # of each group of layers; 0: all tokens matter. Without groups there is one such
@@ -232,7 +248,16 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         slot_destinations=rng.choice((1, 2, 4)),
         room=rng.choice((1, 2, 8)),
     )
-    return _groups(random.Random(f"groups/{seed}"), drawn)
+    drawn = _groups(random.Random(f"groups/{seed}"), drawn)
+    return replace(drawn, **_first(random.Random(f"first/{seed}")))
+
+
+def _first(rng: random.Random) -> dict[str, Any]:
+    """A third of the worlds start with P's first token."""
+    if rng.random() < 0.66:
+        return {}
+    faults = [rng.choice((0.0, 0.0, 0.05, 0.3)) for _ in range(5)]
+    return {"first": True, "first_faults": FirstFaults(*faults)}
 
 
 def _groups(rng: random.Random, drawn: Settings) -> Settings:

@@ -55,8 +55,10 @@ class Seeding(first_token.Around):
             return None
         seed = Seed(sampling.digest(given), given.get("logprobs"))
         wanted = Wanted(transfer, request.num_prompt_tokens, seed.digest, seed.logprobs, self._vocabulary)
-        self._book.ask(request.request_id, wanted)
-        return seed, sampling.sent(given)
+        if self._book.ask(request.request_id, wanted, request.num_output_tokens):
+            return seed, sampling.sent(given)
+        self._unseeded(request.request_id, "preempted")
+        return None
 
     def heard(self, transfer: TransferId, sealed: str, failed: str) -> None:
         """The metaserver's last word: P's token in its envelope, or nothing."""

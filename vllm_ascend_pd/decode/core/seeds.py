@@ -71,9 +71,13 @@ class SeedBook:
         self._by_transfer: dict[TransferId, _Record] = {}
         self._dropped: list[Start] = []  # held requests that have ended
 
-    def ask(self, request_id: str, wanted: Wanted) -> None:
-        """The reservation of a request asks for a token."""
+    def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
+        """Whether the reservation of a request asks for a token: not if its client has some already. (D had the prompt then, and
+        the request lost its blocks.)"""
+        if produced:
+            return False
         self._records[request_id] = self._by_transfer[wanted.transfer] = _Record(request_id, wanted)
+        return True
 
     def asked(self, transfer: TransferId) -> bool:
         return transfer in self._by_transfer
