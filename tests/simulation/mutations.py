@@ -638,6 +638,7 @@ def _decode_comes_back(settings: Settings) -> Settings:
         quiet_s=5.0 + timers.quiet_extra_s,
         regroup=RegroupConfig(regroup="never"),
         faults=Faults(kill_decode=0.05, silent_death=1.0, write_slow=0.7),
+        first=False,
     )
 
 

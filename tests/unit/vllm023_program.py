@@ -45,6 +45,8 @@ class Site:
         self.blocks: dict[str, list[int]] = {}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        if "reservation" not in body:
+            return 200, []  # how a load ended
         self.reservations.put(body)
         if self.outcome == "seeded":
             first = self.firsts.get(timeout=10.0)
