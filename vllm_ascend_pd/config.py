@@ -101,6 +101,12 @@ class WireConfig:
     transfer_timeout_s: float = _key(30.0, "P, D", "the transfer engine's own timeout for one write", low=5, high=110)
     max_descriptors: int = _key(1000, "P", "descriptors in flight to one peer at most", low=1, high=65535)
     fuse_layers: int = _key(4, "P", "a writer that lags may put this many ready layers into one batch", low=1, high=64)
+    first_token: str = _key(
+        "auto",
+        "P, D",
+        "auto: D starts with the token that P has sampled, where that was tried; off: D computes the prompt's last token again",
+        choices=("auto", "off"),
+    )
     verify: str = _key(
         "off", "P, D", "full: checksum every pushed block end to end (debugging, tests)", choices=("off", "full")
     )
@@ -141,6 +147,9 @@ class Timers:
     )
     meet_s: float = _key(
         30.0, "P", "how long a reservation waits for the request of its name (concurrent order)", low=0.2, high=3600
+    )
+    first_token_wait_s: float = _key(
+        0.2, "D", "with its KV complete a request waits so long for P's first token", low=0.0, high=10
     )
     preempt_drain_s: float = _key(1.0, "P", "wait for writes that read preempted blocks", low=0.0, high=60)
     resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)

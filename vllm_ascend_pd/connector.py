@@ -7,6 +7,7 @@ NPU nor a transfer engine: the API server imports the class.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd import admission, compat, patience
+from vllm_ascend_pd import admission, compat, first_token, patience
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
@@ -31,6 +32,9 @@ from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews,
 if TYPE_CHECKING:
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,11 +65,16 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         elif prefill:
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            self._scheduler = PrefillScheduler(engine, self.patience.news, blocks)
+            tells = _first_tokens(engine, vllm_config) > 0
+            self._scheduler = PrefillScheduler(engine, self.patience.news, blocks, tells=tells)
         else:
-            recomputes = getattr(transfer, "kv_load_failure_policy", "") == "recompute"
-            longest = vllm_config.model_config.max_model_len
-            self._scheduler = DecodeScheduler(engine, self.patience, longest=longest, recomputes=recomputes)
+            facts = {
+                "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
+                "longest": vllm_config.model_config.max_model_len,
+                "vocabulary": _first_tokens(engine, vllm_config),
+            }
+            self._scheduler = DecodeScheduler(engine, self.patience, **facts)
+        self.first_tokens = self._scheduler.around()
 
     def _start_trace(self, prefill: bool, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir
@@ -194,6 +203,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.released(request_id)
         for request_id in sorted(connector_output.finished_recving or ()):
             self._scheduler.received(request_id)
+            if self._scheduler.holds(request_id):
+                connector_output.finished_recving.discard(request_id)  # vLLM hears of it with its first token
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, bool(block_ids))
@@ -227,6 +238,16 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
     return PrefillWorker(engine, shape, current(), Contributor(stage, tp), place)
+
+
+def _first_tokens(engine: Engine, vllm_config: Any) -> int:
+    """The size of the vocabulary, if P's first token can be taken here or told; else 0."""
+    if engine.config.wire.first_token == "off":
+        return 0
+    if why := first_token.install(vllm_config):
+        log.warning("P's first token is not used: %s. D computes the last token of each prompt again", why)
+        return 0
+    return int(vllm_config.model_config.get_vocab_size())
 
 
 def _install_patience(engine: Engine, *, lock_step: bool) -> None:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
 from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.first_token import Around
 from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 
 if TYPE_CHECKING:
@@ -90,6 +91,14 @@ class SchedulerRole:
     def received(self, request_id: str) -> bool:
         """All workers have reported it: whether it was a load of ours."""
         return False
+
+    def holds(self, request_id: str) -> bool:
+        """Whether vLLM is not to hear yet that a load is over."""
+        return False
+
+    def around(self) -> Around | None:
+        """What is to be done around a step's outputs."""
+        return None
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: whether its blocks are held, and what its answer says."""

@@ -4,10 +4,13 @@ a POST may be repeated, when a leg may be tried again, which circuits are open. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from simulation.settings import VOCABULARY, FirstFaults
 from simulation.world import Process
 from vllm_ascend_pd.metaserver.decisions import (
     Backoff,
@@ -22,6 +25,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     prefer,
 )
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
@@ -65,6 +69,8 @@ class Broker:
         self.trials: dict[tuple[int, TransferId], int] = {}  # what each leg is to its circuit
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
+        self._dice = random.Random(f"first/{cluster.settings!r}")
+        self._last: First | None = None  # that passed here
         self._forgotten = -1.0  # requests that came before this are not known any more
 
     # -- D's client
@@ -155,13 +161,13 @@ class Broker:
         self.circuits = [Circuit() for _ in self.circuits]
         self.trials.clear()
 
-    def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str) -> None:
+    def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
         """P has answered its request."""
         world = self.cluster.world
         if world.chance(self.cluster.settings.faults.http):
             world.fault("http prefill's answer lost")
             kind = "prefill broke"
-        world.after(world.rng.uniform(0.0005, 0.01), self._leg_ended, engine, transfer, kind)
+        world.after(world.rng.uniform(0.0005, 0.01), self._leg_ended, engine, transfer, kind, first)
 
     def prefill_died(self, engine: PrefillEngine) -> None:
         for transfer, call in list(self.calls.items()):
@@ -220,7 +226,7 @@ class Broker:
         else:
             self._outcome(transfer, "no prefill")
 
-    def _leg_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str) -> None:
+    def _leg_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
         world = self.cluster.world
         circuit = self.circuits[engine.index]
         circuit.seen(world.now, _EVIDENCE.get(kind, Evidence.SERVED), world.rng.random())
@@ -232,9 +238,9 @@ class Broker:
             world.fault("dispatched again after a death")  # by a router that is not ours
             self._dispatch(transfer)
         else:
-            self._outcome(transfer, kind)
+            self._outcome(transfer, kind, first)
 
-    def _outcome(self, transfer: TransferId, kind: str) -> None:
+    def _outcome(self, transfer: TransferId, kind: str, first: First | None = None) -> None:
         call = self.calls.pop(transfer, None)
         if call is None:
             return
@@ -242,8 +248,29 @@ class Broker:
             self._cancel_leg(call)
         if call.decode.incarnation == call.incarnation:
             delay = self.cluster.world.rng.uniform(0.0005, 0.01)
-            outcome: Callable[[TransferId, str], None] = call.decode.outcome
-            call.decode.scheduler.post(delay, outcome, transfer, kind)
+            if kind == "prefilled" and first is not None:
+                self._carry(call, first, delay)
+            else:
+                call.decode.scheduler.post(delay, call.decode.outcome, transfer, kind)
+
+    def _carry(self, call: Call, first: First, delay: float) -> None:
+        """P's first token on its way to D, with a dice of its own: other worlds are as they were without it."""
+        world, faults, dice = self.cluster.world, self.cluster.settings.first_faults, self._dice
+        transfer, told, last = call.reservation.transfer, first, self._last
+        self._last = first
+        chances = {name: dice.random() < getattr(faults, name) for name in FirstFaults.__dataclass_fields__}
+        for name in (name for name, happens in chances.items() if happens):
+            world.fault(f"first token {name}")
+        if chances["mixed_up"] and last is not None:
+            told = last
+        if chances["forged"]:
+            told = msgspec.structs.replace(told, token=dice.choice((VOCABULARY, 1 << 61)))
+        if chances["late"]:
+            delay += dice.choice((0.1, 0.5, 5.0))
+        post, outcome = call.decode.scheduler.post, call.decode.outcome
+        post(delay, outcome, transfer, "prefilled", None if chances["lost"] else told)
+        if chances["twice"]:
+            post(delay + dice.choice((0.0, 0.01, 1.0)), outcome, transfer, "again", first)
 
     def _cancel_leg(self, call: Call) -> None:
         engine = call.prefill

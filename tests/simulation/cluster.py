@@ -12,10 +12,11 @@ from simulation.mutations import Mutation
 from simulation.network import Network
 from simulation.prefill_engine import PrefillEngine, Prompt
 from simulation.router import Router
-from simulation.settings import Settings
+from simulation.settings import FIRST_WAIT_S, Settings
 from simulation.tables import pool
 from simulation.wire import Wire
 from simulation.world import Process, Violation, World
+from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Meeting
 from vllm_ascend_pd.protocol.messages import Message
@@ -40,6 +41,7 @@ class Cluster:
         )
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
+        self._sampled: list[tuple[TransferId, str]] = []  # whose first tokens, by number
         self.requests: list[Request] = []
         self._serials: dict[TransferId, int] = {}
         self._bound: dict[object, object] = {}  # source by target, and target by source
@@ -322,6 +324,19 @@ class Cluster:
                 f"promise 4: {request.name} took {took:.1f} s ({stopped:.1f} stopped), allowed are {bound:.1f}"
             )
 
+    def sampled(self, prompt: Prompt) -> int:
+        """A token for a sample of P's: another one each time, so that it tells whose it is."""
+        self._sampled.append((prompt.reservation.transfer, prompt.push))
+        return len(self._sampled)
+
+    def check_first(self, engine: DecodeEngine, request: Request, start: Start) -> None:
+        """Promise 6: a held request goes on in time, and if with a token of P's then with that of the push that its KV is of."""
+        waited = self.world.now - request.held - (engine.stopped_s() - request.stopped_before)
+        if waited > FIRST_WAIT_S + 0.1:
+            raise Violation(f"promise 6: {request.name} waited {waited:.1f} s for its first token")
+        if start.first is not None and self._sampled[start.first.token - 1] != (request.transfer, request.push):
+            raise Violation(f"promise 6: {request.name} starts with a token that is not of its own push")
+
     def check_hold(self, engine: PrefillEngine, prompt: Prompt) -> None:
         """Promise 4 on P: finished blocks wait for the deadline at most, and for writes to come home."""
         t, s = self.settings.timers, self.settings
@@ -360,6 +375,7 @@ class Cluster:
         for engine in self.decode:
             left = {
                 "waiting requests": len(engine.waiting),
+                "held requests": len(engine.held) + engine.seeds.open_count(),
                 "loads": len(engine.loading) + engine.book.open_count(),
                 "offers": engine.offers.open_count(),
                 "blocks": len(pool(engine.geometry, engine.shape.blocks)) - len(engine.free),
@@ -385,7 +401,7 @@ class Cluster:
         if self.settings.kind and self.world.stats["transfers ok"] < self.transfers:
             raise Violation(f"promise 3: of {self.transfers} transfers some failed, though nothing has gone wrong")
         for request in self.requests:
-            if request.state in ("waiting", "loading", "decoding"):
+            if request.state in ("waiting", "loading", "held", "decoding"):
                 raise Violation(f"promise 4: {request.name} never ended: {request.state}")
 
 

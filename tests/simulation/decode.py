@@ -7,20 +7,31 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from simulation.broker import SECRETS, URL
 from simulation.exchange import Event
 from simulation.memory import Content, Memory, shade
-from simulation.settings import DRAFT, MODEL, Shape, stage_geometry
+from simulation.settings import (
+    DIGEST,
+    DRAFT,
+    FIRST_WAIT_S,
+    MODEL,
+    VOCABULARY,
+    Shape,
+    stage_geometry,
+)
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, Say
+from vllm_ascend_pd.decode.core.seeds import Start, Wanted
 from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, Ticket, read_ticket
 from vllm_ascend_pd.geometry.layout import ALL, Group
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
+from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
 from vllm_ascend_pd.protocol.messages import Message
@@ -49,6 +60,9 @@ class Request:
     stopped_before: float = 0.0  # seconds that its engine's processes had been stopped when it started
     reports: set[int] = field(default_factory=set)
     left: bool = False
+    outputs: list[int] = field(default_factory=list)  # first tokens that its client got: P's, or 0 for D's own
+    push: str = ""  # whose KV it has
+    held: float = 0.0  # since when it waits for its first token, with its KV complete
     hopeless: float | None = None  # when its engine was told that its prefill has failed, and no P had begun to push
     params: dict[str, object] = field(default_factory=dict)
     leg: Leg | None = None  # of a request whose router does not go to D first
@@ -234,7 +248,9 @@ class DecodeEngine:
         self.waiting: deque[Request] = deque()
         self.loading: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
-        self.outcomes: deque[tuple[TransferId, str]] = deque()
+        self.held: dict[str, Request] = {}  # by their book of first tokens
+        self.seeds = self.cluster.mutation.seeds(FIRST_WAIT_S)
+        self.outcomes: deque[tuple[TransferId, str, First | None]] = deque()
         self._by_transfer: dict[TransferId, Request] = {}
         self._stepping = False
         self.ranks = [DecodeRank(self, *self.geometry.place_of(worker)) for worker in range(self.geometry.workers)]
@@ -246,7 +262,7 @@ class DecodeEngine:
         self.alive = False
         for process in (self.scheduler, *(rank.process for rank in self.ranks)):
             process.kill()
-        for request in (*self.waiting, *self.loading.values(), *self.decoding.values()):
+        for request in (*self.waiting, *self.loading.values(), *self.held.values(), *self.decoding.values()):
             request.state = "died with its engine"
             world.stats["requests died with their engine"] += 1
         self.cluster.broker.decode_died(self)
@@ -261,9 +277,9 @@ class DecodeEngine:
         self.waiting.append(request)
         self._poke()
 
-    def outcome(self, transfer: TransferId, kind: str) -> None:
+    def outcome(self, transfer: TransferId, kind: str, first: First | None = None) -> None:
         """The metaserver client's callback."""
-        self.outcomes.append((transfer, kind))
+        self.outcomes.append((transfer, kind, first))
         self._poke()
 
     def leave(self, request: Request) -> None:
@@ -274,9 +290,14 @@ class DecodeEngine:
             self._spare(request)
             self._end(request, "left")
         elif request.name in self.loading:
+            self.seeds.forget(request.name)
             transfer = self.book.request_finished(request.name)
             if transfer is not None:
                 self._hang_up(transfer)
+            self._poke()
+        elif request.name in self.held:
+            self.seeds.forget(request.name)
+            self.book.request_finished(request.name)
             self._poke()
 
     def _hang_up(self, transfer: TransferId) -> None:
@@ -323,10 +344,14 @@ class DecodeEngine:
     def _step(self) -> None:
         self._stepping = False
         while self.outcomes:
-            transfer, kind = self.outcomes.popleft()
-            self.book.answered(transfer, kind, "PD-META-006", kind)
-            if kind != "prefilled" and (request := self._by_transfer.get(transfer)) is not None:
+            transfer, kind, first = self.outcomes.popleft()
+            if kind != "again":
+                self.book.answered(transfer, kind, "PD-META-006", kind)
+            self.seeds.told(transfer, first)
+            if kind not in ("prefilled", "again") and (request := self._by_transfer.get(transfer)) is not None:
                 request.hopeless = self.cluster.world.now
+        for start in self.seeds.take(self.cluster.world.now):
+            self._go_on(start)
         while self.waiting and self._start(self.waiting[0]):
             self.waiting.popleft()
         step = self.book.take_step(None, self.geometry)
@@ -372,6 +397,10 @@ class DecodeEngine:
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
         if request.leg is None:
+            if self.cluster.settings.first and not leaves:
+                wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY)
+                if self.seeds.ask(request.name, wanted, len(request.outputs)):
+                    reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST))
             self.cluster.broker.reserve(self, request, reservation)
         else:
             offer = Offer(bind.transfer, seal(reservation, SECRETS), request.source, request.leg.name)
@@ -404,12 +433,39 @@ class DecodeEngine:
         else:
             self.cluster.world.stats["transfers failed"] += 1
         self._poke()
-        if request.left:
+        if verdict.code:
+            self.seeds.forget(request.name)
+        else:
+            self.seeds.complete(request.name, verdict.push, self.cluster.world.now)
+        if self.seeds.holds(request.name):
+            request.push, request.held, request.state = verdict.push, self.cluster.world.now, "held"
+            request.stopped_before = self.stopped_s()
+            self.held[request.name] = request
+            self.scheduler.post(FIRST_WAIT_S, self._poke)
+        elif request.left:
             self._end(request, "left")
         else:
             self._decode(request)  # after a failure: kv_load_failure_policy = recompute
 
+    def _go_on(self, start: Start) -> None:
+        """A held request has its first token, or computes it."""
+        request = self.held.pop(start.request_id, None)
+        if request is None:
+            raise Violation(f"promise 6: {start.request_id} goes on, and was not held")
+        self.cluster.check_first(self, request, start)
+        if request.left:
+            self._end(request, "left")
+            return
+        if start.first is not None:
+            request.outputs.append(start.first.token)
+            self.cluster.world.stats["first tokens taken"] += 1
+        else:
+            self.cluster.world.stats[f"first tokens computed: {start.why}"] += 1
+        self._decode(request)
+
     def _decode(self, request: Request) -> None:
+        if not request.outputs:  # else it was preempted, and the client has it
+            request.outputs.append(0)
         self.decoding[request.name] = request
         request.state = "decoding"
         self.scheduler.post(self.cluster.world.rng.expovariate(1 / 0.2), self._decoded, request)
@@ -424,7 +480,10 @@ class DecodeEngine:
             self.waiting.append(request)
             self._poke()
             return
+        self.seeds.forget(request.name)
         self.book.request_finished(request.name)
+        if len(request.outputs) != 1:
+            raise Violation(f"promise 6: the client of {request.name} got {len(request.outputs)} first tokens")
         self._end(request, "ended")
 
     def _end(self, request: Request, state: str) -> None:

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from simulation.prefill import SimulatedWriter
-from simulation.settings import STATES, Faults, Settings
+from simulation.settings import STATES, Faults, FirstFaults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
+from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted
 from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.batches import Batch
@@ -29,6 +30,7 @@ from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.guards import PairGuards, ReservationGuards
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Offer
@@ -58,6 +60,7 @@ class Mutation:
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
     meetings: Callable[..., Meetings] = Meetings
+    seeds: Callable[..., SeedBook] = SeedBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     uncut: bool = False  # P computes the last token of a prompt whose window D will need with it
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
@@ -812,6 +815,7 @@ def _decode_comes_back(settings: Settings) -> Settings:
         faults=Faults(kill_decode=0.05, silent_death=1.0, write_slow=0.7),
         p_first=0.0,
         at_once=0.0,
+        first=False,
     )
 
 
@@ -891,6 +895,82 @@ def _kept(settings: Settings, windows: tuple[int, ...], group_of: tuple[int, ...
     return _roomy(settings).grouped(windows, group_of, (1,) * len(windows))
 
 
+class AnyToken(SeedBook):
+    """D starts with whatever token comes."""
+
+    def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
+        record = self._by_transfer.get(transfer)
+        if record is not None and first is not None and first.token < record.wanted.vocabulary:
+            record.first = record.first or msgspec.structs.replace(first, push=record.push or first.push)
+        else:
+            super().told(transfer, first, why)
+
+
+class AnyPush(SeedBook):
+    """D does not look whose KV it has."""
+
+    def take(self, now: float) -> list[Start]:
+        for record in self._records.values():
+            if record.first is not None:
+                record.push = record.push and record.first.push
+        return super().take(now)
+
+
+class TokenTakenTwice(SeedBook):
+    """A token that comes again is an output again."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(wait_s)
+        self._gone: dict[TransferId, Start] = {}
+
+    def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
+        if first is not None and (start := self._gone.get(transfer)) is not None:
+            self._dropped.append(start)
+        super().told(transfer, first, why)
+
+    def take(self, now: float) -> list[Start]:
+        ready = super().take(now)
+        self._gone.update((start.first.transfer, start) for start in ready if start.first is not None)
+        return ready
+
+
+class AskedAgain(SeedBook):
+    """A request that has its first token already asks for one when it loads later."""
+
+    def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
+        return super().ask(request_id, wanted, 0)
+
+
+class WaitsForEver(SeedBook):
+    """A token that does not come is waited for."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__(1e9)
+
+
+class HeldForgotten(SeedBook):
+    """vLLM is not told of a held request that was aborted."""
+
+    def forget(self, request_id: str) -> bool:
+        return self._remove(request_id) is not None
+
+
+def _first(settings: Settings) -> Settings:
+    """First tokens are lost, late, doubled and mixed up, prefills are dispatched twice, and clients leave."""
+    faults = Faults(leave=0.3, preempt=0.2, double_dispatch=0.3, kill_prefill=0.02, kill_metaserver=0.02, http=0.05)
+    return replace(
+        settings,
+        windows=(),
+        group_of=(),
+        scales=(),
+        p_first=0.0,
+        at_once=0.0,
+        first=True,
+        first_faults=FirstFaults(0.1, 0.3, 0.2, 0.2, 0.1),
+        faults=faults,
+    )
+
+
 WANTED = (
     Mutation("free before fence", receiver=FreeBeforeFence),
     Mutation("READY before bind", receiver=ReadyBeforeBind),
@@ -946,6 +1026,12 @@ MORE = (
     Mutation("an older state over a newer one", book=ToldWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
     Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
     Mutation("P computes the last token of a state", uncut=True, world=_states),
+    Mutation("any first token is taken", seeds=AnyToken, world=_first),
+    Mutation("another push's first token is taken", seeds=AnyPush, world=_first),
+    Mutation("a first token is taken twice", seeds=TokenTakenTwice, world=_first),
+    Mutation("a first token for a request that has one", seeds=AskedAgain, world=_first),
+    Mutation("a first token is waited for", seeds=WaitsForEver, world=_first),
+    Mutation("an aborted request stays held", seeds=HeldForgotten, world=_first),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes nobody", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),

@@ -11,7 +11,7 @@ from simulation.broker import SECRETS
 from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
-from simulation.settings import MODEL, Shape
+from simulation.settings import DIGEST, MODEL, Shape
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
@@ -21,6 +21,7 @@ from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.prefill.decisions import Exchanged
 from vllm_ascend_pd.protocol.auth import unseal
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -353,6 +354,7 @@ class PrefillEngine:
         self.free.extend(prompt.tables.let_go(prompt.computed))
         waits = self.meetings.finished(self.scheduler.clock(), prompt.name, well=why == "ended")
         source = self.meetings.told(prompt.name)
+        first = self._first(prompt) if why == "ended" else None
         held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why) or waits
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
@@ -368,7 +370,13 @@ class PrefillEngine:
             self.cluster.router.answered(self, prompt.leg, source)
         elif why == "ended" and r is not None:
             kind = "prefilled" if error is None else error.code
-            self.cluster.broker.prefill_ended(self, r.transfer, kind)
+            self.cluster.broker.prefill_ended(self, r.transfer, kind, first)
+
+    def _first(self, prompt: Prompt) -> First | None:
+        """What it says of the token that it has sampled: no two samples have the same."""
+        if self.book.asks(prompt.name) is None:
+            return None
+        return self.book.first(prompt.name, prompt.tokens, self.cluster.sampled(prompt), DIGEST, ())
 
     def sent(self, request: str, rank: int) -> None:
         """One worker's finished_sending; vLLM acts when all have reported."""

@@ -18,6 +18,20 @@ DRAFT = "draft.0"
 STATES = -1  # in the place of a window's length: the group keeps states
 HEADS, GROUPS = "heads", "groups"  # the sections of a state: one is held by heads, one by everybody
 FUSED = 4
+FIRST_WAIT_S = 0.2
+VOCABULARY = 1 << 20
+DIGEST = "how it is chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFaults:
+    """What happens to P's first token on its way, by probability."""
+
+    lost: float = 0.0
+    twice: float = 0.0
+    late: float = 0.0
+    mixed_up: float = 0.0  # another transfer's comes
+    forged: float = 0.0  # not in the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,8 @@ class Settings:
     slots: int = 4  # staging: for each destination
     slot_destinations: int = 4
     room: int = 8  # D blocks in a slot
+    first: bool = False  # D starts with P's first token
+    first_faults: FirstFaults = FirstFaults()
     indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
     index_cell: int = 1
     windows: tuple[
@@ -272,8 +288,9 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         slot_destinations=rng.choice((1, 2, 4)),
         room=rng.choice((1, 2, 8)),
     )
-    with_groups = _groups(random.Random(f"groups/{seed}"), drawn)
-    return _orders(random.Random(f"orders/{seed}"), _states(random.Random(f"states/{seed}"), with_groups))
+    drawn = _states(random.Random(f"states/{seed}"), _groups(random.Random(f"groups/{seed}"), drawn))
+    drawn = _orders(random.Random(f"orders/{seed}"), drawn)
+    return replace(drawn, **_first(random.Random(f"first/{seed}")))
 
 
 def _orders(rng: random.Random, drawn: Settings) -> Settings:
@@ -305,6 +322,14 @@ def _states(rng: random.Random, drawn: Settings) -> Settings:
     group_of = [0, 1, *(rng.randrange(2) for _ in range(layers - 2))]
     rng.shuffle(group_of)
     return drawn.grouped((STATES, 0), tuple(group_of), (1, 1))
+
+
+def _first(rng: random.Random) -> dict[str, Any]:
+    """A third of the worlds start with P's first token."""
+    if rng.random() < 0.66:
+        return {}
+    faults = [rng.choice((0.0, 0.0, 0.05, 0.3)) for _ in range(5)]
+    return {"first": True, "first_faults": FirstFaults(*faults)}
 
 
 def _groups(rng: random.Random, drawn: Settings) -> Settings:

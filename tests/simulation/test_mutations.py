@@ -35,6 +35,7 @@ KNOWN = {
     "slots reused at once": 3,
     "a rank stays away from a catch-up": 37,
     "a write that was never issued has landed": 1,
+    "a first token for a request that has one": 39,
 }
 SEEDS = 400
 

@@ -52,6 +52,8 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "transfer_timeout_s": (40, NO_NUMBER, (4.9, 111, NAN)),
     "max_descriptors": (100, NO_WHOLE, (0, 65536)),
     "fuse_layers": (1, NO_WHOLE, (0, 65)),
+    "first_token": ("off", NO_TEXT, ("on", "")),
+    "first_token_wait_s": (1, NO_NUMBER, (-0.1, 10.5, NAN)),
     "verify": ("full", NO_TEXT, ("yes",)),
     "regroup": ("never", NO_TEXT, ("on",)),
     "regroup_min_span": (4096, NO_WHOLE, (0, -5)),

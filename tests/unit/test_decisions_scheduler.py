@@ -539,3 +539,84 @@ def test_engines_of_different_workers_are_one_geometry() -> None:
         with pytest.raises(ConfigError):
             merge_geometries(wrong)
     assert dataclasses.is_dataclass(facts("a"))
+
+
+# -- the first token
+
+
+def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
+    made = DecodeScheduler(engine(SECRETS, metaserver_urls=[url]), Patience(lambda: 0), vocabulary=vocabulary)
+    made.attach_workers({(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)})
+    return made
+
+
+def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
+    """What D posts of a request that samples at will."""
+    from runtime_pair import until
+
+    server = Metaserver()
+    scheduler = seeded(server.url, vocabulary)
+    try:
+        asked = request(name, params=ticket(server.url))
+        assert scheduler.wanted(asked, 4) == 6
+        scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
+        scheduler.build_step()
+        until(lambda: server.bodies, "the POST")
+        (body,) = server.bodies
+        return body, unseal(base64.b64decode(body["reservation"]), SECRETS)
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> None:
+    body, told = posted(0)
+    assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and told.seed is None
+    asks, told = posted(128)
+    assert set(asks) - set(body) == {"first_token"} and told.seed is not None and told.seed.logprobs is None
+    assert asks["first_token"] == {
+        "temperature": 1.0,
+        "repetition_penalty": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
+
+
+def answered(
+    *, digest: str = "", tells: bool = True, chunks: int = 1, sampled: tuple[int, ...] = (7,), **sampling: Any
+) -> str:
+    """What P's answer says of its first token."""
+    from vllm.v1.request import RequestStatus
+
+    from vllm_ascend_pd import first_token
+    from vllm_ascend_pd.protocol import sampling as rules
+    from vllm_ascend_pd.protocol.first import Seed
+
+    scheduler = PrefillScheduler(engine(SECRETS), tells=tells)
+    scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
+    asked = request()
+    asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
+    seed = Seed(digest or rules.digest(first_token.given(SamplingParams(max_tokens=9))))
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked, seed=seed), SECRETS))
+    scheduler.allocated(asked)
+    scheduler.build_step(output([("r", 0, 10 // chunks, [1, 2, 3])]))
+    asked.append_output_token_ids(list(sampled))
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED if sampled else RequestStatus.FINISHED_ABORTED
+    _, answer = scheduler.finished(asked, True)
+    assert answer is not None
+    return str(answer["pd_push"].get("first", ""))
+
+
+def test_prefill_tells_its_token_to_who_asks_for_it_only() -> None:
+    from vllm_ascend_pd.protocol.auth import unseal_first
+
+    told = unseal_first(base64.b64decode(answered()), SECRETS)
+    assert (told.transfer, told.position, told.token) == (TransferId("d", 1, "u"), len(TOKENS), 7)
+    assert pushed_by(told.push) == "i" * 16
+    assert answered(tells=False) == ""
+    assert answered(digest="another") == ""
+    assert answered(temperature=0.5) == "", "it sampled in another way"
+    assert answered(presence_penalty=0.5) == ""
+    assert answered(chunks=2) == "", "the prompt is not computed whole"
+    assert answered(sampled=()) == answered(sampled=(7, 8)) == ""

@@ -186,7 +186,9 @@ def test_p_gets_what_makes_the_prompt_and_nothing_that_chooses_tokens() -> None:
     sent = json.loads(body)
     assert set(sent) - set(bodies.FIELDS) == {"of_tomorrow"}
     uses = {name: bodies.FIELDS[name] for name in sent if name in bodies.FIELDS}
-    assert [name for name, use in uses.items() if use is Use.ANSWER] == ["temperature"] and sent["temperature"] == 0
+    assert [name for name, use in uses.items() if use in (Use.FIRST, Use.ANSWER)] == ["temperature"] and sent[
+        "temperature"
+    ] == 0
     assert {"chat_template_kwargs", "tools", "documents", "mm_processor_kwargs"} <= set(sent)
     assert not {"seed", "structured_outputs", "logit_bias", "min_tokens"} & set(sent)
 

@@ -163,7 +163,6 @@ def slices(*found: Sequence[Any]) -> tuple[Slice, ...]:
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [
-        ({"seed": msgspec.Raw(msgspec.msgpack.encode({"hash": "x"}))}, "PD-CTRL-004", "'seed'"),
         ({"meets": "a name"}, "PD-CTRL-004", "'meets'"),
         ({"groups": ()}, "PD-CTRL-002", "0 slices for one group"),
         ({"groups": slices((0, 16, 0, b""), (0, 16, 0, b""))}, "PD-CTRL-002", "2 slices for one group"),
@@ -196,4 +195,4 @@ def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
         "groups",
         "group",
     }
-    assert set(Form.__struct_fields__) - {"layout", "groups", "seed", "meets"} <= set(Reservation.__struct_fields__)
+    assert set(Form.__struct_fields__) - {"layout", "groups", "meets"} <= set(Reservation.__struct_fields__)

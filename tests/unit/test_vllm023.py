@@ -28,6 +28,9 @@ SCENARIOS = (
     "aborted_on_decode_gives_the_blocks_back",
     "failed_loads_fail_as_configured",
     "failed_loads_are_recomputed_as_configured",
+    "first_tokens_are_p_s",
+    "first_tokens_that_do_not_come_are_computed",
+    "aborted_while_held_gives_the_blocks_back",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the environment takes a minute to make

@@ -120,6 +120,8 @@ class Engine:
         self.answers: dict[str, list[Any]] = {}  # by request id, vLLM's outputs
         self.computed: Counter[str] = Counter()  # by request id, prompt tokens whose KV was written here
         self._names: dict[str, str] = {}
+        self.token = 5  # what it samples, always
+        self.steps = 0  # that computed anything
         self.missing_hook = -1  # this layer's hook does not fire: it is part of a graph
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
@@ -151,6 +153,7 @@ class Engine:
     def step(self) -> None:
         """schedule → each worker's execute_model → aggregate → update, as vLLM's core does it."""
         output = self.scheduler.schedule()
+        self.steps += output.total_num_scheduled_tokens > 0
         lengths = {
             request_id: self._span(request_id, count) for request_id, count in output.num_scheduled_tokens.items()
         }
@@ -190,7 +193,7 @@ class Engine:
         )
 
     def _sampled(self, request_id: str, end: int) -> list[int]:
-        return [5] if end >= self.scheduler.requests[request_id].num_prompt_tokens else []
+        return [self.token] if end >= self.scheduler.requests[request_id].num_prompt_tokens else []
 
     def _forward(self, rank: int, layer: int, spans: dict[str, tuple[int, int]]) -> None:
         worker, parts = self.workers[rank], self.tensors[rank][LAYERS[layer]]

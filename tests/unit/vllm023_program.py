@@ -39,24 +39,30 @@ class Site:
         self.url = url
         self.reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.outcome = "prefilled"
+        self.firsts: queue.SimpleQueue[str] = queue.SimpleQueue()  # P's first tokens, sealed, for "seeded"
         self.prefill = Engine("kv_producer", p_tp, SHORT_TIMES, chunk=96)
         self.decode = Engine("kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy)
         self.blocks: dict[str, list[int]] = {}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        if "reservation" not in body:
+            return 200, []  # how a load ended
         self.reservations.put(body)
+        if self.outcome == "seeded":
+            first = self.firsts.get(timeout=10.0)
+            return 200, [{"event": "accepted", "prefill": "here"}, {**LINES["prefilled"], "first": first}]
         return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
 
-    def ask(self, name: str, tokens: list[int]) -> dict[str, Any]:
+    def ask(self, name: str, tokens: list[int], max_tokens: int = 3) -> dict[str, Any]:
         """D gets the request and reserves; returns what the metaserver heard."""
         params = {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}
-        self.decode.add(f"{name}-d", name, tokens, params, max_tokens=3)
+        self.decode.add(f"{name}-d", name, tokens, params, max_tokens)
         self.decode.step()
         self.blocks[name] = self.decode.blocks_of(f"{name}-d")
         return self.reservations.get(timeout=10.0)
 
-    def send(self, name: str, tokens: list[int]) -> None:
-        body = self.ask(name, tokens)
+    def send(self, name: str, tokens: list[int], max_tokens: int = 3) -> None:
+        body = self.ask(name, tokens, max_tokens)
         self.prefill.add(f"{name}-p", name, tokens, {"do_remote_decode": True, "reservation": body["reservation"]})
 
     def until(self, reached: Callable[[], object], what: str, seconds: float = 30.0) -> None:
@@ -233,6 +239,54 @@ def failed_loads_are_recomputed_as_configured() -> None:
     check(len(tokens) == 3 and str(answers[-1].finish_reason) == "length", f"{answers}")
 
 
+def first_tokens_are_p_s() -> None:
+    """D computes a token less of each, and nothing of what the first one ends."""
+    with site() as pair:
+        pair.outcome, pair.prefill.token = "seeded", 9
+        for name, max_tokens in (("three", 3), ("one", 1)):
+            pair.send(name, prompt(name, 100), max_tokens)
+            before = pair.decode.steps
+            pair.until(lambda name=name: f"{name}-p" in pair.prefill.answers, "P has answered")  # type: ignore[misc]
+            pair.firsts.put(pair.prefill.answers[f"{name}-p"][-1].kv_transfer_params["pd_push"]["first"])
+            pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D has answered")  # type: ignore[misc]
+            answers = pair.decode.answers[f"{name}-d"]
+            tokens = [token for one in answers for token in one.new_token_ids]
+            check(tokens == [9, 5, 5][:max_tokens], f"{tokens}")
+            check(pair.decode.steps - before == max_tokens - 1, f"{pair.decode.steps - before} steps")
+            check(str(answers[-1].finish_reason) == "length", f"{answers[-1]}")
+            check(answers[-1].kv_transfer_params["pd_load"]["first_token"] == "prefill", f"{answers[-1]}")
+            check(answers[0].prefill_stats.num_computed_tokens == 0, f"{answers[0].prefill_stats}")
+            check(not pair.decode.wrong(f"{name}-d", pair.blocks[name], 0, 100), "wrong bytes")
+
+
+def first_tokens_that_do_not_come_are_computed() -> None:
+    with site() as pair:
+        pair.outcome, pair.prefill.token = "seeded", 9
+        for name, first in (("mute", ""), ("false", "bm9uc2Vuc2U=")):
+            pair.send(name, prompt(name, 100))
+            pair.firsts.put(first)
+            pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D has answered")  # type: ignore[misc]
+            answers = pair.decode.answers[f"{name}-d"]
+            check([token for one in answers for token in one.new_token_ids] == [5, 5, 5], f"{answers}")
+            whose = answers[-1].kv_transfer_params["pd_load"]["first_token"]
+            check(whose == ("refused" if first else "not told"), whose)
+
+
+def aborted_while_held_gives_the_blocks_back() -> None:
+    """The KV is there, the token is not yet, and the client leaves."""
+    from vllm.v1.request import RequestStatus
+
+    with site() as pair:
+        pair.outcome = "seeded"
+        pair.decode.scheduler.connector.first_tokens._book._wait_s = 60.0
+        pair.send("left", prompt("left", 100))
+        pair.until(pair.decode.scheduler.connector.first_tokens.held_count, "D holds it")
+        check(pair.decode.request("left-d").status == RequestStatus.WAITING_FOR_REMOTE_KVS, "vLLM has heard of it")
+        pair.decode.scheduler.finish_requests("left-d", RequestStatus.FINISHED_ABORTED)
+        pair.until(lambda: pair.decode.request("left-d") is None, "D is done with it")
+        pair.firsts.put("")
+
+
 SCENARIOS: tuple[Callable[[], None], ...] = (
     chunks_from_2_to_1,
     chunks_from_1_to_2,
@@ -245,6 +299,9 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     aborted_on_decode_gives_the_blocks_back,
     failed_loads_fail_as_configured,
     failed_loads_are_recomputed_as_configured,
+    first_tokens_are_p_s,
+    first_tokens_that_do_not_come_are_computed,
+    aborted_while_held_gives_the_blocks_back,
 )
 
 

@@ -11,9 +11,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
 from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, LoadEnd, Ticket, read_ticket
 from vllm_ascend_pd.decode.offering import Offering
+from vllm_ascend_pd.decode.seeding import Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -43,6 +46,7 @@ class _Asked:
 
     ticket: Ticket | Meet
     tokens: int
+    first_token: str = ""  # whose it is, once that is known
     report: LoadReport | None = None  # once the load is over
     request_over: bool = False
 
@@ -71,7 +75,10 @@ def pace(longest: int, deadline_s: float) -> str:
 class DecodeScheduler(SchedulerRole):
     """The constructor does no network I/O; the client and the doorbell start with the handshake."""
 
-    def __init__(self, engine: Engine, patience: Patience, *, longest: int = 0, recomputes: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, patience: Patience, *, longest: int = 0, recomputes: bool = False, vocabulary: int = 0
+    ) -> None:
+        """`longest`: of this engine's prompts, in tokens. With a `vocabulary` of so many tokens P's first one is taken."""
         self._engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
@@ -83,6 +90,7 @@ class DecodeScheduler(SchedulerRole):
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
         self._tickets: dict[str, Ticket | Meet | None] = {}  # by request id: asked about in every step that it waits
+        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._listen, self._first_token, self._answer)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -122,6 +130,11 @@ class DecodeScheduler(SchedulerRole):
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(ticket, count)
+        asks = None
+        if isinstance(ticket, Ticket):  # in the other orders no router's word brings the token
+            asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
+        if asks is not None:
+            reservation = msgspec.structs.replace(reservation, seed=asks[0])
         sealed = seal(reservation, self._engine.secrets)
         trace.emit(
             "reserved",
@@ -142,6 +155,8 @@ class DecodeScheduler(SchedulerRole):
             "fingerprint": self._engine.fingerprint,
             "reservation": base64.b64encode(sealed).decode(),
         }
+        if asks is not None:
+            body["first_token"] = asks[1]
         if ticket.send_tokens:
             body["prompt_token_ids"] = list(request.prompt_token_ids)
         online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
@@ -195,11 +210,16 @@ class DecodeScheduler(SchedulerRole):
         return StepMetadata(decode=self.build_step())
 
     def build_step(self) -> DecodeStep:
+        self._listen()
+        online = self._online
+        return self._book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
+
+    def _listen(self) -> None:
+        """Take in what the loop thread has heard."""
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
             self._book.answered(transfer, outcome.kind, outcome.code, outcome.detail)
-        online = self._online
-        return self._book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
+            self.first_tokens.heard(transfer, outcome.first, outcome.code)
 
     def heard(self, news: WorkerNews) -> None:
         self.ended(news.ends)
@@ -225,6 +245,7 @@ class DecodeScheduler(SchedulerRole):
         if asked.request_over:
             del self._asked[request_id]
             return True
+        self.first_tokens.complete(request_id, verdict.push, code)
         asked.report = LoadReport(
             transfer=str(transfer),
             ticket=asked.ticket.ticket,
@@ -234,10 +255,27 @@ class DecodeScheduler(SchedulerRole):
             code=code,
             prefill=pushed_by(verdict.push) if verdict.push else "",
             fingerprint=self._engine.fingerprint,
+            first_token=asked.first_token,
         )
         if self._online is not None and asked.ticket.metaserver:
             self._online.client.report(asked.ticket.metaserver, asked.report)
         return True
+
+    def around(self) -> Seeding:
+        return self.first_tokens
+
+    def holds(self, request_id: str) -> bool:
+        return self.first_tokens.holds(request_id)
+
+    def _first_token(self, request_id: str, whose: str) -> None:
+        if (asked := self._asked.get(request_id)) is not None:
+            asked.first_token = whose
+            if asked.report is not None:
+                asked.report = msgspec.structs.replace(asked.report, first_token=whose)
+
+    def _answer(self, request_id: str) -> dict[str, Any] | None:
+        asked = self._asked.get(request_id)
+        return params_of(asked.report) if asked is not None and asked.report is not None else None
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return False, self.finished(request.request_id)
@@ -246,13 +284,15 @@ class DecodeScheduler(SchedulerRole):
         """The request ended: what its answer says of the load."""
         self._spare(request_id)
         self._tickets.pop(request_id, None)
+        self.first_tokens.over(request_id)
         transfer = self._book.request_finished(request_id)
         if transfer is not None:
             self._hang_up(transfer, self._asked[request_id].ticket)
             self._asked[request_id].request_over = True
             return None
-        asked = self._asked.pop(request_id, None)
-        return params_of(asked.report) if asked is not None and asked.report is not None else None
+        answer = self._answer(request_id)
+        self._asked.pop(request_id, None)
+        return answer
 
     def stats(self) -> dict[str, Any] | None:
         self.tally.level("reservations_open", self._book.open_count())
@@ -260,7 +300,7 @@ class DecodeScheduler(SchedulerRole):
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._book.open_count()
+        return self._book.open_count() + self.first_tokens.held_count()
 
     def close(self) -> None:
         """Idempotent. Cancels open calls, so that the metaserver and P learn of it at once."""

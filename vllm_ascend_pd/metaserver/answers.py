@@ -19,6 +19,7 @@ class Outcome:
     detail: str = ""
     prefill: str = ""
     seconds: float = 0.0
+    first: str = ""  # P's first token, sealed
 
     @property
     def final(self) -> bool:
@@ -89,7 +90,10 @@ def _final(event: dict[str, Any]) -> Outcome:
         code = event.get("code")
         known = isinstance(code, str) and code in CATALOGUE  # it becomes the label of a metric
         return Outcome("failed", str(code) if known else "PD-META-006", _words(detail)[:1000])
-    return Outcome("prefilled", prefill=_words(event.get("prefill", ""))[:300])
+    first = event.get("first", "")
+    return Outcome(
+        "prefilled", prefill=_words(event.get("prefill", ""))[:300], first=first if isinstance(first, str) else ""
+    )
 
 
 def _words(value: object) -> str:

@@ -38,10 +38,13 @@ _HEAD_BYTES = 2048  # how much of a prompt makes its affinity
 
 
 class Use(Enum):
-    """What a field of a request is for, as far as P is concerned, whose token is thrown away."""
+    """What a field of a request is for, as far as P is concerned."""
 
     PROMPT = "makes the prompt, or what of it is the same KV: P gets it"
     TOKENS = "the same for a prompt of token ids: P gets it also beside those"
+    FIRST = (
+        "chooses or reports the first token: P gets it as D has it, if its token is D's first; else it is thrown away"
+    )
     ANSWER = "chooses, ends or shapes what comes after the prompt: P would only pay for it, or die of it"
     OURS = "set anew for P"
 
@@ -60,16 +63,15 @@ FIELDS: dict[str, Use] = {
     **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "truncation_side"), Use.PROMPT),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "ec_transfer_params"), Use.PROMPT),
     # Which token comes next. A grammar is compiled before the prefill; a seed has killed a sampler.
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "allowed_token_ids"), Use.ANSWER),
-    **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_detection"), Use.ANSWER
-    ),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"), Use.FIRST),
+    **dict.fromkeys(("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs"), Use.FIRST),
+    **dict.fromkeys(("seed", "frequency_penalty", "presence_penalty", "repetition_detection"), Use.ANSWER),
     **dict.fromkeys(("bad_words", "structured_outputs", "watermarking", "thinking_token_budget"), Use.ANSWER),
     # When it ends.
-    **dict.fromkeys(("stop", "stop_token_ids", "ignore_eos", "min_tokens", "length_penalty"), Use.ANSWER),
+    **dict.fromkeys(("stop", "length_penalty"), Use.ANSWER),
     **dict.fromkeys(("use_beam_search", "best_of", "include_stop_str_in_output"), Use.ANSWER),
     # What is told of it, and how.
-    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), Use.ANSWER),
     **dict.fromkeys(("return_prompt_text", "return_mm_kwargs", "routed_experts_prompt_start"), Use.ANSWER),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), Use.ANSWER),
@@ -168,16 +170,29 @@ def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
     return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params}, request.size)
 
 
-def for_prefill(request: Request, params: Mapping[str, Any], token_ids: msgspec.Raw | None) -> tuple[str, Payload]:
-    """P's route and body: the same prompt, one token, no stream."""
+def for_prefill(
+    request: Request,
+    params: Mapping[str, Any],
+    token_ids: msgspec.Raw | None,
+    first: Mapping[str, msgspec.Raw] | None = None,
+) -> tuple[str, Payload]:
+    """P's route and body: the same prompt, one token, no stream. `first` is how D wants it chosen and reported, if it starts with it."""
+    chosen = {key: value for key, value in (first or {}).items() if FIELDS.get(key) is Use.FIRST}
     if token_ids is not None:
         beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
-        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, FORBIDDEN: params}
-        return COMPLETIONS, object_of(fields, max(request.size, len(memoryview(token_ids))))
+        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
+        return COMPLETIONS, object_of(fields, max(request.size, len(memoryview(token_ids))) + _size(chosen))
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
-    unwanted = (Use.ANSWER, Use.OURS)
+    if request.route == CHAT and "logprobs" in chosen:
+        chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
+    unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
-    return request.route, object_of({**kept, limit: 1, **_ONE_TOKEN, FORBIDDEN: params}, request.size)
+    body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
+    return request.route, object_of(body, request.size + _size(chosen))
+
+
+def _size(fields: Mapping[str, msgspec.Raw]) -> int:
+    return sum(len(memoryview(value)) for value in fields.values())
 
 
 def object_of(fields: Mapping[str, Any], longest: int) -> Payload:

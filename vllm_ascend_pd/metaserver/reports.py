@@ -12,12 +12,14 @@ from typing import Annotated, Any
 
 import msgspec
 
+from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES
 from vllm_ascend_pd.protocol.versions import MAX_FINGERPRINT
 
 LOAD_KEY = "pd_load"
 PUSH_KEY = "pd_push"
 ROUTE = "/v1/metaserver/loads"  # beside the route of the reservations
 MAX_REPORT_BYTES = 4096
+MAX_FIRST = 2 * MAX_FIRST_BYTES  # of a sealed first token, in base64
 
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
 Fingerprint = Annotated[str, msgspec.Meta(max_length=MAX_FINGERPRINT)]  # which engines this one can be a pair with
@@ -35,6 +37,9 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     code: _Word = ""  # why it did not come
     prefill: _Word = ""  # P's incarnation; empty when no P began to push
     fingerprint: Fingerprint = ""  # D's
+    first_token: _Word = (
+        ""  # whose it is: "prefill", or why D computed it; empty while that is not known, and where it is off
+    )
 
 
 class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,6 +49,7 @@ class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
     code: _Word = ""
     detail: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     fingerprint: Fingerprint = ""  # P's
+    first: Annotated[str, msgspec.Meta(max_length=MAX_FIRST)] = ""  # the token that P has sampled, for D to unseal
 
 
 class _Params(msgspec.Struct, frozen=True):

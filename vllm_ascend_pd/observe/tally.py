@@ -42,6 +42,10 @@ METRICS: dict[str, Metric] = {
     ),
     "num_failed_transfers": Metric("count", "Pushes that failed on P, each once whatever the TP size, by reason."),
     "num_failed_recvs": Metric("count", "Loads that failed on D, each once whatever the TP size, by reason."),
+    "first_tokens_taken": Metric("sum", "Requests that D started with P's first token."),
+    "num_first_tokens_computed": Metric(
+        "count", "Requests with remote KV whose first token D computed itself, by reason."
+    ),
     "num_kv_expired_reqs": Metric("count", "Requests whose KV was given up because time ran out, by reason."),
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a failed load, by reason."),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),

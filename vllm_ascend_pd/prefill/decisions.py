@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
+from vllm_ascend_pd.protocol.first import First, LogProb, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.versions import OURS
@@ -217,6 +218,35 @@ class PushBook:
 
     def tracks(self, request_id: str) -> bool:
         return request_id in self._tracked
+
+    def asks(self, request_id: str) -> Seed | None:
+        """What its D would start with."""
+        tracked = self._tracked.get(request_id)
+        return tracked.reservation.seed if tracked is not None else None
+
+    def first(
+        self, request_id: str, position: int, token: int, digest: str, logprobs: Sequence[LogProb]
+    ) -> First | None:
+        """What D is told of the token that was sampled for a request, if all of it is pushed or will be and it was chosen as
+        D asks for."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.sealed or tracked.aborted:
+            return None
+        seed = tracked.reservation.seed
+        if (
+            seed is None
+            or seed.digest != digest
+            or len(logprobs) != (0 if seed.logprobs is None else seed.logprobs + 1)
+        ):
+            return None
+        return First(
+            transfer=tracked.reservation.transfer,
+            push=tracked.push,
+            position=position,
+            token=token,
+            digest=digest,
+            logprobs=tuple(logprobs),
+        )
 
     def refusal(self, request_id: str) -> PdError | None:
         """Why it is not pushed; to be asked before it has `finished`."""

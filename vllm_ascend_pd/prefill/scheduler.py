@@ -21,6 +21,7 @@ from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, not_held
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
 from vllm_ascend_pd.prefill.reception import Reception
+from vllm_ascend_pd.prefill.telling import Telling
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import name_of
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
@@ -39,7 +40,9 @@ class PrefillScheduler(SchedulerRole):
     """No thread and no socket where reservations come with the requests. With `hold_sources` they may come later, or before: to the
     reception, which starts with the handshake. `blocks` are those of this engine's cache."""
 
-    def __init__(self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0, *, tells: bool = False
+    ) -> None:
         self._engine, self._news = engine, news
         self._book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
@@ -49,6 +52,7 @@ class PrefillScheduler(SchedulerRole):
         self._geometry: CacheGeometry | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
+        self.first_tokens = Telling(engine.secrets) if tells else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._geometry = self._meetings.engine = merge_geometries(workers)
@@ -157,6 +161,7 @@ class PrefillScheduler(SchedulerRole):
     def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
         error, pushed = self._book.refusal(request_id), self._book.tracks(request_id)
+        first = self.first_tokens.told(request, self._book) if self.first_tokens is not None else ""
         collected = self._meetings.collects(request_id)
         well = holds_blocks and request.status in _WELL
         waits = self._meetings.finished(now, request_id, well=well)
@@ -168,7 +173,7 @@ class PrefillScheduler(SchedulerRole):
             log.warning("request %s is prefilled but not held: %s", request_id, error)
         if error is not None:
             return held, params_of(self._report(error.code, error.sentence))
-        return held, params_of(self._report()) if pushed else None
+        return held, params_of(self._report(first=first)) if pushed else None
 
     def _source(self, request: Any) -> dict[str, Any]:
         """What P's answer says of blocks that it holds: routers hand it to D as it is."""
@@ -183,8 +188,11 @@ class PrefillScheduler(SchedulerRole):
         said = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
         return {**said, **params_of(self._report())}
 
-    def _report(self, code: str = "", detail: str = "") -> PushReport:
-        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint)
+    def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
+        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first)
+
+    def around(self) -> Telling | None:
+        return self.first_tokens
 
     def released(self, request_id: str) -> bool:
         """All workers have reported this request. If it was a push of ours, its blocks are free now."""
@@ -241,6 +249,8 @@ class PrefillScheduler(SchedulerRole):
             return refused
         push, prompt = self._new_push(), (request.num_prompt_tokens, request_hash(request))
         error = self._book.admit(request.request_id, reservation, *prompt, push, self._geometry)
+        if error is None and self.first_tokens is not None:
+            self.first_tokens.attached(request.request_id, reservation.seed)
         if error is None:
             trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)
         return error

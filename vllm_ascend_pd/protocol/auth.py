@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
+from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
 from vllm_ascend_pd.protocol.forms import Form, form_of, reservation_of
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
@@ -39,12 +40,14 @@ WINDOW = 1024  # how far behind the newest frame an older one may arrive
 _SEALED_PLAIN = b"PDR\x00"
 _SEALED_SIGNED = b"PDR\x01"
 _SEAL_CONTEXT = b"vllm-ascend-pd reservation 1"
-_SOURCE_CONTEXT = b"vllm-ascend-pd source 1"  # of its own: neither passes for the other
+_SOURCE_CONTEXT = b"vllm-ascend-pd source 1"  # of its own: none passes for another
+_FIRST_CONTEXT = b"vllm-ascend-pd first token 1"
 _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
 _encoder = msgspec.msgpack.Encoder()
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
+_first_decoder = msgspec.msgpack.Decoder(First)
 _form_decoder: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Form)
 _source_decoder: msgspec.msgpack.Decoder[Source] = msgspec.msgpack.Decoder(Source)
 
@@ -193,6 +196,21 @@ def unseal_source(sealed: bytes, secrets: Secrets | None) -> Source:
     if refusal is not None:
         raise RemoteProtocolError(refusal.code, **refusal.values)
     return source
+
+
+def seal_first(first: First, secrets: Secrets | None) -> bytes:
+    """The signed envelope in which a first token travels."""
+    return _enveloped(_encoder.encode(first), secrets, _FIRST_CONTEXT)
+
+
+def unseal_first(sealed: bytes, secrets: Secrets | None) -> First:
+    """As `unseal`."""
+    if len(sealed) > MAX_FIRST_BYTES:
+        raise RemoteProtocolError("PD-CTRL-002", why=f"a first token of {len(sealed)} bytes")
+    first = _decoded(_first_decoder, _opened(sealed, secrets, _FIRST_CONTEXT, "first token"))
+    if (refusal := OURS.refusal(first.version, ())) is not None:
+        raise RemoteProtocolError(refusal.code, **refusal.values)
+    return first
 
 
 def _enveloped(payload: bytes, secrets: Secrets | None, context: bytes) -> bytes:

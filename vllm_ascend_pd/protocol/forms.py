@@ -13,6 +13,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import MAX_GROUPS, Group, Name
+from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
 from vllm_ascend_pd.protocol.layouts import MAX_LAYOUT_BYTES, Told, read, written
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Reservation, Seconds
@@ -36,7 +37,7 @@ class Form(msgspec.Struct, frozen=True):
     prompt_length: Count
     prompt_hash: Token
     needs: Needs = ()
-    seed: msgspec.Raw = msgspec.Raw(b"\xc0")  # msgpack's nothing
+    seed: Seed | None = None
     meets: Name = ""
 
 
@@ -48,14 +49,13 @@ def form_of(reservation: Reservation) -> Form:
         Slice(begin, r.end, begin // group.block_size, ids)
         for group, begin, ids in zip(r.geometry.tables, begins, r.blocks, strict=True)
     )
-    return Form(r.version, r.transfer, layout, slices, r.deadline_s, r.prompt_length, r.prompt_hash, r.needs)
+    return Form(r.version, r.transfer, layout, slices, r.deadline_s, r.prompt_length, r.prompt_hash, r.needs, r.seed)
 
 
 def reservation_of(form: Form) -> Reservation:
     """Raises PD-CTRL-002 and PD-CTRL-004."""
-    for word, filled in (("seed", bytes(form.seed) != b"\xc0"), ("meets", bool(form.meets))):
-        if filled:
-            raise RemoteProtocolError("PD-CTRL-004", word=word)
+    if form.meets:
+        raise RemoteProtocolError("PD-CTRL-004", word="meets")
     told = read(form.layout)
     why = _contradiction(form.groups, told.geometry.tables)
     if why:
@@ -73,6 +73,7 @@ def reservation_of(form: Form) -> Reservation:
         prompt_length=form.prompt_length,
         prompt_hash=form.prompt_hash,
         needs=form.needs,
+        seed=form.seed,
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_ascend_pd.geometry.layout import MAX_GROUPS, MAX_LAYERS, CacheGeometry, Name
 from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Endpoint, Rank, Token, TransferId
 from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_LAYOUT_BYTES, Index
 
@@ -79,6 +80,7 @@ class Reservation(msgspec.Struct, frozen=True):
     prompt_length: int
     prompt_hash: str
     needs: tuple[str, ...] = ()
+    seed: Seed | None = None
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):

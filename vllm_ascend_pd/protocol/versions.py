@@ -40,7 +40,7 @@ class Release:
         return None if unknown is None else PdError("PD-CTRL-004", word=unknown)
 
 
-OURS = Release()
+OURS = Release(features=("seed",))
 
 MAX_FINGERPRINT = 64
 _FINGERPRINT = re.compile(r"([0-9a-f]{12})\.v(\d{1,4})-(\d{1,4})")

@@ -44,6 +44,7 @@ class Reservation(msgspec.Struct):
     reservation: str
     decode: str = ""  # D's incarnation
     fingerprint: Fingerprint = ""  # and which P's it can be a pair with
+    first_token: dict[str, msgspec.Raw] | None = None  # how P is to choose it, if D starts with P's
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     tokens: int = 0  # how many those are, counted here
 
@@ -142,9 +143,9 @@ class Reservations:
         self, attempt: Attempt, posted: Reservation, interrupt: Interrupt, send: Send
     ) -> dict[str, str]:
         """The last line."""
-        code, why, told = "PD-META-006", "", ""
+        code, why, told, first = "PD-META-006", "", "", ""
         try:
-            await self._prefill(attempt, posted, send)
+            first = await self._prefill(attempt, posted, send)
         except PrefillFailed as failed:
             self._front.journal.trouble(failed.code, failed.brief, request=attempt.exchange.request_id)
             if not attempt.received(posted.transfer):  # else D has the KV: what became of P's answer changes nothing
@@ -166,7 +167,7 @@ class Reservations:
         emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("prefilled", posted.transfer)
         METRICS.reservations.labels("prefilled").inc()
-        return {"event": "prefilled"}
+        return {"event": "prefilled", "first": first} if first else {"event": "prefilled"}
 
     def _restart(self, attempt: Attempt, transfer: str, why: str) -> None:
         """Where another P is there, a new attempt beats what D does about the failure; else D's own policy decides. But D may
@@ -188,7 +189,7 @@ class Reservations:
         if current and not attempt.exchange.committed and not attempt.received(transfer):
             attempt.exchange.interrupt.give_up(failed)
 
-    async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> None:
+    async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> str:
         """The prefill leg; tries another P only where this one surely did nothing. Raises PrefillFailed."""
         front, exchange = self._front, attempt.exchange
         cost = float(posted.tokens or exchange.request.prefill_tokens)
@@ -200,11 +201,11 @@ class Reservations:
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
                 with front.fleet.leg(prefill, cost) as trial:
-                    await self._ask(attempt, posted, prefill)
+                    first = await self._ask(attempt, posted, prefill)
                     awaited = front.journal.tickets.get(posted.ticket) is attempt
                     if trial.number and awaited and posted.transfer not in attempt.reports:
                         attempt.trials[posted.transfer], trial.kept = trial, True
-                return
+                return first
             except PrefillFailed as failed:
                 exchange.bad_prefills.add(prefill.name)
                 if failed.failure not in NOT_EXECUTED:
@@ -229,11 +230,12 @@ class Reservations:
             raise PrefillFailed(Failure.REFUSED, f"no prefill instance{other} is available")
         return prefill
 
-    async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> None:
+    async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> str:
+        """P's first token, as P sealed it for D; empty where it tells none."""
         front, exchange = self._front, attempt.exchange
         params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
         ids = posted.prompt_token_ids if posted.tokens else None
-        route, body = bodies.for_prefill(exchange.request, params, ids)
+        route, body = bodies.for_prefill(exchange.request, params, ids, posted.first_token)
         emit("meta.prefill", ticket=posted.ticket, transfer=posted.transfer, prefill=prefill.name)
         exchange.stage("prefill", prefill.name)
         timeout, sent = front.settings.prefill_timeout_s, attempt.sources[posted.transfer][1]
@@ -250,8 +252,7 @@ class Reservations:
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
             METRICS.legs.labels("prefill", prefill.name, "served").inc()
-            _check_push(prefill, text, sent)  # whether it served D as well, D will say
-            return
+            return _check_push(prefill, text, sent)  # whether it served D as well, D will say
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused = reply.status in (429, 503)
         METRICS.legs.labels("prefill", prefill.name, "refused" if refused else "broke").inc()
@@ -288,8 +289,8 @@ def _no_ids(text: bytes) -> bool:
     return bool(text.translate(None, b"0123456789, \t\r\n"))
 
 
-def _check_push(prefill: Instance, text: bytes, asked: float) -> None:
-    """P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
+def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
+    """Its first token. P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
     shuts down); it says so in its answer."""
     if aborted(text):
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
@@ -298,10 +299,11 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> None:
     except bodies.UNREADABLE as problem:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
     if push is None:
-        return
+        return ""
     prefill.life = prefill.life.heard(push.prefill, asked, push.fingerprint)
     if push.code:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
+    return push.first
 
 
 def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:

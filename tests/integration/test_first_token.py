@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's first token in a real pair: every request is answered as by one engine, and those that can be start with P's token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_free_blocks
+
+from scripts.support.client import TIMEOUT, body_of, chat_body_of, leave_after, post
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FLOPS = "vllm:estimated_flops_per_gpu_total"
+_REASON = re.compile(r'vllm:ascend_pd_num_first_tokens_computed_total\{.*reason="([^"]*)".*\} (\S+)')
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and where its first token comes from: P, or D for a reason."""
+
+    name: str
+    more: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    tokens: int = 9
+    choices: int = 1
+    chat: bool = False
+    ends: str = ""  # at the first token, by: its id, its text
+    same: bool = True  # the answer is one engine's, token for token
+
+    def body(self, prompt: list[int], first: tuple[int, str]) -> dict[str, Any]:
+        more = dict(self.more)
+        if self.ends == "id":
+            more |= {"stop_token_ids": [first[0]], "ignore_eos": False}
+        if self.ends == "text":
+            more |= {"stop": [first[1]]}
+        if self.chat:
+            return chat_body_of(" ".join(map(str, prompt[:60])), self.tokens, **more)
+        return body_of(prompt, self.tokens, **more)
+
+
+LIKELIEST = {"temperature": 0.8, "top_k": 1}  # sampled, and yet always the same
+CASES = [
+    Case("greedy"),
+    Case("a chat", chat=True),
+    Case("one token", tokens=1),
+    Case("one token with logprobs", {"logprobs": 3}, tokens=1),
+    Case("two tokens", tokens=2),
+    Case("logprobs", {"logprobs": 5}),
+    Case("logprobs of the sampled token alone", {"logprobs": 0}),
+    Case("logprobs of a chat", {"logprobs": True, "top_logprobs": 4}, chat=True),
+    Case("sampled", LIKELIEST),
+    Case("two choices", {**LIKELIEST, "n": 2}, choices=2),
+    Case("ended by the first token's id", ends="id"),
+    Case("ended by the first token's id, with logprobs", {"logprobs": 2}, ends="id"),
+    Case("ended by the first token's text", ends="text"),
+    Case("may not end before four tokens", {"min_tokens": 4}, ends="id"),
+    Case("repetition penalty", {"repetition_penalty": 1.7}, tokens=16),
+    Case("biased", {"logit_bias": {"77": 100, "78": 99.5}}),
+    Case("allowed tokens", {"allowed_token_ids": [11, 12, 13, 14]}),
+    Case("filters", {"temperature": 0.6, "top_k": 1, "top_p": 0.9, "min_p": 0.05, "logprobs": 1}),
+    Case("greedy with a seed", {"seed": 7}),
+    Case("sampled at will", {"temperature": 1.0}, same=False),
+    Case("sampled with a seed", {"temperature": 1.0, "seed": 7}, "seed"),
+    Case("presence penalty", {"presence_penalty": 1.5}, "penalties", tokens=16),
+    Case("frequency penalty", {"frequency_penalty": 1.5}, "penalties", tokens=16),
+    Case("bad words", {"bad_words": ["a"]}, "bad words"),
+    Case("structured output", {"structured_outputs": {"choice": ["yes", "no"]}}, "structured output"),
+]
+
+
+@pytest.fixture(scope="module")
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    extra = cluster.push_config(*allowed, first_token_wait_s=10.0)  # on a busy machine too every token is to be in time
+    spec = EngineSpec("first-d", ensure("gqa"), role="kv_consumer", policy="fail", extra=extra)
+    (d,) = cluster.start(dataclasses.replace(spec, arguments=("--enable-mfu-metrics",)))
+    yield d
+    cluster.stop(d)
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one to one", "two to one"])
+def pair(request: pytest.FixtureRequest, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+    tp = request.param
+    (p,) = cluster.start(
+        EngineSpec(f"first-p{tp}", ensure("gqa"), role="kv_producer", tp=tp, extra=cluster.push_config())
+    )
+    made = make_pair(p, decode)
+    free = made.free_counts()
+    yield made
+    wait_for_free_blocks((p, decode), free)
+    cluster.stop(made.front, p)
+
+
+def taken(pair: Pair) -> int:
+    (d,) = pair.decode
+    settled_free_blocks(d)
+    return int(d.metrics().get("vllm:ascend_pd_first_tokens_taken_total", 0))
+
+
+def computed(pair: Pair) -> dict[str, int]:
+    """First tokens that D computed, by reason."""
+    (d,) = pair.decode
+    settled_free_blocks(d)
+    text = httpx.get(f"{d.url}/metrics", timeout=10.0, trust_env=False).text
+    return {reason: int(float(value)) for reason, value in _REASON.findall(text)}
+
+
+def essence(answer: dict[str, Any]) -> dict[str, Any]:
+    """What of an answer two engines must have alike."""
+    choices = [
+        {key: value for key, value in choice.items() if key not in ("prompt_token_ids", "routed_experts")}
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+    ]
+    usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    return {"choices": choices, "usage": usage}
+
+
+def rounded(value: Any) -> Any:
+    """Log-probabilities of two engines differ in the last digits: another order of sums."""
+    if isinstance(value, float):
+        return pytest.approx(value, abs=2e-3)
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def streamed(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream; its usage comes last."""
+    whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    text = httpx.post(url + path, json=whole, timeout=TIMEOUT, trust_env=False).text
+    lines = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+    assert lines[-1] == "[DONE]", lines[-1]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a stream of completions, by choice: ids, text, log-probabilities, end; and the usage."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for part in event["choices"]:
+            told = choices.setdefault(
+                part["index"], {"ids": [], "text": "", "logprobs": [], "end": None, "reason": None}
+            )
+            told["ids"] += part.get("token_ids") or []
+            told["text"] += part.get("text") or (part.get("delta") or {}).get("content") or ""
+            logprobs = part.get("logprobs") or {}
+            told["logprobs"] += logprobs.get("token_logprobs") or [
+                one["logprob"] for one in logprobs.get("content") or ()
+            ]
+            told["end"] = part.get("finish_reason") or told["end"]
+            told["reason"] = part.get("stop_reason") or told["reason"]
+    usage = {key: events[-1]["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
+    return {"choices": choices, "usage": usage}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: Case) -> None:
+    path, prompt = CHAT if case.chat else COMPLETIONS, fresh_prompt(70)
+    told = post(pair.prefill.url, body_of(prompt, 1))["choices"][0]
+    body = case.body(prompt, (told["token_ids"][0], told["text"]))
+    one, events = post(pair.prefill.url, body, path), streamed(pair.prefill.url, path, body)
+    before, reasons = taken(pair), computed(pair)
+    answer = post(pair.front.url, body, path)
+    stream = streamed(pair.front.url, path, {**body, "cache_salt": "again"})  # else D has the prompt already
+    if case.same:
+        assert essence(answer) == rounded(essence(one))
+        assert joined(stream) == rounded(joined(events))
+    else:
+        assert essence(answer)["usage"] == essence(one)["usage"]
+    assert "kv_transfer_params" not in json.dumps(answer) or answer["kv_transfer_params"] is None
+    requests = 2 * case.choices
+    if case.reason:
+        assert taken(pair) == before, "a first token was taken that must not be"
+        assert computed(pair)[case.reason] - reasons.get(case.reason, 0) == requests
+    else:
+        assert computed(pair) == reasons, "D computed a first token itself"
+        assert taken(pair) - before == requests
+
+
+def test_decode_computes_one_step_fewer_of_each_request(pair: Pair) -> None:
+    """By vLLM's own estimate of what its steps computed: with P's token as the only one D computes nothing at all, and of six tokens
+    it computes as much less as one token of that place costs."""
+    (d,) = pair.decode
+
+    def computed_for(tokens: int, **more: Any) -> float:
+        before, _, between = d.metrics()[FLOPS], settled_free_blocks(d), d.metrics()[FLOPS]
+        post(pair.front.url, body_of(fresh_prompt(90), tokens, **more))
+        settled_free_blocks(d)
+        return d.metrics()[FLOPS] - between - (between - before)
+
+    barred = {"presence_penalty": 0.5}
+    one, six = computed_for(1, **barred), computed_for(6, **barred)
+    assert 0 < one < six
+    assert computed_for(1) == 0
+    assert six - computed_for(6) == pytest.approx(one)
+
+
+def test_clients_that_leave_between_give_all_blocks_back(pair: Pair) -> None:
+    free = pair.free_counts()
+    for seconds in (0.05, 0.1, 0.15, 0.2, 0.3):
+        leavers = [
+            threading.Thread(target=leave_after, args=(pair.front.url, body_of(fresh_prompt(600), 40), seconds))
+            for _ in range(3)
+        ]
+        for leaver in leavers:
+            leaver.start()
+        for leaver in leavers:
+            leaver.join()
+    wait_for_free_blocks((pair.prefill, *pair.decode), free)
+    before = taken(pair)
+    pair.check([fresh_prompt(100 + i) for i in range(8)], name="after clients left, 8 at once")
+    assert taken(pair) - before == 8

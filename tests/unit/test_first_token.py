@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's first token: which requests may start with it, what P is sent, what D takes, and when vLLM is left alone."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_ascend_pd import first_token
+from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted, fault
+from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.protocol import sampling
+from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
+from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.sampling import PARAMETERS, Part
+
+# -- the table
+
+
+def test_every_parameter_of_the_installed_vllm_is_in_the_table() -> None:
+    assert set(SamplingParams().__struct_fields__) - set(PARAMETERS) == set()
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return first_token.given(SamplingParams(**{"max_tokens": 8, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+        {"temperature": 0.0, "seed": 4},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {5: 1.5}},
+        {"allowed_token_ids": [1, 2]},
+        {"min_tokens": 3, "stop_token_ids": [7]},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"stop": ["x"], "ignore_eos": True, "max_tokens": 1, "n": 2},
+        {"extra_args": {"kv_transfer_params": {}}},
+    ],
+    ids=str,
+)
+def test_requests_that_start_with_p_s_token(changes: dict[str, Any]) -> None:
+    assert sampling.refusal(given(**changes)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"seed": 4}, "seed"),
+        ({"presence_penalty": 0.1}, "penalties"),
+        ({"frequency_penalty": -0.1}, "penalties"),
+        ({"bad_words": ["x"]}, "bad words"),
+        ({"thinking_token_budget": 10}, "thinking budget"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt"),
+        ({"logprob_token_ids": [4]}, "logprobs"),
+        ({"allowed_token_ids": list(range(1025))}, "long lists"),
+        ({"extra_args": {"kv_transfer_params": {}, "mine": 1}}, "extra arguments"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_requests_whose_first_token_d_computes(changes: dict[str, Any], why: str) -> None:
+    assert sampling.refusal(given(**changes)) == why
+
+
+def test_a_parameter_of_a_later_release_is_not_passed_over() -> None:
+    assert sampling.refusal({"of_tomorrow": 1}) == sampling.OTHER
+
+
+ASKED = [
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "logprobs": 3},
+    {"temperature": 0.7, "logit_bias": {"5": 1.5, "77": -100}, "repetition_penalty": 1.1},
+    {"allowed_token_ids": [3, 1, 2], "temperature": 1e-3},
+    {"min_tokens": 5, "stop_token_ids": [9, 8], "max_tokens": 20},
+    {"min_tokens": 5, "stop_token_ids": [9, 8], "ignore_eos": True, "max_tokens": 20},
+]
+
+
+def resolved(request: Any, defaults: dict[str, Any]) -> SamplingParams:
+    params = request.to_sampling_params(1 if request.max_tokens == 1 else 20, defaults)
+    params.update_from_generation_config({"eos_token_id": [2, 6]}, 2)  # as the engine's input processor does
+    return params
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+@pytest.mark.parametrize("route", [bodies.COMPLETIONS, bodies.CHAT, "token ids"])
+def test_p_samples_as_d_would_have_whatever_its_own_defaults_are(asked: dict[str, Any], route: str) -> None:
+    chat = route != bodies.COMPLETIONS
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    if chat and "logprobs" in asked:
+        asked = {**asked, "logprobs": True, "top_logprobs": asked["logprobs"]}
+    kind: Any = ChatCompletionRequest if chat else CompletionRequest
+    ours = first_token.given(resolved(kind(model="m", **prompt, **asked), {"temperature": 0.6, "top_k": 20}))
+    assert sampling.refusal(ours) == ""
+    sent = sampling.sent(ours)
+    assert set(sent) <= sampling.SENT
+    request = bodies.parse(bodies.CHAT if chat else route, msgspec.json.encode({"model": "m", **prompt, **asked}))
+    told = msgspec.json.decode(msgspec.json.encode(sent), type=dict[str, msgspec.Raw])
+    ids = msgspec.Raw(b"[1,2]") if route == "token ids" else None
+    to, body = bodies.for_prefill(request, {}, ids, told)
+    kind = ChatCompletionRequest if to == bodies.CHAT else CompletionRequest
+    theirs = first_token.given(resolved(kind(**msgspec.json.decode(bytes(body))), {"temperature": 0.9, "top_p": 0.5}))
+    assert sampling.refusal(theirs) == ""
+    assert sampling.digest(theirs) == sampling.digest(ours)
+    assert theirs.get("logprobs") == ours.get("logprobs")
+
+
+def test_p_is_sent_nothing_of_how_to_choose_where_its_token_is_not_used() -> None:
+    fields = {"prompt": "x", "temperature": 0.7, "logprobs": 3, "min_tokens": 4, "stop_token_ids": [1]}
+    request = bodies.parse(bodies.COMPLETIONS, msgspec.json.encode({"model": "m", **fields}))
+    _, body = bodies.for_prefill(request, {}, None, None)
+    sent = msgspec.json.decode(bytes(body))
+    assert sent["temperature"] == 0 and not {"logprobs", "min_tokens", "stop_token_ids"} & set(sent)
+
+
+def test_p_gets_of_d_s_post_only_what_chooses_and_reports_the_token() -> None:
+    request = bodies.parse(bodies.COMPLETIONS, b'{"model": "m", "prompt": "x"}')
+    hostile = {name: msgspec.Raw(b"1") for name in (*bodies.FIELDS, "of_tomorrow")}
+    _, body = bodies.for_prefill(request, {"a": 1}, None, hostile)
+    sent = msgspec.json.decode(bytes(body))
+    assert (
+        sent["prompt"] == "x" and sent["max_tokens"] == 1 and sent["n"] == 1 and sent["kv_transfer_params"] == {"a": 1}
+    )
+    allowed = {name for name, use in bodies.FIELDS.items() if use is bodies.Use.FIRST}
+    assert set(sent) == allowed | {"model", "prompt", "max_tokens", "n", "stream", "kv_transfer_params"}
+    assert allowed == sampling.SENT, "the metaserver passes on exactly what D posts"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"temperature": 0.8},
+        {"top_p": 0.8},
+        {"top_k": 3},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {1: 1.0}},
+        {"allowed_token_ids": [1]},
+        {"min_tokens": 1},
+    ],
+    ids=str,
+)
+def test_what_chooses_differently_has_another_digest(other: dict[str, Any]) -> None:
+    assert sampling.digest(given(temperature=0.7, **other) if "temperature" not in other else given(**other)) != (
+        sampling.digest(given(temperature=0.7))
+    )
+
+
+def test_greedy_requests_choose_alike_whatever_their_filters_say() -> None:
+    assert sampling.digest({"temperature": 0.0, "top_k": 5}) == sampling.digest({"temperature": 0})
+    assert all(part in Part for part, _ in PARAMETERS.values())
+
+
+# -- what D takes
+
+TRANSFER, PUSH = TransferId("d", 1, "u"), "p.1"
+WANTED = Wanted(TRANSFER, 10, "how", None, 100)
+FIRST = First(transfer=TRANSFER, push=PUSH, position=10, token=7, digest="how")
+REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), (9, -1.0, 2)))
+
+
+def book(wanted: Wanted = WANTED) -> SeedBook:
+    made = SeedBook(0.2)
+    assert made.ask("r", wanted, 0)
+    return made
+
+
+@pytest.mark.parametrize("order", ["token first", "KV first"])
+def test_a_request_goes_on_once_token_and_kv_are_there(order: str) -> None:
+    seeds = book()
+    if order == "token first":
+        seeds.told(TRANSFER, FIRST)
+        assert seeds.take(1.0) == [] and not seeds.holds("r")
+        seeds.complete("r", PUSH, 1.0)
+    else:
+        seeds.complete("r", PUSH, 1.0)
+        assert seeds.take(1.1) == [] and seeds.holds("r") and seeds.held_count() == 1
+        seeds.told(TRANSFER, FIRST)
+    assert seeds.take(1.1) == [Start("r", FIRST)]
+    seeds.told(TRANSFER, FIRST)
+    seeds.complete("r", PUSH, 1.1)
+    assert seeds.take(99.0) == [] and seeds.open_count() == 0
+
+
+CHANGED: list[tuple[dict[str, Any], str]] = [
+    ({"transfer": TransferId("d", 2, "u")}, "another transfer"),
+    ({"transfer": TransferId("e", 1, "u")}, "another transfer"),
+    ({"position": 9}, "another prompt"),
+    ({"digest": "else"}, "other sampling"),
+    ({"token": 100}, "not in the vocabulary"),
+    ({"token": 1 << 61}, "not in the vocabulary"),
+    ({"push": "q.1"}, "another push"),
+    ({"logprobs": ((7, -1.0, 1),)}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), CHANGED, ids=[f"{why} {i}" for i, (_, why) in enumerate(CHANGED)])
+def test_a_token_that_was_not_asked_for_is_not_taken(changes: dict[str, Any], why: str) -> None:
+    seeds = book()
+    seeds.told(TRANSFER, msgspec.structs.replace(FIRST, **changes))
+    seeds.told(TRANSFER, FIRST)  # what came first counts
+    seeds.complete("r", PUSH, 1.0)
+    assert seeds.take(1.0) == [Start("r", None, why)]
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        (),
+        REPORTED.logprobs[:2],
+        (*REPORTED.logprobs, (1, -2.0, 3)),
+        ((8, -0.5, 1), *REPORTED.logprobs[1:]),
+        ((7, math.nan, 1), *REPORTED.logprobs[1:]),
+        ((7, 0.5, 1), *REPORTED.logprobs[1:]),
+        ((7, -0.5, 1), (7, -0.5, 1), (100, -1.0, 2)),
+    ],
+    ids=str,
+)
+def test_what_is_reported_of_a_token_must_be_what_was_asked(logprobs: Any) -> None:
+    wanted = Wanted(TRANSFER, 10, "how", 2, 100)
+    assert fault(wanted, REPORTED) == ""
+    assert fault(wanted, msgspec.structs.replace(REPORTED, logprobs=logprobs)) in ("logprobs", "not in the vocabulary")
+
+
+def test_a_token_that_does_not_come_is_not_waited_for() -> None:
+    seeds = book()
+    seeds.complete("r", PUSH, 1.0)
+    assert seeds.take(1.19) == []
+    assert seeds.take(1.2) == [Start("r", None, "late")]
+    seeds.told(TRANSFER, FIRST)
+    assert seeds.take(1.3) == []
+    seeds = book()
+    seeds.complete("r", PUSH, 1.0)
+    seeds.told(TRANSFER, None, "prefill failed")
+    assert seeds.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
+
+
+def test_an_aborted_request_is_let_go_without_a_token() -> None:
+    seeds = book()
+    seeds.complete("r", PUSH, 1.0)
+    seeds.told(TRANSFER, FIRST)
+    assert seeds.forget("r") and not seeds.forget("r")
+    assert seeds.held_count() == 1 and seeds.take(1.0) == [Start("r", None, "aborted")]
+    seeds = book()
+    assert seeds.forget("r") and seeds.take(9.0) == [] and seeds.open_count() == 0, "its load was not over"
+
+
+def test_a_request_whose_client_has_tokens_asks_for_no_first_one() -> None:
+    seeds = SeedBook(0.2)
+    assert not seeds.ask("r", WANTED, 1)
+    seeds.complete("r", PUSH, 1.0)
+    assert not seeds.holds("r") and seeds.open_count() == 0
+
+
+# -- on its way
+
+SECRETS = Secrets(b"s" * 32, b"t" * 32)
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS])
+def test_a_token_travels_sealed(secrets: Secrets | None) -> None:
+    assert unseal_first(seal_first(REPORTED, secrets), secrets) == REPORTED
+    assert len(seal_first(REPORTED, secrets)) < 300
+
+
+def test_a_sealed_token_that_is_not_p_s_is_refused() -> None:
+    signed, plain = seal_first(FIRST, SECRETS), seal_first(FIRST, None)
+    forged = signed[:-1] + bytes([signed[-1] ^ 1])
+    hostile = [
+        (signed, None),
+        (plain, SECRETS),
+        (forged, SECRETS),
+        (signed, Secrets(b"x" * 32)),
+        (b"", None),
+        (b"PDR\0" + plain[4:], None),
+    ]
+    hostile += [(plain + b"\0" * MAX_FIRST_BYTES, None), (plain[:-2], None), (b"PDR\0\xc0", None)]
+    hostile += [
+        (seal_first(msgspec.structs.replace(FIRST, **changes), None), None)
+        for changes in ({"token": -1}, {"token": 1 << 63}, {"version": 1})
+    ]
+    hostile.append((seal_first(msgspec.structs.replace(FIRST, logprobs=((1, -1.0, 1),) * 66), None), None))
+    for sealed, secrets in hostile:
+        with pytest.raises(RemoteProtocolError):
+            unseal_first(sealed, secrets)
+
+
+# -- vLLM
+
+
+def config(**changes: Any) -> Any:
+    facts = {
+        "kv_transfer_config": SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_producer=False),
+        "model_config": SimpleNamespace(logits_processors=None),
+        "speculative_config": None,
+        "watermark_config": None,
+        "scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: AsyncScheduler),
+    }
+    return SimpleNamespace(**{**facts, **changes})
+
+
+class Own(Scheduler):
+    """Another package's, that goes its own way."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other", is_kv_producer=False)}, "Other was not tried"),
+        ({"model_config": SimpleNamespace(logits_processors=["mine"])}, "logits processors"),
+        ({"speculative_config": object()}, "a draft model"),
+        ({"watermark_config": object()}, "watermarks"),
+        ({"scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Own)}, "the scheduler Own was not tried"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_where_it_was_not_tried_vllm_stays_as_it_is(changes: dict[str, Any], why: str) -> None:
+    found = first_token.unproven(config(**changes))
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    assert first_token.unproven(config()) == "vLLM 0.99.0 was not tried"
+    monkeypatch.undo()
+    monkeypatch.setattr("vllm.v1.core.sched.utils.check_stop", lambda request: True)
+    assert "check_stop" in first_token.unproven(config()) or "differ" in first_token.unproven(config())
+    monkeypatch.undo()
+    monkeypatch.delattr("vllm.v1.request.Request.take_prefill_stats")
+    assert "take_prefill_stats" in first_token.unproven(config())
+
+
+def test_p_s_draft_model_is_no_matter() -> None:
+    p = SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_producer=True)
+    assert first_token.unproven(config(kv_transfer_config=p, speculative_config=object())) == ""
+
+
+def test_the_wrapper_is_put_on_once_and_passes_by_who_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def original(self: Any, scheduler_output: Any, model_runner_output: Any) -> str:
+        calls.append("vLLM")
+        return "outputs"
+
+    class Noted(first_token.Around):
+        def before(self, output: Any) -> None:
+            calls.append(f"before {output} {self.entered}")
+
+        def after(self, scheduler: Any, outputs: Any) -> None:
+            calls.append(f"after {outputs} {self.entered}")
+
+    monkeypatch.setattr(Scheduler, "update_from_output", original)
+    monkeypatch.setattr(first_token, "_installed", set())
+    assert first_token.install(config()) == first_token.install(config()) == ""
+    noted = Noted()
+    for connector in (None, object(), SimpleNamespace(first_tokens=None), SimpleNamespace(first_tokens=noted)):
+        assert Scheduler.update_from_output(SimpleNamespace(connector=connector), 1, 2) == "outputs"  # type: ignore[arg-type]
+    assert calls == ["vLLM", "vLLM", "vLLM", "before 2 True", "vLLM", "after outputs True"] and not noted.entered
+
+
+def test_what_a_step_reports_of_a_token() -> None:
+    import numpy as np
+
+    rows = LogprobsLists(
+        np.array([[3, 3, 4, 5], [8, 9, 7, 6]]), np.array([[-0.1] * 4, [-2.0, -0.5, -0.75, -1.0]]), np.array([1, 4])
+    )
+    output = SimpleNamespace(req_id_to_index={"a": 0, "r": 1, "s": 2}, sampled_token_ids=[[3], [8], []], logprobs=rows)
+    assert first_token.reported(output, "r", 2) == ((8, -2.0, 4), (9, -0.5, 1), (7, -0.75, 2))
+    assert first_token.reported(output, "r", 0) == ((8, -2.0, 4),)
+    assert first_token.reported(output, "s", 2) == first_token.reported(output, "nobody", 2) == ()
+    output.logprobs = None
+    assert first_token.reported(output, "r", 2) == ()

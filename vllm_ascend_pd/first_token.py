@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's first token in vLLM's scheduler: the only file that reaches into it for that.
+
+`Scheduler.update_from_output` is wrapped. On P what the step reports of a token is read before vLLM forgets it. On D a request whose KV
+is complete is started with P's token after the step: the token is given to the client, and D's request takes it as the last one of
+its prompt. So the next step computes that token's KV and samples the second one, by vLLM's own code.
+
+The wrapper is put on where the version was tried and all that it uses is there as it was found (`install`); elsewhere D computes the
+first token itself, as without this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from vllm_ascend_pd.protocol.first import First, LogProb
+
+log = logging.getLogger(__name__)
+
+VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32")
+CONNECTOR = "AscendPushConnector"
+_SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
+_REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
+_OUTPUT = (
+    "new_logprobs",
+    "finish_reason",
+    "stop_reason",
+    "events",
+    "kv_transfer_params",
+    "trace_headers",
+    "prefill_stats",
+)
+_installed: set[str] = set()
+
+
+class Around:
+    """What a connector does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow."""
+
+    def __init__(self) -> None:
+        self.entered = False
+
+    def before(self, output: Any) -> None:
+        """vLLM has not looked at the step's results yet."""
+
+    def after(self, scheduler: Any, outputs: Any) -> None:
+        """It has; `outputs` are what clients get, by their front end."""
+
+
+def install(vllm_config: Any) -> str:
+    """Wrap vLLM's scheduler, once. Returns why not; empty: it is wrapped."""
+    why = unproven(vllm_config)
+    if why or "outputs" in _installed:
+        return why
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.update_from_output
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        around = getattr(self.connector, "first_tokens", None)
+        if not isinstance(around, Around):
+            return original(self, scheduler_output, model_runner_output)
+        around.entered = True
+        around.before(model_runner_output)
+        outputs = original(self, scheduler_output, model_runner_output)
+        around.after(self, outputs)
+        around.entered = False
+        return outputs
+
+    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    _installed.add("outputs")
+    return ""
+
+
+def unproven(vllm_config: Any) -> str:
+    """Why this engine takes and tells no first tokens."""
+    import vllm
+
+    if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
+        return f"vLLM {vllm.__version__} was not tried"
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    if transfer.kv_connector != CONNECTOR:
+        return f"{transfer.kv_connector} was not tried"
+    if not transfer.is_kv_producer:
+        if vllm_config.speculative_config is not None:
+            return "a draft model of D's was not tried"
+        if model.logits_processors:
+            return "logits processors may remember tokens"
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        return "watermarks remember tokens"
+    return _other_shape(vllm_config.scheduler_config.get_scheduler_cls())
+
+
+def _other_shape(scheduler: type) -> str:
+    """What of vLLM's is not as it was found."""
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.core.sched.utils import check_stop
+        from vllm.v1.engine import EngineCoreOutput
+        from vllm.v1.request import Request
+    except ImportError as missing:
+        return f"this vLLM has {missing.name} elsewhere"
+    if not issubclass(scheduler, Scheduler) or scheduler.update_from_output is not Scheduler.update_from_output:
+        return f"the scheduler {scheduler.__name__} was not tried"
+    shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+        (Scheduler.update_from_output, ("self", "scheduler_output", "model_runner_output")),
+        (check_stop, ("request", "max_model_len")),
+    )
+    found = [method.__qualname__ for method, names in shapes if tuple(inspect.signature(method).parameters) != names]
+    found += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
+    found += [name for name in _REQUEST if not hasattr(Request, name)]
+    found += [name for name in _OUTPUT if name not in EngineCoreOutput.__struct_fields__]
+    return f"this vLLM's {', '.join(found)} differ" if found else ""
+
+
+# -- parameters
+
+
+def given(params: Any) -> dict[str, Any]:
+    """Sampling parameters that are not as vLLM's defaults, for the rules in protocol/sampling.py."""
+    kind: Callable[[], Any] = type(params)
+    usual = _usual(kind)
+    return {name: getattr(params, name) for name in params.__struct_fields__ if getattr(params, name) != usual[name]}
+
+
+@lru_cache(maxsize=4)
+def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
+    usual = kind()
+    return {name: getattr(usual, name) for name in usual.__struct_fields__}
+
+
+def barred(request: Any) -> str:
+    """Why a request is not seeded, but for its sampling parameters."""
+    if request.sampling_params is None or request.prompt_token_ids is None:
+        return "prompt"
+    if request.resumable:
+        return "session"
+    if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
+        return "multimodal"
+    return "LoRA" if request.lora_request is not None else ""
+
+
+# -- P
+
+
+def well_finished() -> tuple[Any, ...]:
+    """How a request ends that has its token."""
+    from vllm.v1.engine import FinishReason
+
+    return (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def reported(output: Any, request_id: str, count: int) -> tuple[LogProb, ...]:
+    """What a step reports of the token that it sampled for a request: itself first, then the `count` likeliest."""
+    index = output.req_id_to_index.get(request_id)
+    if index is None or output.logprobs is None or not output.sampled_token_ids[index]:
+        return ()
+    rows = output.logprobs.slice_request(index, 1)
+    tokens, values = rows.logprob_token_ids[0][: count + 1], rows.logprobs[0][: count + 1]
+    ranks = (int(rows.sampled_token_ranks[0]), *range(1, count + 1))
+    return tuple((int(token), float(value), rank) for token, value, rank in zip(tokens, values, ranks, strict=False))
+
+
+# -- D
+
+
+def release(scheduler: Any, request_id: str) -> None:
+    """Tell vLLM what was kept from it: the KV of the request is complete, or nothing writes there any more."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    if request_id in scheduler.requests:
+        scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request_id}))
+
+
+def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | None) -> Any:
+    """Give a released request its first token; `params` stand in its answer if it is the last. What the client gets."""
+    from vllm.v1.core.sched.utils import check_stop
+    from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+
+    if scheduler.log_stats:
+        request.record_event(EngineCoreEventType.SCHEDULED)  # else its prefill would begin after its first token
+    facts = {
+        "new_logprobs": _logprobs(first.logprobs) if first.logprobs else None,
+        "events": request.take_events(),
+        "trace_headers": request.trace_headers,
+        "prefill_stats": request.take_prefill_stats(),
+    }
+    status = request.status
+    request.append_output_token_ids(first.token)
+    if check_stop(request, scheduler.max_model_len):
+        ended, request.status = request.status, status
+        scheduler.finish_requests(request.request_id, ended)
+        facts |= {"finish_reason": request.get_finished_reason(), "stop_reason": request.stop_reason}
+        return EngineCoreOutput(request.request_id, [first.token], kv_transfer_params=params, **facts)
+    request._output_token_ids.pop()
+    request.prompt_token_ids = [*request.prompt_token_ids, first.token]
+    request.num_prompt_tokens += 1
+    request.max_tokens -= 1
+    if request.sampling_params.min_tokens:
+        request.sampling_params = copy.copy(request.sampling_params)
+        request.sampling_params.min_tokens -= 1
+    return EngineCoreOutput(request.request_id, [first.token], **facts)
+
+
+def add(outputs: Any, client: int, output: Any) -> None:
+    """Into what a step returns."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+
+
+def _logprobs(told: Sequence[LogProb]) -> Any:
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    return LogprobsLists(
+        np.array([[token for token, _, _ in told]], dtype=np.int32),
+        np.array([[value for _, value, _ in told]], dtype=np.float32),
+        np.array([told[0][2]], dtype=np.int32),
+    )

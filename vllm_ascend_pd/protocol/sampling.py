@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of which requests P's first token may be D's, and what P must be told to sample the same.
+
+One table of vLLM's sampling parameters. D takes P's token as the last one of its prompt: what looks at a token regardless of
+whether it was asked for or generated goes on as in one engine, what counts or remembers generated tokens does not.
+A parameter that is not in the table is of a later release: a request that sets it is not seeded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+MOST_LOGPROBS = 20  # vLLM's own default for what a request may ask for
+MOST_LISTED = 1024  # tokens that a request may list
+
+
+class Part(Enum):
+    """What a parameter has to do with the first token."""
+
+    CHOOSES = "it chooses the first token and needs no memory: P is sent it, and both sides hash it"
+    REPORTS = "what is told of the first token: P is sent it"
+    AFTER = "what is done with a token that is there: D does it, as without a seed"
+    BARS = "it remembers generated tokens, or was not tried: such a request is not seeded"
+
+
+PARAMETERS: dict[str, tuple[Part, str]] = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), (Part.CHOOSES, "")),
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "min_tokens", "_all_stop_token_ids"), (Part.CHOOSES, "")),
+    "logprobs": (Part.REPORTS, ""),
+    **dict.fromkeys(("n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "_eos_token_id"), (Part.AFTER, "")),
+    **dict.fromkeys(("flat_logprobs", "detokenize", "skip_special_tokens", "output_kind"), (Part.AFTER, "")),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), (Part.AFTER, "")),
+    **dict.fromkeys(("stream_interval", "skip_clone", "output_text_buffer_length"), (Part.AFTER, "")),
+    "skip_reading_prefix_cache": (Part.AFTER, ""),
+    "seed": (Part.BARS, "seed"),  # the generator's state is in D's workers; greedy sampling asks none
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (Part.BARS, "penalties")),
+    **dict.fromkeys(("bad_words", "_bad_words_token_ids"), (Part.BARS, "bad words")),
+    "structured_outputs": (Part.BARS, "structured output"),
+    "thinking_token_budget": (Part.BARS, "thinking budget"),
+    "repetition_detection": (Part.BARS, "repetition detection"),
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (Part.BARS, "prompt")),
+    "logprob_token_ids": (Part.BARS, "logprobs"),
+    # An engine that makes watermarks is left out as a whole; in any other these do nothing.
+    **dict.fromkeys(("watermarking", "_watermarking_skipped"), (Part.AFTER, "")),
+    **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (Part.BARS, "tracing")),
+    "extra_args": (Part.BARS, "extra arguments"),
+}
+OTHER = "unknown parameter"  # the reason where a later release's parameter is set
+
+_OURS = "kv_transfer_params"  # among the extra arguments: the router's
+# What stands in `first_token` of a reservation's post: names of the completions API.
+SENT = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens")
+) | {"stop_token_ids", "ignore_eos", "logprobs"}
+
+
+def refusal(given: Mapping[str, Any]) -> str:
+    """Why a request with these parameters, all that are not as vLLM's defaults, is not seeded; empty: it may be."""
+    for name, value in given.items():
+        part, why = PARAMETERS.get(name, (Part.BARS, OTHER))
+        if part is not Part.BARS:
+            continue
+        if name == "seed" and _greedy(given):
+            continue
+        if name == "extra_args" and isinstance(value, Mapping) and set(value) <= {_OURS}:
+            continue
+        return why
+    if not -1 < (given.get("logprobs") or 0) <= MOST_LOGPROBS:
+        return "logprobs"
+    listed = (
+        given.get("logit_bias") or (),
+        given.get("allowed_token_ids") or (),
+        given.get("_all_stop_token_ids") or (),
+    )
+    return "long lists" if max(map(len, listed)) > MOST_LISTED else ""
+
+
+def sent(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What P is sent of a request that `refusal` lets pass. All ways to choose are named: P's server may have other defaults."""
+    fields: dict[str, Any] = {"temperature": given.get("temperature", 1.0), "repetition_penalty": _repetition(given)}
+    if not _greedy(given):
+        fields |= {"top_p": given.get("top_p", 1.0), "top_k": _top_k(given), "min_p": given.get("min_p", 0.0)}
+    if given.get("logit_bias"):
+        fields["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
+    if given.get("allowed_token_ids"):
+        fields["allowed_token_ids"] = list(given["allowed_token_ids"])
+    if given.get("min_tokens"):  # the first token must not end the answer; more than one P's limit does not allow
+        fields |= {"min_tokens": 1, "stop_token_ids": _stops(given), "ignore_eos": bool(given.get("ignore_eos"))}
+    if given.get("logprobs") is not None:
+        fields["logprobs"] = given["logprobs"]
+    return fields
+
+
+def digest(given: Mapping[str, Any]) -> str:
+    """Equal where the first token is chosen alike, whatever else is asked. 32 hex digits."""
+    chosen = {
+        "temperature": float(given.get("temperature", 1.0)),
+        "repetition": float(_repetition(given)),
+        "filters": None
+        if _greedy(given)
+        else [float(given.get("top_p", 1.0)), _top_k(given), float(given.get("min_p", 0.0))],
+        "bias": sorted((int(token), float(bias)) for token, bias in (given.get("logit_bias") or {}).items()),
+        "allowed": sorted(given.get("allowed_token_ids") or ()),
+        "banned": _stops(given) if given.get("min_tokens") else None,
+    }
+    return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:32]
+
+
+def _greedy(given: Mapping[str, Any]) -> bool:
+    return float(given.get("temperature", 1.0)) == 0.0
+
+
+def _repetition(given: Mapping[str, Any]) -> float:
+    return float(given.get("repetition_penalty", 1.0))
+
+
+def _top_k(given: Mapping[str, Any]) -> int:
+    return max(0, int(given.get("top_k", 0)))  # -1 and 0 both say "all"
+
+
+def _stops(given: Mapping[str, Any]) -> list[int]:
+    return sorted(given.get("_all_stop_token_ids") or ())
