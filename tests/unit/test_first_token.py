@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted, fault
 from vllm_ascend_pd.errors import RemoteProtocolError
-from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver import answers, bodies, reports
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
@@ -392,3 +392,27 @@ def test_what_a_step_reports_of_a_token() -> None:
     assert first_token.reported(output, "s", 2) == first_token.reported(output, "nobody", 2) == ()
     output.logprobs = None
     assert first_token.reported(output, "r", 2) == ()
+
+
+# -- through the metaserver
+
+
+def test_the_metaserver_s_last_word_brings_the_token_unread() -> None:
+    assert answers.outcome(b'{"event": "prefilled", "first": "UERG"}') == answers.Outcome("prefilled", first="UERG")
+    for line in (
+        b'{"event": "prefilled"}',
+        b'{"event": "prefilled", "first": 7}',
+        b'{"event": "prefilled", "first": null}',
+    ):
+        assert answers.outcome(line) == answers.Outcome("prefilled")
+
+
+def test_prefill_s_report_has_room_for_a_token_and_no_more() -> None:
+    report = reports.PushReport("p", first="x" * reports.MAX_FIRST)
+    body = msgspec.json.encode({"kv_transfer_params": reports.params_of(report)})
+    assert reports.read_answer(body) == (None, report)
+    longer = msgspec.json.encode(
+        {"kv_transfer_params": {"pd_push": {"prefill": "p", "first": "x" * (reports.MAX_FIRST + 1)}}}
+    )
+    with pytest.raises(msgspec.ValidationError):
+        reports.read_answer(longer)

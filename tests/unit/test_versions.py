@@ -17,7 +17,8 @@ from test_channel_hostile import Raw, still_works
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.protocol.auth import decode_message, encode, seal, unseal
+from vllm_ascend_pd.protocol.auth import decode_message, encode, seal, unseal, unseal_first
+from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Message, Reservation
 from vllm_ascend_pd.protocol.versions import MAX_FINGERPRINT, OURS, Release, fingerprint, may_pair
@@ -34,6 +35,15 @@ GEOMETRY = CacheGeometry(
 )
 RESERVATION = reservation(
     GEOMETRY, 20, transfer=TransferId("decode-1", 7, "u-7"), model="m", endpoints=(Endpoint(LOOPBACK, 9),)
+)
+SEEDED = msgspec.structs.replace(RESERVATION, seed=Seed("how", 1))
+FIRST = First(
+    transfer=RESERVATION.transfer,
+    push="prefill-1.x",
+    position=20,
+    token=77,
+    digest="how",
+    logprobs=((77, -0.5, 1), (78, -1.5, 2)),
 )
 MESSAGES: dict[str, Message] = {
     "begin": begin(),
@@ -149,8 +159,10 @@ def test_what_a_released_version_wrote_is_read_for_ever(name: str) -> None:
 
 
 def test_what_is_recorded_is_all_that_there_is() -> None:
-    assert RECORDED["2"].keys() == {*MESSAGES, "reservation"}
+    assert RECORDED["2"].keys() == {*MESSAGES, "reservation", "seeded", "first"}
     assert unseal(recorded(2, "reservation"), None) == RESERVATION
+    assert unseal(recorded(2, "seeded"), None) == SEEDED
+    assert unseal_first(recorded(2, "first"), None) == FIRST
 
 
 def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
