@@ -41,9 +41,7 @@ class PushSlice:
     push: str
     before: int
     after: int
-    new_blocks: tuple[
-        Blocks, ...
-    ]  # by group; appended to the blocks that the workers know. Of a state its one, at the end
+    new_blocks: tuple[Blocks, ...]  # by group; appended to what the workers know. Of a state its one, at the end
     restart: bool  # the workers forget blocks and coverage first (preemption)
     final: bool
 
