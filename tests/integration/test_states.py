@@ -115,7 +115,7 @@ class TestStateShapes:
                     prompt, url = fresh_prompt(length), f"http://127.0.0.1:{ports[-1]}"
                     answer = complete(pair.decode[0].url, transfer_request(url, str(length), prompt, 12))
                     pair.compare([prompt], [answer], "computed again")
-                assert len(seen) == 3
+                assert sum("reservation" in body for body in seen) == 3  # the others tell how the loads ended
             wait_for_free_blocks((pair.prefill, *pair.decode), free)
             exercise(pair, "after loads that failed", (97, 250))
 

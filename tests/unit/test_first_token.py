@@ -290,7 +290,7 @@ def test_a_sealed_token_that_is_not_p_s_is_refused() -> None:
         (forged, SECRETS),
         (signed, Secrets(b"x" * 32)),
         (b"", None),
-        (b"PDR\0" + plain[4:], None),
+        (b"PDX\0" + plain[4:], None),
     ]
     hostile += [(plain + b"\0" * MAX_FIRST_BYTES, None), (plain[:-2], None), (b"PDR\0\xc0", None)]
     hostile += [

@@ -43,9 +43,7 @@ class PushSlice:
     push: str
     before: int
     after: int
-    new_blocks: tuple[
-        Blocks, ...
-    ]  # by group; appended to the blocks that the workers know. Of a state its one, at the end
+    new_blocks: tuple[Blocks, ...]  # by group; appended to what the workers know. Of a state its one, at the end
     restart: bool  # the workers forget blocks and coverage first (preemption)
     final: bool
 
@@ -88,19 +86,19 @@ class _Tracked:
     request_id: str
     push: str
     reservation: Reservation
-    groups: tuple[Group, ...]  # of this engine
+    groups: tuple[Group, ...] = ()  # of this engine, where it is known
     watermark: int = 0
     started: bool = False
     restart: bool = False
     sealed: bool = False
     aborted: bool = False
 
-    def told(self, group: Group, ids: Sequence[int]) -> Blocks:
+    def told(self, index: int, ids: Sequence[int]) -> Blocks:
         """What the workers hear of a group's blocks. Of states that of D's last token alone, when nothing after it is computed: a
         block without the state that D wants is not told, and the push fails."""
-        if group.stateful:
+        if self.groups and self.groups[index].stateful:
             end = self.reservation.end
-            at = (end - 1) // group.block_size
+            at = (end - 1) // self.groups[index].block_size
             ids = ids[at : at + 1] if self.watermark == end else ()
         return np.asarray(ids, dtype=np.int32)
 
@@ -148,7 +146,7 @@ class PushBook:
         if refusal is not None:
             return self.refuse(request_id, refusal)
         self._see(reservation)
-        groups = engine.tables if engine is not None else reservation.geometry.tables
+        groups = engine.tables if engine is not None else ()
         self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
         return None
 
@@ -164,7 +162,7 @@ class PushBook:
         """A reservation that fits comes to a request of which `computed` tokens are in `blocks` (by group): the next step
         pushes those. Where the request has ended before, `finished` is told so next."""
         self._see(reservation)
-        groups = engine.tables if engine is not None else reservation.geometry.tables
+        groups = engine.tables if engine is not None else ()
         tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
         if not computed:
             return
@@ -271,7 +269,7 @@ class PushBook:
             push=tracked.push,
             before=before,
             after=min(tracked.watermark, tracked.reservation.end),
-            new_blocks=tuple(tracked.told(*one) for one in zip(tracked.groups, blocks, strict=True)),
+            new_blocks=tuple(tracked.told(index, ids) for index, ids in enumerate(blocks)),
             restart=tracked.restart,
             final=tracked.sealed,
         )
