@@ -680,8 +680,8 @@ class SourceOfTheDead(Meetings):
 class AttachedWithoutItsPast(PushBook):
     """What was computed before the push had a target is not pushed."""
 
-    def attach(self, request_id: str, reservation: Any, push: str, computed: int, blocks: Any) -> None:
-        super().attach(request_id, reservation, push, computed, blocks)
+    def attach(self, *facts: Any) -> None:
+        super().attach(*facts)
         self._pending.computed = [replace(piece, before=piece.after) for piece in self._pending.computed]
 
 

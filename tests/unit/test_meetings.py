@@ -44,7 +44,7 @@ class House:
     def compute(self, request: str = "r", begin: int = 0, count: int = 10, blocks: Any = (1, 2, 3)) -> None:
         if self.book.tracks(request):
             self.book.scheduled(request, begin, count, blocks, replaces=begin == 0)
-        elif self.meetings.collects(request):  # not one that nobody wants any more
+        elif self.meetings.collects(request):
             self.meetings.computes(request, begin + count, [blocks], replaces=begin == 0)
 
     def end(self, request: str = "r", now: float = 0.0, well: bool = True) -> bool:
