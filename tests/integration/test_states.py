@@ -161,7 +161,7 @@ class TestGatedDeltaNet:
 
     LENGTHS = (2, 97, 385, 500)  # blocks of 384
 
-    @pytest.mark.parametrize("what", ["", "section keys", "section values"], ids=["all", "no keys", "no values"])
+    @pytest.mark.parametrize("what", ["", "section values"], ids=["all", "no values"])
     def test_tokens_are_as_good_as_the_single_engines_and_only_with_the_state(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None], what: str
     ) -> None:
@@ -199,13 +199,15 @@ def leaving(what: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 class TestPlantedFaults:
-    @pytest.mark.parametrize("what", ["section heads", "section groups"])
     def test_what_is_left_out_makes_other_answers(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        """No sum finds it: P sums what it pushes, so D does not compare."""
+        """No sum finds it: P sums what it pushes, so D does not compare. B and C alone, of three rows, do not show in answers this short:
+        sums find them, and the unit tests."""
         specs = (
-            spec("leaving-p", "nemotronh", "kv_producer", cluster.push_config(verify="off"), **leaving(what)),
+            spec(
+                "leaving-p", "nemotronh", "kv_producer", cluster.push_config(verify="off"), **leaving("section heads")
+            ),
             spec("leaving-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed, verify="off")),
         )
         with windowed(cluster, make_pair, *specs) as pair:
@@ -217,4 +219,4 @@ class TestPlantedFaults:
                 got = complete(pair.front.url, body_of(prompt, 12))
                 assert pair.loaded_tokens() - before == length - 1
                 wrong += got.tokens != expected.tokens
-        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out ({what})"
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out"
