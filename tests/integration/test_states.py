@@ -7,8 +7,7 @@ it: one token more or less, or another request's, and the answer is another one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +25,9 @@ from pairs import (
 from test_kinds import exercise, spec
 from test_windows import windowed
 
-from scripts.support.client import RequestFailed, attempt, body_of, complete, leave_after, post
+from scripts.support.client import RequestFailed, attempt, body_of, complete, leave_after
 from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally, TokensDiffer
 from scripts.support.engine import Engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -154,25 +154,14 @@ class TestStateShapes:
             exercise(pair, "mamba2 1→1", LENGTHS)
 
 
-def worst(pair: Pair, prompt: list[int], tokens: Sequence[int]) -> float:
-    """How much less than its own best the single engine thinks of each token of an answer, given those before it; the most of it. What
-    is not among its best five is infinitely worse."""
-    found = 0.0
-    for index, token in enumerate(tokens):
-        asked = body_of([*prompt, *tokens[:index]], 1, logprobs=5, return_tokens_as_token_ids=True)
-        top = post(pair.reference.url, asked)["choices"][0]["logprobs"]["top_logprobs"][0]
-        found = max(found, max(top.values()) - top.get(f"token_id:{token}", -math.inf))
-    return found
-
-
 @pytest.mark.slow
 class TestGatedDeltaNet:
     """Qwen3-Next in bfloat16, which is all that a CPU has for it. The last token of a prompt goes through another kernel on D than in a
-    single engine, so tokens may differ where two are nearly as good."""
+    single engine, so tokens may differ where two are nearly as good, and only there."""
 
     LENGTHS = (2, 97, 385, 500)  # blocks of 384
 
-    @pytest.mark.parametrize("what", ["", "section keys", "section values"], ids=["all", "no keys", "no values"])
+    @pytest.mark.parametrize("what", ["", "section values"], ids=["all", "no values"])
     def test_tokens_are_as_good_as_the_single_engines_and_only_with_the_state(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None], what: str
     ) -> None:
@@ -184,17 +173,19 @@ class TestGatedDeltaNet:
             spec("qwen3next-d", "qwen3next", "kv_consumer", cluster.push_config(*allowed, verify=verify), **more),
         )
         with windowed(cluster, make_pair, *specs) as pair:
-            gaps = []
+            judge, wrong = Tally(tie=0.25, excused_per=1), 0
             for length in self.LENGTHS:
                 prompt = fresh_prompt(length)
+                (expected,) = reference_answers(pair.prefill, [prompt], 8)
                 before = pair.loaded_tokens()
-                answer = complete(pair.front.url, body_of(prompt, 8))
+                got = complete(pair.front.url, body_of(prompt, 8))
                 assert pair.loaded_tokens() - before == length - 1
-                gaps.append(worst(pair, prompt, answer.tokens))
-        told(
-            f"figure: qwen3next{' without ' + what if what else ''}: worst tokens {', '.join(f'{g:.3f}' for g in gaps)} nat"
-        )
-        assert min(gaps) > 0.5 if what else max(gaps) < 0.25
+                try:
+                    judge.check(f"{length} tokens", prompt, expected.tokens, got.tokens, pair.prefill.url)
+                except TokensDiffer:
+                    wrong += 1
+        told(f"figure: qwen3next{' without ' + what if what else ''}: {judge.summary()}, {wrong} wrong")
+        assert wrong == (len(self.LENGTHS) if what else 0)
 
 
 def leaving(what: str) -> dict[str, Any]:
@@ -208,13 +199,15 @@ def leaving(what: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 class TestPlantedFaults:
-    @pytest.mark.parametrize("what", ["section heads", "section groups"])
     def test_what_is_left_out_makes_other_answers(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        """No sum finds it: P sums what it pushes, so D does not compare."""
+        """No sum finds it: P sums what it pushes, so D does not compare. B and C alone, of three rows, do not show in answers this short:
+        sums find them, and the unit tests."""
         specs = (
-            spec("leaving-p", "nemotronh", "kv_producer", cluster.push_config(verify="off"), **leaving(what)),
+            spec(
+                "leaving-p", "nemotronh", "kv_producer", cluster.push_config(verify="off"), **leaving("section heads")
+            ),
             spec("leaving-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed, verify="off")),
         )
         with windowed(cluster, make_pair, *specs) as pair:
@@ -226,4 +219,4 @@ class TestPlantedFaults:
                 got = complete(pair.front.url, body_of(prompt, 12))
                 assert pair.loaded_tokens() - before == length - 1
                 wrong += got.tokens != expected.tokens
-        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out ({what})"
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out"
