@@ -11,8 +11,10 @@ help() {
 Sets up if needed (scripts/setup.sh), then runs the tests: unit, native, simulation, integration, in this order.
 
 usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
+       scripts/test.sh --parts [--no-setup] [--list] [--minutes M] [part …]
 
   --all       also what is marked slow: it does not fit the time of a CI run
+  --parts     all tests, slow ones too, part by part; what is good on this commit does not run again (--parts --help)
   --no-setup  do not check the installation first
 
 As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all, cross-
@@ -42,11 +44,22 @@ pd_ascend_host() {
 selection=(-m 'not slow')
 install=1
 all=
+parts=
+if [ "${1:-}" = --parts ]; then
+  shift
+  parts=1
+  all=1
+fi
 paths=()
 arguments=()
 for word in "$@"; do
   case $word in
     -h | --help)
+      if [ -n "$parts" ]; then
+        arguments+=("$word")
+        install=
+        continue
+      fi
       help
       exit 0
       ;;
@@ -55,7 +68,7 @@ for word in "$@"; do
       all=1
       ;;
     --no-setup) install= ;;
-    *) if [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
+    *) if [ -z "$parts" ] && [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
   esac
 done
 spread=()
@@ -75,5 +88,6 @@ if [ -n "$install" ]; then
 else
   pd_choose_interpreter
 fi
+if [ -n "$parts" ]; then exec "$PD_PYTHON" -m scripts.parts "${arguments[@]}"; fi
 # Nothing after this line: the summary of pytest is the end of the output.
 exec "$PD_PYTHON" -m pytest "${selection[@]}" "${spread[@]}" "${arguments[@]}" "${paths[@]}"

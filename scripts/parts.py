@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All tests in parts, each a pytest run of its own, with a record of what ran on which commit: what is cut off goes on where it was.
+
+A part is a folder of tests, or a file of those that start engines. The record is out/all/<commit>/<part>.json, beside the part's output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WHOLE = ("unit", "native", "simulation")  # folders that are one part
+BY_FILE = ("integration", "ascend_host")
+NOTHING = 5  # pytest's exit code where no test was selected
+DEADLINE_MIN = 120.0
+GRACE_S = 60.0  # for engines to end
+
+
+@dataclass(frozen=True)
+class Result:
+    part: str
+    exit_code: int
+    seconds: float
+    words: str  # pytest's last line
+    ended: str  # when, UTC
+
+    @property
+    def good(self) -> bool:
+        return self.exit_code in (0, NOTHING)
+
+
+def parts(tests: Path) -> dict[str, Path]:
+    """What is there, by name, in the order in which it runs."""
+    found = {name: tests / name for name in WHOLE if (tests / name).is_dir()}
+    for folder in BY_FILE:
+        for path in sorted((tests / folder).glob("test_*.py")):
+            found[f"{folder}/{path.stem.removeprefix('test_')}"] = path
+    return found
+
+
+def commit(root: Path) -> str:
+    """Of the working tree: with what is not committed it is another one."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(("git", "-C", str(root), *words), check=True, capture_output=True).stdout
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD").decode().strip()
+        changed = git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
+    except (OSError, subprocess.CalledProcessError):
+        return "no-commit"
+    return f"{head}-{hashlib.sha256(changed).hexdigest()[:8]}" if changed else head
+
+
+class Record:
+    """Results by part, in a folder of the commit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def log(self, part: str) -> Path:
+        return self.folder / f"{part.replace('/', '-')}.log"
+
+    def of(self, part: str) -> Result | None:
+        try:
+            return Result(**json.loads(self.log(part).with_suffix(".json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def add(self, result: Result) -> None:
+        self.log(result.part).with_suffix(".json").write_text(json.dumps(asdict(result), indent=1))
+
+
+def run(part: str, path: Path, record: Record, words: Sequence[str], deadline_s: float) -> Result:
+    """One part, to its end or its deadline; its output goes into the record."""
+    log = record.log(part)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "pytest", "-q", *words, str(path)),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(deadline_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as cut:
+            code = _end(process)
+            if isinstance(cut, KeyboardInterrupt):
+                raise
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1].strip("= ") if lines else "it said nothing"
+    ended = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    result = Result(part, code, time.monotonic() - begun, said, ended)
+    record.add(result)
+    return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """As ctrl-C does, so that fixtures stop their engines; what is left after a grace period is killed."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return 124
+
+
+def line(part: str, result: Result | None) -> str:
+    if result is None:
+        return f"{part:28} has not run on this commit"
+    state = "good" if result.good else f"FAILED ({result.exit_code})"
+    return f"{part:28} {state:13} {result.seconds / 60:6.1f} min  {result.ended}  {result.words}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/test.sh --parts", description="Runs the parts that have no good result on this commit."
+    )
+    parser.add_argument("part", nargs="*", help="of these alone, also if they were good; default: all")
+    parser.add_argument("--list", action="store_true", help="print the parts and what is known of them")
+    parser.add_argument("--minutes", type=float, default=DEADLINE_MIN, help="a part may take (%(default)g)")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "all", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    known = parts(args.tests)
+    if strange := [name for name in args.part if name not in known]:
+        parser.error(f"no part {', '.join(strange)}; there are {', '.join(known)}")
+    record = Record(args.out / commit(ROOT))
+    chosen = args.part or [name for name in known if not ((one := record.of(name)) and one.good)]
+    if not args.list:
+        for number, name in enumerate(chosen, 1):
+            print(f"[{number} of {len(chosen)}] {name} …", flush=True)
+            spread = ("-n", str(min(os.cpu_count() or 1, 4))) if name == "unit" else ()
+            print(line(name, run(name, known[name], record, spread, args.minutes * 60)), flush=True)
+    results = {name: record.of(name) for name in known}
+    print(f"\n{record.folder.name}:")
+    for name, result in results.items():
+        print(line(name, result))
+    good = sum(result is not None and result.good for result in results.values())
+    minutes = sum(result.seconds for result in results.values() if result is not None) / 60
+    print(f"{good} of {len(results)} parts good, {minutes:.0f} min in all; output in {record.folder}")
+    return 0 if args.list or all((one := record.of(name)) and one.good for name in chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/parts.py: parts run once on a commit, what failed or was cut off runs again, and the table says so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.parts import ROOT, commit, parts
+
+ONE = "def test_one() -> None:\n    pass\n"
+
+
+@pytest.fixture
+def tests(tmp_path: Path) -> Path:
+    """Two parts: a folder, and a file of those that start engines. pytest takes its settings from there, not from here."""
+    folder = tmp_path / "tests"
+    for name in ("unit", "integration"):
+        (folder / name).mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (folder / "unit/test_a.py").write_text(ONE)
+    (folder / "integration/test_b.py").write_text(ONE)
+    (folder / "integration/pairs.py").touch()
+    return folder
+
+
+def start(tests: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.parts", "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+
+
+def ran(said: str) -> list[str]:
+    return re.findall(r"^\[\d+ of \d+\] (\S+) …$", said, re.MULTILINE)
+
+
+def test_the_parts_of_this_project() -> None:
+    names = list(parts(ROOT / "tests"))
+    assert names[:3] == ["unit", "native", "simulation"]
+    assert {"integration/gqa", "integration/drafts", "ascend_host/pairs"} <= set(names)
+
+
+def test_what_failed_runs_again_and_what_was_good_does_not(tests: Path) -> None:
+    (tests / "integration/test_b.py").write_text("def test_b() -> None:\n    assert 1 == 2\n")
+    first = start(tests)
+    assert first.returncode == 1 and ran(first.stdout) == ["unit", "integration/b"], first.stdout + first.stderr
+    assert "FAILED (1)" in first.stdout and "1 of 2 parts good" in first.stdout
+    (tests / "integration/test_b.py").write_text(ONE)
+    second = start(tests)
+    assert second.returncode == 0 and ran(second.stdout) == ["integration/b"], second.stdout + second.stderr
+    assert "2 of 2 parts good" in second.stdout and "1 passed" in second.stdout
+    third = start(tests)
+    assert third.returncode == 0 and ran(third.stdout) == []
+    assert ran(start(tests, "unit").stdout) == ["unit"], "what is named runs, good or not"
+
+
+def test_a_part_past_its_deadline_is_ended_and_has_failed(tests: Path) -> None:
+    (tests / "unit/test_a.py").write_text("import time\n\ndef test_a() -> None:\n    time.sleep(1000)\n")
+    said = start(tests, "--minutes", "0.1", "unit")
+    assert said.returncode == 1 and "FAILED (124)" in said.stdout, said.stdout + said.stderr
+
+
+def test_the_list_runs_nothing_and_an_unknown_part_is_refused(tests: Path) -> None:
+    listed = start(tests, "--list")
+    assert listed.returncode == 0 and listed.stdout.count("has not run on this commit") == 2
+    refused = start(tests, "nonsense")
+    assert refused.returncode == 2 and "no part nonsense; there are unit, integration/b" in refused.stderr
+
+
+def test_uncommitted_changes_are_another_commit(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(("git", "-C", str(tmp_path), *words), check=True, capture_output=True)
+
+    assert commit(tmp_path) == "no-commit"
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("-c", "user.name=x", "-c", "user.email=x@localhost", "commit", "-qm", "one")
+    clean = commit(tmp_path)
+    (tmp_path / "a").write_text("2")
+    changed = commit(tmp_path)
+    assert changed.startswith(clean + "-") and changed != clean
+    (tmp_path / "b").touch()
+    assert commit(tmp_path) not in (clean, changed)
