@@ -28,7 +28,7 @@ class Content:
         width = kind.regions[0].cell_bytes
         size = kind.kv_heads * width
         begin, end = self._start + first * size, self._start + last * size
-        flat = _POOL[begin:end] if end <= len(_POOL) else _POOL[np.arange(begin, end) % _PERIOD]
+        flat = _POOL[begin:end] if end <= _PERIOD else _POOL[np.arange(begin, end) % _PERIOD]
         found = flat.reshape(last - first, kind.kv_heads, width)[:, heads.start : heads.stop]
         if kind.opaque:
             blocks = np.arange(first, last)
