@@ -81,7 +81,10 @@ def install(vllm_config: Any) -> str:
 def unproven(vllm_config: Any) -> str:
     """Why this engine takes and tells no first tokens."""
     import vllm
+    from vllm.platforms import current_platform
 
+    if type(current_platform).__module__.startswith("vllm_ascend"):
+        return "vllm-ascend was not tried"
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         return f"vLLM {vllm.__version__} was not tried"
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config

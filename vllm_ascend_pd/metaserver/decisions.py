@@ -122,6 +122,7 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-WIRE-004": (Culprit.NOBODY, "what came is not what was sent: the network's or either's memory"),
     "PD-WIRE-005": (Culprit.NOBODY, "what D said of its memory does not fit its caches: no P could have pushed there"),
     "PD-GEO-001": (Culprit.NOBODY, "the two were started with different caches"),
+    "PD-CTRL-001": (Culprit.NOBODY, "an engine could not listen, and did not start"),
     "PD-CTRL-002": (Culprit.NOBODY, "the two do not understand each other"),
     "PD-CTRL-003": (Culprit.NOBODY, "the two are of different versions"),
     "PD-CTRL-004": (Culprit.NOBODY, "one is of an older version"),
@@ -132,6 +133,12 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-META-004": (Culprit.NOBODY, "D has too many reservations open"),
     "PD-META-005": (Culprit.NOBODY, "the prompt that P saw is not the one that D reserved for"),
     "PD-META-006": (Culprit.NOBODY, "P's leg failed, which was counted where it happened"),
+    "PD-META-026": (Culprit.NOBODY, "another router sent D a request, and P none of that name"),
+    "PD-META-027": (Culprit.NOBODY, "D came too late for what P held, or another D had it"),
+    "PD-META-028": (Culprit.NOBODY, "P holds as much as it may for D's that do not come"),
+    "PD-META-029": (Culprit.NOBODY, "another router, or a client, sent what D does not understand"),
+    "PD-META-030": (Culprit.NOBODY, "D is not configured for this P"),
+    "PD-META-031": (Culprit.NOBODY, "P's kind of cache cannot be held for a D that comes later"),
 }
 
 
