@@ -68,6 +68,7 @@ class SeedBook:
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._records: dict[str, _Record] = {}
+        self._held: dict[str, _Record] = {}  # of these the ones whose KV is complete: each step asks for them
         self._by_transfer: dict[TransferId, _Record] = {}
         self._dropped: list[Start] = []  # held requests that have ended
 
@@ -98,6 +99,7 @@ class SeedBook:
         record = self._records.get(request_id)
         if record is not None and record.complete is None:
             record.push, record.complete = push, now
+            self._held[request_id] = record
 
     def holds(self, request_id: str) -> bool:
         record = self._records.get(request_id)
@@ -113,7 +115,7 @@ class SeedBook:
     def take(self, now: float) -> list[Start]:
         """Held requests that go on now, each once."""
         ready, self._dropped = self._dropped, []
-        for record in list(self._records.values()):
+        for record in list(self._held.values()):
             start = self._start(record, now)
             if start is not None:
                 self._remove(record.request_id)
@@ -121,7 +123,7 @@ class SeedBook:
         return ready
 
     def held_count(self) -> int:
-        return sum(record.complete is not None for record in self._records.values()) + len(self._dropped)
+        return len(self._held) + len(self._dropped)
 
     def open_count(self) -> int:
         return len(self._records) + len(self._dropped)
@@ -139,6 +141,7 @@ class SeedBook:
 
     def _remove(self, request_id: str) -> _Record | None:
         record = self._records.pop(request_id, None)
+        self._held.pop(request_id, None)
         if record is not None:
             del self._by_transfer[record.wanted.transfer]
         return record
