@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets up if needed, then runs the test suite: unit, native, simulation, integration, in one pytest run.
+# Sets up if needed, then runs the test suite: integration, ascend_host, simulation, native, unit, in one pytest run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 help() {
   cat <<'TEXT'
-Sets up if needed (scripts/setup.sh), then runs the tests: unit, native, simulation, integration, in this order.
+Sets up if needed (scripts/setup.sh), then runs the tests: integration, ascend_host, simulation, native, unit, in this order.
 
 usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
        scripts/test.sh --parts [--no-setup] [--list] [--minutes M] [part …]
@@ -20,7 +20,7 @@ usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
 As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all, cross-
 compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
-Without paths the tests run in as many processes as there are cores, four at most; those that start engines in one of them.
+Without paths the tests run in as many processes as there are cores, four at most; those of a folder that starts engines in one of them.
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, in one process, or with -n N in N.
 Other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
@@ -75,10 +75,11 @@ spread=()
 if [ ${#paths[@]} = 0 ]; then
   cores=$(nproc)
   spread=(-n "$((cores < 4 ? cores : 4))" --durations 15 --durations-min 20)
-  for part in unit native simulation integration; do
+  # The longest first, so that the processes end together: those that start engines keep one of them each all the time.
+  for part in integration ascend_host simulation native unit; do
+    if [ "$part" = ascend_host ] && [ "${PD_ASCEND_HOST:-1}" = 0 ]; then continue; fi
     if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi
   done
-  if [ "${PD_ASCEND_HOST:-1}" != 0 ]; then paths+=(tests/ascend_host); fi
 fi
 
 if [ -n "$install" ]; then

@@ -62,14 +62,13 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With `-n`: files in their order, each on one worker; the engines of all files on one, because they are shared."""
+    """With `-n`: files in their order, each on one worker; a folder whose files share engines on one as well."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
             folder = nodeid.split("/", 2)[1] if nodeid.startswith("tests/") else ""
-            shared = {"integration": "engines", "ascend_host": "engines", "native": "native"}
-            return shared.get(folder, nodeid.partition("::")[0])
+            return folder if folder in ("integration", "ascend_host", "native") else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
