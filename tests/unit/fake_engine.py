@@ -187,6 +187,7 @@ class FakeEngine:
         self.local_prefills = 0
         self.incarnation = uuid.uuid4().hex[:16]
         self.fingerprint = fingerprint("fake")
+        self.models: tuple[str, ...] = ("fake",)
         self._loads: dict[str, LoadReport] = {}  # by ticket, the last one
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = Served(self._app, name, port)
@@ -233,7 +234,10 @@ class FakeEngine:
             return
         if self.mood is not None:
             _MOOD.set(self.mood())
-        self.seen.append(seen)
+        if (
+            "x-request-id" in headers or scope["path"] != "/v1/models"
+        ):  # else the metaserver asks for itself, now and then
+            self.seen.append(seen)
         if scope["method"] == "OPTIONS":
             await _answer(send, 200, b"OK")
             return
@@ -267,16 +271,15 @@ class FakeEngine:
             await send({"type": "http.response.start", "status": 307, "headers": where})
             await send({"type": "http.response.body", "body": b""})
         elif seen.route == "/v1/models":
-            await _answer(
-                send, 200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}).encode()
-            )
+            cards = [{"id": name, "object": "model"} for name in self.models]
+            await _answer(send, 200, json.dumps({"object": "list", "data": cards}).encode())
         elif not seen.route.endswith("completions"):
             await self._held()
             if (seen.body or {}).get("stream"):
                 await self._stream(seen, send)
                 return
             await _answer(send, 200, json.dumps({"route": seen.route, "body": seen.body}).encode())
-        elif seen.body.get("model", "fake") != "fake":
+        elif seen.body.get("model", "fake") not in self.models:
             await _answer(send, 404, _error(404, "The model does not exist."))
         else:
             await self._generate(seen, send)

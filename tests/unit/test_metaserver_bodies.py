@@ -161,16 +161,29 @@ def test_a_forced_tool_call_is_prefilled_by_token_ids(choice: object, tokens: bo
     assert parse(CHAT, messages=[1], tool_choice=choice).send_tokens is tokens
 
 
-def test_heads_are_alike_when_model_salt_and_beginning_are() -> None:
+def test_first_marks_are_alike_when_model_salt_and_beginning_are() -> None:
     head = "h" * 4000
-    one, two = parse(prompt=head + "a", model="m"), parse(prompt=head + "b", model="m")
-    assert one.affinity == two.affinity
+    one, two = parse(prompt=head + "a", model="m"), parse(prompt=head + "b" * 2000, model="m")
+    assert [mark.digest for mark in one.marks] == [mark.digest for mark in two.marks[:3]] and len(two.marks) == 5
     others = (
         parse(prompt=head, model="n"),
         parse(prompt=head, model="m", cache_salt="s"),
         parse(prompt="x" + head, model="m"),
     )
-    assert one.affinity not in {o.affinity for o in others}
+    assert not {mark.digest for mark in one.marks} & {mark.digest for other in others for mark in other.marks}
+    assert not parse(prompt=[head, head], model="m").marks, "of several prompts none is the request's"
+
+
+def test_what_stands_before_a_chat_is_part_of_its_beginning() -> None:
+    messages = [{"role": "user", "content": "h" * 2000}]
+    plain, tooled = parse(CHAT, messages=messages), parse(CHAT, messages=messages, tools=[{"type": "function"}])
+    later = parse(CHAT, messages=[*messages, {"role": "assistant", "content": "yes"}])
+    assert plain.marks[0].digest == later.marks[0].digest != tooled.marks[0].digest
+
+
+@pytest.mark.parametrize("named", ["m", "", None, 7, "n" * 2000, ["m"]])
+def test_a_model_is_what_can_be_one(named: object) -> None:
+    assert parse(prompt="x", model=named).model == (named if named == "m" else "")
 
 
 def test_every_field_that_the_installed_vllm_knows_has_its_use() -> None:

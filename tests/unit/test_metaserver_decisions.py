@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from vllm_ascend_pd.metaserver import decisions
 from vllm_ascend_pd.metaserver.decisions import (
     NOT_EXECUTED,
     Admission,
-    Affinity,
     Backoff,
     Candidate,
     Circuit,
@@ -68,40 +68,14 @@ def test_nobody_is_chosen_from_nobody_or_from_those_without_weight() -> None:
     assert choose([Candidate("a", 0.0, 0.0)], 1.0, 0.5) is None
 
 
-@given(CANDIDATES, st.binary(min_size=16, max_size=16), RAND, RAND)
-def test_a_common_head_goes_to_the_same_p_while_it_is_not_overloaded(
-    candidates: list[Candidate], key: bytes, r1: float, r2: float
+@given(CANDIDATES, st.floats(0, 1e6), RAND, st.data())
+def test_what_one_has_of_the_prompt_costs_nothing_there(
+    candidates: list[Candidate], cost: float, rand: float, data: st.DataObject
 ) -> None:
-    affinity = Affinity(key, slack=1e12)
-    assert choose(candidates, 1.0, r1, affinity) == choose(candidates, 1.0, r2, affinity)
-
-
-@given(CANDIDATES, st.binary(min_size=16, max_size=16), RAND, st.floats(0, 1e5))
-def test_affinity_never_costs_more_than_its_slack(
-    candidates: list[Candidate], key: bytes, rand: float, slack: float
-) -> None:
-    chosen = choose(candidates, 10.0, rand, Affinity(key, slack))
-    after = {c.name: (c.load + 10.0) / c.weight for c in candidates}
-    weight = {c.name: c.weight for c in candidates}
-    assert chosen is not None
-    assert after[chosen] <= min(after.values()) + slack / weight[chosen] + 1e-9 * max(after.values())
-
-
-@given(st.integers(2, 8), st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=40))
-def test_an_instance_that_goes_moves_only_its_own_heads(count: int, keys: list[bytes]) -> None:
-    everyone = [Candidate(f"i{i}", 0.0) for i in range(count)]
-    for key in keys:
-        before = choose(everyone, 1.0, 0.0, Affinity(key, 1e9))
-        for gone in everyone:
-            if gone.name != before:
-                rest = [c for c in everyone if c is not gone]
-                assert choose(rest, 1.0, 0.0, Affinity(key, 1e9)) == before
-
-
-def test_heads_spread_by_weight() -> None:
-    candidates = [Candidate("heavy", 0.0, 3.0), Candidate("light", 0.0, 1.0)]
-    homes = [choose(candidates, 0.0, 0.0, Affinity(i.to_bytes(16, "big"), 1e9)) for i in range(2000)]
-    assert 0.70 < homes.count("heavy") / 2000 < 0.80
+    having = [replace(c, has=data.draw(st.floats(0, 2e6))) for c in candidates]
+    chosen = choose(having, cost, rand)
+    after = {c.name: (c.load + max(0.0, cost - c.has)) / c.weight for c in having}
+    assert chosen is not None and after[chosen] == min(after.values())
 
 
 @given(st.sets(st.text(max_size=3)), st.frozensets(st.text(max_size=3)))

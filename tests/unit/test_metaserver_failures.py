@@ -350,16 +350,6 @@ def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
         until(lambda: all(s.aborted for s in c.decode[0].generations()))
 
 
-def test_a_prefix_goes_to_the_same_p_and_others_spread() -> None:
-    with cluster(prefill=3, affinity=True) as c:
-        for i in range(8):
-            c.complete("common head " * 300 + str(i))
-        assert sorted(len(p.generations()) for p in c.prefill) == [0, 0, 8]
-        for i in range(30):
-            c.complete(f"{i} another head")
-        assert all(p.generations() for p in c.prefill)
-
-
 def test_load_is_counted_in_tokens_not_in_requests() -> None:
     with cluster(prefill=2) as c:
         for engine in c.prefill:

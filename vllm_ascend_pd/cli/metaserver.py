@@ -81,7 +81,17 @@ def _behaviour(group: Any) -> None:
         help="when no prefill engine is usable: the decode engine prefills by itself, or the client gets 503",
     )
     group.add_argument(
-        "--affinity", action="store_true", help="prompts with a common head go to the same prefill engine"
+        "--prefix-tokens",
+        type=int,
+        default=500_000,
+        help="tokens that an engine's prefix cache holds, about: prompts go where most of them was before, weighed against "
+        "load; 0: by load alone",
+    )
+    group.add_argument(
+        "--decode-alone-tokens",
+        type=int,
+        default=0,
+        help="a prompt of which the decode engine lacks at most so many tokens is computed there, without a prefill engine; 0: none",
     )
     group.add_argument("--no-canary", action="store_true", help="readiness without having moved a block")
     group.add_argument("--attempts", type=int, default=3, help="attempts per request before its first byte")
@@ -164,7 +174,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         decode=_named(Role.DECODE, args, "decoder"),
         instances_file=args.instances,
         without_prefill=args.without_prefill,
-        affinity=args.affinity,
+        prefix_tokens=args.prefix_tokens,
+        decode_alone=args.decode_alone_tokens,
         retry=RetryPolicy(max(1, attempts), Backoff(first, max(first, Backoff().longest_s))),
         circuit=CircuitPolicy(threshold=args.circuit_failures),
         canary=not args.no_canary,
@@ -197,7 +208,7 @@ _POSITIVE = (
     *("prefill_timeout", "idle_timeout", "max_running", "max_body_mib", "grace"),
 )
 _NOT_NEGATIVE = (
-    *("resume_tokens", "resume_mib", "engine_max_new_tokens"),
+    *("resume_tokens", "resume_mib", "engine_max_new_tokens", "prefix_tokens", "decode_alone_tokens"),
     *("max_waiting", "max_wait", "max_retries", "retry_delay"),
 )
 _LEAST_PROBE_S = 0.01

@@ -7,7 +7,6 @@ A client's own `kv_transfer_params` never gets any further than here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import msgspec
 from vllm_ascend_pd.metaserver import outline
 from vllm_ascend_pd.metaserver.gathered import Payload
 from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Steps, at_once
+from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -34,7 +34,8 @@ _BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space, and the marks of
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
-_HEAD_BYTES = 2048  # how much of a prompt makes its affinity
+_MODEL_BYTES = 1 << 10  # of a model's name
+_BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
 
 
 class Use(Enum):
@@ -112,7 +113,8 @@ class Request(msgspec.Struct, frozen=True):
     decode_tokens: int
     remote: bool  # a prefill elsewhere serves it; else D must see the whole prompt itself
     send_tokens: bool  # P gets the token ids that D made, not the client's own words
-    affinity: bytes
+    model: str  # as the client names it; empty where it does not
+    marks: Marks  # by which its beginning is known again
 
 
 def parse(route: str, body: Buffer) -> Request:
@@ -147,7 +149,8 @@ def parsing(route: str, body: Buffer) -> Steps[Request]:
         remote=bool(prompt) and not _needs_own_prompt(fields),
         # A forced tool call is parsed from the answer, and one token of it is no tool call: P gets the ids.
         send_tokens=shape is Shape.BATCH or (route == CHAT and (forced_tool or formatted)),
-        affinity=_affinity(fields, prompt),
+        model=model_of(fields),
+        marks=(yield from _marks(fields, prompt, tokens)) if shape is Shape.ONE else (),
     )
 
 
@@ -340,7 +343,15 @@ def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
     return int(value) if isinstance(value, int) and 0 <= value < 10**9 else default
 
 
-def _affinity(fields: Mapping[str, msgspec.Raw], prompt: memoryview) -> bytes:
-    model, salt = _view(fields, "model", b""), _view(fields, "cache_salt", b"")
-    told = b"\0".join((model[:_HEAD_BYTES], salt[:_HEAD_BYTES], prompt[:_HEAD_BYTES]))
-    return hashlib.blake2b(told, digest_size=16).digest()
+def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
+    """Empty where there is none, or nothing that could be one."""
+    raw = fields.get("model", msgspec.Raw(b'""'))
+    try:
+        return msgspec.json.decode(raw, type=str) if len(memoryview(raw)) <= _MODEL_BYTES else ""
+    except UNREADABLE:
+        return ""
+
+
+def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Steps[Marks]:
+    """A template puts tools and documents before what was said."""
+    return (yield from marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens))

@@ -7,8 +7,6 @@ D's client uses the rule for repeating a POST.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -217,6 +215,12 @@ class Life:
         known = self._of(incarnation)
         return at > self.refused and (known is None or incarnation == known.incarnation or at > known.at)
 
+    def outlived(self, before: Life) -> bool:
+        """Whether a process that was known before is known to be gone, and what it had with it."""
+        now = {dp_rank_of(word.incarnation): word.incarnation for word in self.told}
+        replaced = (now.get(dp_rank_of(w.incarnation), w.incarnation) != w.incarnation for w in before.told)
+        return self.refused > before.refused or any(replaced)
+
     def as_sent(self) -> tuple[tuple[Told, ...], float]:
         """What `of` takes."""
         return self.told, self.refused
@@ -408,41 +412,23 @@ def condition(circuit: Circuit, answered: bool, draining: bool) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One instance as the choice sees it. `load` is in tokens in flight."""
+    """One instance as the choice sees it. `load` is in tokens in flight, `has` those of the prompt that are in its cache."""
 
     name: str
     load: float
     weight: float = 1.0
+    has: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Affinity:
-    """Prompts with a common head go to the same P unless it carries `slack` more tokens than the least loaded."""
-
-    key: bytes
-    slack: float = 16384.0
-
-
-def choose(candidates: Sequence[Candidate], cost: float, rand: float, affinity: Affinity | None = None) -> str | None:
-    """Least load after taking `cost` tokens, by weight; ties spread by `rand`; None when there is nobody."""
+def choose(candidates: Sequence[Candidate], cost: float, rand: float) -> str | None:
+    """Least load after taking what it lacks of `cost` tokens, by weight; ties spread by `rand`; None when there is nobody."""
     usable = [c for c in candidates if c.weight > 0]
     if not usable:
         return None
-    after = {c.name: (c.load + cost) / c.weight for c in usable}
+    after = {c.name: (c.load + max(0.0, cost - c.has)) / c.weight for c in usable}
     least = min(after.values())
-    if affinity is not None:
-        home = max(usable, key=lambda c: _score(affinity.key, c))
-        if after[home.name] <= least + affinity.slack / home.weight:
-            return home.name
     best = [c.name for c in usable if after[c.name] <= least]
     return best[int(rand * len(best)) % len(best)]
-
-
-def _score(key: bytes, candidate: Candidate) -> float:
-    """Rendezvous hashing: adding or removing one candidate moves only the keys that were or become its own."""
-    digest = hashlib.blake2b(key + candidate.name.encode(), digest_size=8).digest()
-    unit = (int.from_bytes(digest, "big") + 1) / (2.0**64 + 1)
-    return candidate.weight / -math.log(unit)
 
 
 def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import msgspec
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
 from vllm_ascend_pd.metaserver.outline import Steps
+from vllm_ascend_pd.metaserver.prefixes import Marks
 
 _GREEDY = 1e-5  # temperatures below are greedy for vLLM
 _COMPLETION_TOKENS = 16  # vLLM's limit for completions that name none
@@ -111,7 +112,8 @@ class Terms(msgspec.Struct, frozen=True):
     held: int  # characters that D holds back as long as they may begin one
     asked_ids: bool  # the client wants token ids
     usage: bool  # and the usage at the end
-    affinity: bytes
+    model: str
+    marks: Marks
     size: int
 
 
@@ -157,7 +159,8 @@ def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
         held=0 if bodies.flag(fields, "include_stop_str_in_output") else max(0, longest - 1),
         asked_ids=bodies.flag(fields, "return_token_ids"),
         usage=_usage(fields),
-        affinity=request.affinity,
+        model=request.model,
+        marks=request.marks,
         size=size,
     )
 
@@ -184,7 +187,8 @@ def continued(terms: Terms, prompt: bytes, tokens: int, answer: Sequence[int], a
         decode_tokens=tokens + at + min(left, 1 << 20),
         remote=True,
         send_tokens=False,
-        affinity=terms.affinity,
+        model=terms.model,
+        marks=terms.marks,
     )
 
 

@@ -21,11 +21,11 @@ from vllm_ascend_pd.protocol.versions import fingerprint
 
 SETTLE_S = 15.0  # D's: how long KV may be missing after P's good answer
 RESERVE_S = 600.0
-PRINT = fingerprint("simulated")
+PRINTS = {model: fingerprint(model) for model in ("m", "n")}
 P_FAULTS = ("silent", "breaks after push", "refuses to push", "half", "hangs", "500", "503", "ends", "empty", "breaks")
 D_FAULTS = ("500", "503", "empty", "breaks", "breaks later", "half", "drops", "drops later", "fails after load", "ends", "hangs")  # fmt: skip
 LATER = ("breaks later", "drops later", "fails later", "ends later", "hangs later")  # in a stream
-ROOM = 2300  # tokens that the model takes in all
+ROOM = 3400  # tokens that the model takes in all
 BACKOFF = Backoff(first_s=0.05, longest_s=2.0)
 
 
@@ -50,6 +50,11 @@ class Kind:
     slow_s: float = 0.05
     probe_s: float = 0.01
     policy: str = "recompute"
+    model: str = "m"
+
+    @property
+    def print(self) -> str:
+        return PRINTS[self.model]
 
 
 @dataclass(eq=False)
@@ -133,12 +138,17 @@ class Engine:
             await asyncio.sleep(self.rng.random() * self.kind.probe_s)
             request.whole(200, b"")
         elif request.path == "/v1/models":
-            request.whole(200, b'{"object":"list","data":[{"id":"m","max_model_len":%d}]}' % ROOM)
+            cards = [{"id": self.kind.model, "max_model_len": ROOM}]
+            request.whole(200, json.dumps({"object": "list", "data": cards}).encode())
         else:
             fault = self.rng.choice(self.faults) if self.rng.random() < self.kind.fault else ""
             if fault:
                 self.count(fault)
-            await self.generate(request, json.loads(request.body), fault)
+            body = json.loads(request.body)
+            if body["model"] != self.kind.model:
+                request.whole(404, error(404))
+                return
+            await self.generate(request, body, fault)
 
     async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
         raise NotImplementedError
@@ -198,7 +208,7 @@ class Prefill(Engine):
                 request.tear()
                 return
             code = "PD-META-005" if fault == "refuses to push" else ""
-            params = params_of(PushReport(self.incarnation, code, "not mine" if code else "", PRINT))
+            params = params_of(PushReport(self.incarnation, code, "not mine" if code else "", self.kind.print))
             answer = {"id": "x", "choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
             said = json.dumps(answer | {"kv_transfer_params": params}).encode()
             if fault == "half":
@@ -350,7 +360,7 @@ class Decode(Engine):
         failed = bool(load.failed)
         return LoadReport(
             load.transfer, params["ticket"], self.incarnation, 0 if failed else 7, 7 if failed else 0,
-            load.failed, load.received_from, PRINT,
+            load.failed, load.received_from, self.kind.print,
         )  # fmt: skip
 
     async def _load(self, prompt: object, params: dict[str, Any]) -> Load:
@@ -359,7 +369,7 @@ class Decode(Engine):
         self.loads[load.transfer] = load
         sealed = json.dumps({"transfer": load.transfer, "decode": self.name}).encode()
         posted = {
-            "ticket": params["ticket"], "transfer": load.transfer, "decode": self.incarnation, "fingerprint": PRINT,
+            "ticket": params["ticket"], "transfer": load.transfer, "decode": self.incarnation, "fingerprint": self.kind.print,
             "reservation": base64.b64encode(sealed).decode(),
         }  # fmt: skip
         if params.get("send_tokens"):

@@ -8,6 +8,7 @@
 4. Nothing stays behind: no leg, ticket, place, load or task.
 5. What a D has finished is not computed again.
 6. A greedy stream goes on when its D dies, as long as there is another that takes requests.
+7. A model that a D has listed is not unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from simulation.front.clock import Deadlock, VirtualLoop, simulated
 from simulation.front.engines import ROOM, Decode, Engine, Kind, Prefill, ids_of, words
 from simulation.front.speech import right_stream, understood
 from simulation.front.wire import Call, Network
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Role
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
@@ -86,6 +87,8 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
     faulty = rng.random() < 0.8
     slow = rng.choice((0.01, 0.1, 1.0))
 
+    models = rng.choice((("m",), ("m",), ("m",), ("m", "n")))
+
     def kinds(role: str) -> Iterator[Kind]:
         for i in range(rng.randint(1, 4)):
             sound = i == 0 or not faulty
@@ -96,6 +99,7 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
                 slow_s=slow * rng.choice((0.3, 1.0, 3.0)),
                 probe_s=rng.choice((0.01, 0.5, 4.0 if not sound else 1.5)),
                 policy=rng.choice(("recompute", "fail")),
+                model=models[i % len(models)],
             )
 
     return Plan(
@@ -112,7 +116,8 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
             "first_byte_timeout_s": 60.0,
             "idle_timeout_s": 30.0,
             "without_prefill": rng.choice(("local", "refuse")),
-            "affinity": rng.random() < 0.3,
+            "prefix_tokens": rng.choice((0, 40, 500_000)),
+            "decode_alone": rng.choice((0, 0, 0, 5)),
             "circuit": CircuitPolicy(wedged_s=rng.choice((0.5, 5.0))),
         },
     )
@@ -223,19 +228,22 @@ class House:
 
     async def _client(self, rng: random.Random) -> None:
         chat, stream = rng.random() < 0.4, rng.random() < 0.6
-        prompt: Any = f"{rng.random()} " + "x" * rng.choice((0, 10, 2000))
+        prompt: Any = "h" * rng.choice((0, 0, 0, 1100)) + f"{rng.random()} " + "x" * rng.choice((0, 10, 2000))
         if chat:
             prompt = [{"role": "user", "content": prompt}]
         elif not stream and rng.random() < 0.15:
             prompt = [prompt, prompt + "y"]
         count, copies = rng.randrange(1, 6), 1 if stream else rng.choice((1, 1, 1, 2))
         limit = "max_completion_tokens" if chat else "max_tokens"
-        body = {"model": "m", "stream": stream, "messages" if chat else "prompt": prompt, limit: count, "n": copies}
+        model = rng.choice([engine.kind.model for engine in self.decodes.values()])
+        body = {"model": model, "stream": stream, "messages" if chat else "prompt": prompt, limit: count, "n": copies}
         if rng.random() < 0.1:
             body["seed"] = 7
         if stream:
             _draw_stream(body, rng)
-        app = rng.choice(list(self.apps.values()))
+        worker = rng.choice(self.workers)
+        known = any(model in (instance.cards or ()) for instance in worker.fleet.of(Role.DECODE))
+        app = self.apps[worker.front.own_url]
         path = "/v1/chat/completions" if chat else "/v1/completions"
         call = Call(app, path, json.dumps(body).encode(), [(b"content-type", b"application/json")]).start()
         patience = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
@@ -255,11 +263,14 @@ class House:
         right = ["".join(words(p, count)) for p in prompts for _ in range(copies)]
         if stream and call.status == 200:
             verdict = _of_stream(call, body, ids_of(prompt))
-            if verdict == "broken off" and self.plan.goes_on and body.get("temperature") == 0:
+            lasts = self.plan.goes_on and model == self.plan.decodes[0].model  # the first D is sound
+            if verdict == "broken off" and lasts and body.get("temperature") == 0:
                 self.problems.append(f"promise 6: a stream broke that could go on: {call.body[-400:]!r}")
         else:
             verdict = _of_whole(call, right)
         self.said[verdict] += 1
+        if call.status == 404 and known:
+            self.problems.append(f"promise 7: {model} is unknown, although a D has listed it")
         if verdict == "wrong":
             self.problems.append(f"promise 1: {call.status} {call.body[-400:]!r} for {right}")
 
@@ -341,7 +352,7 @@ def _of_whole(call: Call, right: list[str]) -> str:
     except ValueError:
         return "wrong"
     if call.status != 200:
-        return "error" if call.status in HONEST and fields["error"]["message"] else "wrong"
+        return "error" if call.status in (*HONEST, 404) and fields["error"]["message"] else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]

@@ -29,6 +29,13 @@ def _any_world(plan: Plan) -> Plan:
     return plan
 
 
+def _two_models(plan: Plan) -> Plan:
+    prefills, decodes = (
+        [replace(kind, model="mn"[i % 2]) for i, kind in enumerate(kinds)] for kinds in (plan.prefills, plan.decodes)
+    )
+    return replace(plan, prefills=prefills, decodes=decodes)
+
+
 def _hanging_and_idle(plan: Plan) -> Plan:
     """A sound pair beside engines that fail whatever they are asked; nobody asks but canaries."""
     bad = Kind(sound=False, fault=1.0)
@@ -57,6 +64,10 @@ class Mutation:
         plan = self.worlds(draw(random.Random(f"plan/{seed}")))
         with self.applied() if taken_out else nullcontext():
             return run_seed(seed, plan=plan)
+
+
+def _serving_unasked(self: fleet.Fleet, model: str) -> fleet.Fits:
+    return lambda instance: not instance.cards or model in instance.cards
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -198,6 +209,12 @@ ALL = {
         Mutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
         Mutation("a trial never ends", ((Circuit, "returned", _nothing),)),
         Mutation("a body is never let go", ((Body, "release", _nothing),)),
+        Mutation(
+            "an engine serves every model", ((fleet.Fleet, "serving", lambda self, model: fleet.anybody),), _two_models
+        ),
+        Mutation(
+            "who was not asked yet serves every model", ((fleet.Fleet, "serving", _serving_unasked),), _two_models
+        ),
         # Of streams that outlive their D.
         Mutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
         Mutation("text of the next token is lost", ((Kept, "next_request", _after(_skip=lambda n: n + 1)),), _breaking),

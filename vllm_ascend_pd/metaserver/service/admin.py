@@ -48,6 +48,9 @@ def apply(fleet: Members, operation: Operation) -> None:
         fleet.add(parse_spec(Role(operation["role"]), operation["url"], operation["weight"]), "admin")
     elif kind == "remove":
         fleet.remove(name)
+    elif kind == "forget":
+        for each in fleet:
+            each.prompts.forget()
     else:
         instance = fleet.get(name)
         if instance is not None:
@@ -158,6 +161,7 @@ class Admin:
     async def _reset(self, request: Request) -> Response:
         """The predecessor's route: every engine forgets its prefixes."""
         _require_json(request)
+        await self._perform({"op": "forget"})
         instances = list(self._fleet)
         ends = await asyncio.gather(*(self._reset_one(instance) for instance in instances))
         engines = {instance.name: end for instance, end in zip(instances, ends, strict=True)}

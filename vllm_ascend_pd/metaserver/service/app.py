@@ -74,7 +74,7 @@ class Worker:
 
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
-        self.fleet = Members(settings.circuit, self._lost)
+        self.fleet = Members(settings.circuit, self._lost, settings.prefix_tokens)
         self._file: InstancesFile | None = None
         if settings.members:
             self.fleet.become(msgspec.json.decode(settings.members))
@@ -173,7 +173,10 @@ class Worker:
         with self._intake.body() as body:
             try:
                 stripped = await self.front.turns.take(bodies.stripping(await self._read(body, receive, route)))
-                call = passing.call(scope, stripped)
+                model = ""
+                if self.fleet.several_models:
+                    model = await self.front.turns.take(passing.model_of(scope["path"], stripped))
+                call = passing.call(scope, stripped, model)
             except bodies.BodyError as problem:
                 await _unusable(send, route, request_id, problem)
                 return

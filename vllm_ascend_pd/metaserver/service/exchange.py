@@ -148,7 +148,7 @@ class Exchange:
     def forget_prompt(self) -> None:
         """No attempt and no post of D can need it any more: a stream may go on for long."""
         if self.request.fields:
-            self.request = msgspec.structs.replace(self.request, fields={})
+            self.request = msgspec.structs.replace(self.request, fields={}, marks=())
         self.release()
 
     def over(self) -> None:

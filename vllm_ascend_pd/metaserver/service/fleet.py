@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from vllm_ascend_pd.metaserver.decisions import (
-    Affinity,
     Candidate,
     Circuit,
     CircuitPolicy,
@@ -32,6 +33,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     prefer,
 )
 from vllm_ascend_pd.metaserver.http1 import Origin
+from vllm_ascend_pd.metaserver.prefixes import Marks, Prompts
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.protocol.versions import may_pair
 
@@ -99,6 +101,8 @@ class Instance:
     weight: float
     source: str
     circuit: Circuit
+    prompts: Prompts  # that it was sent in its present life
+    cards: dict[str, msgspec.Raw] | None = None  # of the models that it lists, by name; None: it was not asked yet
     answered: bool = False
     healthy: bool = False  # its last probe was good
     life: Life = field(default_factory=Life)
@@ -110,6 +114,7 @@ class Instance:
     broke: int = 0
     last_error: str = ""
     last_error_at: float = field(default=0.0)  # wall clock, for the operator
+    _life_of_prompts: Life = field(default_factory=Life)
 
     def __repr__(self) -> str:
         """<prefill 10.0.0.2:8100 ready, 120 tokens in 2 requests, served 7, broke 1: no connection>"""
@@ -123,6 +128,14 @@ class Instance:
     def fingerprint(self) -> str:
         """Which engines it can be a pair with, as far as is known now."""
         return self.life.fingerprint(time.monotonic())
+
+    def has(self, marks: Marks) -> int:
+        """How many of a prompt's tokens are in its prefix cache, as far as is known."""
+        if self._life_of_prompts is not self.life:
+            if self.life.outlived(self._life_of_prompts):
+                self.prompts.forget()
+            self._life_of_prompts = self.life
+        return self.prompts.has(marks)
 
     def condition(self) -> Condition:
         return condition(self.circuit, self.answered, self.draining)
@@ -147,6 +160,8 @@ class Instance:
             "source": self.source,
             "state": self.condition().value,
             "fingerprint": self.fingerprint,
+            "models": sorted(self.cards or ()),
+            "prompt_tokens_cached": self.prompts.tokens,
             "tokens_in_flight": self.load,
             "requests": self.requests,
             "served": self.served,
@@ -185,6 +200,17 @@ class Trial:
 Fits = Callable[[Instance], bool]
 
 
+def anybody(instance: Instance) -> bool:
+    return True
+
+
+def both(one: Fits, other: Fits) -> Fits:
+    """Those that fit in each of the two respects."""
+    if one is anybody:
+        return other
+    return one if other is anybody else lambda instance: one(instance) and other(instance)
+
+
 def pairing(*fingerprints: str) -> Fits:
     """Which instances can be a pair with an engine of one of these fingerprints."""
     told = frozenset(fingerprints)
@@ -197,13 +223,18 @@ def pairing(*fingerprints: str) -> Fits:
 
 
 class Fleet:
-    """`lost` hears of an instance whose circuit opens, and why."""
+    """`lost` hears of an instance whose circuit opens, and why. `prefix_tokens`: what each engine's prefix cache holds."""
 
     def __init__(
-        self, policy: CircuitPolicy, lost: Callable[[Instance, str], None] = lambda instance, why: None
+        self,
+        policy: CircuitPolicy,
+        lost: Callable[[Instance, str], None] = lambda instance, why: None,
+        prefix_tokens: int = 0,
     ) -> None:
         self._policy = policy
         self._lost = lost
+        self._prefix_tokens = prefix_tokens
+        self.several_models = False  # not all engines list the same
         self._instances: dict[str, Instance] = {}
         self._proofs: dict[tuple[str, str, str, str], Proof] = {}  # the newest of each pair of lives
 
@@ -228,7 +259,8 @@ class Fleet:
             return known
         if known is not None:  # https now, or no longer: another server
             self.remove(spec.name)
-        made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, Circuit(self._policy))
+        circuit, prompts = Circuit(self._policy), Prompts(self._prefix_tokens)
+        made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, circuit, prompts)
         self._instances[spec.name] = made
         METRICS.instance(made.name, made.role.value)
         return made
@@ -238,6 +270,7 @@ class Fleet:
         gone = self._instances.pop(name, None)
         if gone is not None:
             gone.draining = True
+            self._compare_models()
             METRICS.instance(gone.name, gone.role.value)
         return gone
 
@@ -264,16 +297,33 @@ class Fleet:
             else:
                 known.weight = spec.weight  # an operator's drain outlives a reload
 
+    # -- models
+
+    def lists(self, instance: Instance, cards: dict[str, msgspec.Raw]) -> None:
+        """What an engine told of its models: nothing, if it has no list or shows none."""
+        instance.cards = cards
+        self._compare_models()
+
+    def _compare_models(self) -> None:
+        self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
+
+    def serving(self, model: str) -> Fits:
+        """Which instances serve it: those that list it, and those that list nothing when they are asked. If nobody lists it, any: its
+        own answer says so then, or it has learned it since."""
+        if not any(i.cards and model in i.cards for i in self._instances.values()):
+            return anybody
+        return lambda instance: instance.cards is not None and (model in instance.cards or not instance.cards)
+
     # -- choice
 
-    def usable(self, role: Role, fits: Fits = lambda instance: True) -> bool:
+    def usable(self, role: Role, fits: Fits = anybody) -> bool:
         now = time.monotonic()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
-    def has_prefill(self, avoid: frozenset[str] = frozenset()) -> Fits:
-        """Which D's have a P that fits them and takes requests, beside those in `avoid`."""
+    def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = anybody) -> Fits:
+        """Which D's have a P that fits them, serves and takes requests, beside those in `avoid`."""
         now = time.monotonic()
-        usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now))
+        usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
         return pairing(*(i.fingerprint for i in usable))
 
     def choose(
@@ -281,10 +331,11 @@ class Fleet:
         role: Role,
         cost: float,
         avoid: frozenset[str] = frozenset(),
-        affinity: Affinity | None = None,
-        fits: Fits = lambda instance: True,
+        fits: Fits = anybody,
+        marks: Marks = (),
     ) -> Instance | None:
-        """The instance for `cost` more tokens, of those that fit; those in `avoid` only when there is no other."""
+        """The instance for `cost` more tokens, of those that fit; those in `avoid` only when there is no other. What one has of the
+        prompt with these marks costs it nothing."""
         now = time.monotonic()
         fitting = [i for i in self.of(role) if fits(i)]
         names = prefer((i.name for i in fitting if i.usable(now)), avoid)
@@ -292,8 +343,8 @@ class Fleet:
         if len(usable) == 1:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable
-        candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight) for i in usable]
-        name = choose(candidates, cost, random.random(), affinity)
+        candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.has(marks)) for i in usable]
+        name = choose(candidates, cost, random.random())
         return self._instances[name] if name is not None else None
 
     # -- what is proven

@@ -18,7 +18,7 @@ from vllm_ascend_pd.metaserver.resume import Kept
 from vllm_ascend_pd.metaserver.service import relay, resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, pairing
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, both, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.shared import Shared
@@ -212,15 +212,16 @@ class Front(Shared):
     def _decode(self, exchange: Exchange) -> Instance | None:
         if exchange.pinned is not None:
             return exchange.pinned[1]
-        cost, tried = exchange.request.decode_tokens, frozenset(exchange.tried)
-        if not exchange.request.remote:
-            return self.fleet.choose(Role.DECODE, cost, tried)
-        # One that a P fits comes before one that would have to prefill by itself; during a rollout there may be both.
-        has_prefill = self.fleet.has_prefill(frozenset(exchange.bad_prefills))
-        good = self.fleet.choose(Role.DECODE, cost, fits=lambda d: d.name not in tried and has_prefill(d))
-        if good is not None and good.usable(time.monotonic()):
-            return good
-        return self.fleet.choose(Role.DECODE, cost, tried)
+        request, tried = exchange.request, frozenset(exchange.tried)
+        cost, marks, serves = request.decode_tokens, request.marks, self.fleet.serving(request.model)
+        if request.remote:
+            # One that a P fits comes before one that would have to prefill by itself; during a rollout there may be both.
+            has_prefill = both(serves, self.fleet.has_prefill(frozenset(exchange.bad_prefills), serves))
+            fits = both(has_prefill, lambda decode: decode.name not in tried)
+            good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
+            if good is not None and good.usable(time.monotonic()):
+                return good
+        return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
 
     async def _attempt(self, exchange: Exchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
@@ -247,9 +248,17 @@ class Front(Shared):
     def _params(self, attempt: Attempt) -> dict[str, Any] | None:
         """What D is told about its prefill; None: it prefills by itself. Raises AttemptFailed."""
         exchange = attempt.exchange
-        if not exchange.request.remote:
+        request, there = exchange.request, attempt.decode.has(exchange.request.marks)
+        attempt.decode.prompts.add(request.marks)
+        if not request.remote:
             return None
-        fits = pairing(attempt.decode.fingerprint)
+        alone = self.settings.decode_alone
+        if alone and exchange.pinned is None and request.prefill_tokens - there <= alone:
+            why = "short" if request.prefill_tokens <= alone else "cached"
+            METRICS.decode_alone.labels(why).inc()
+            exchange.stage("alone", why)
+            return None
+        fits = both(self.fleet.serving(request.model), pairing(attempt.decode.fingerprint))
         if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
             if self.settings.without_prefill == "refuse":
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
@@ -257,7 +266,7 @@ class Front(Shared):
             exchange.stage("local", "no prefill instance that fits")
             return None
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
-        if exchange.request.send_tokens:
+        if request.send_tokens:
             params["send_tokens"] = True
         return params
 

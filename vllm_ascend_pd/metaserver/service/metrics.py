@@ -42,6 +42,11 @@ class Metrics:
         )
         self.tokens_received = self._counter("tokens_received", "Prompt tokens whose KV came from P, as D reports")
         self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
+        self.decode_alone = self._counter(
+            "decode_alone", "Prompts that D computed by choice: short, or in its cache", "why"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent to P's, about")
+        self.prompt_tokens_there = self._counter("prompt_tokens_there", "Of these, what P is thought to have cached")
         self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
         self.resumes = self._counter("resumes", "Streams that another D was to go on with, by what ended them", "cause")
         self.resume_seconds = self._histogram(

@@ -15,14 +15,15 @@ from typing import Any
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import Reply, UpstreamError
+from vllm_ascend_pd.metaserver.outline import Buffer, Steps
+from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.relay import client_head, refuse
+from vllm_ascend_pd.metaserver.service.relay import client_head, refuse, send_whole
 
-MODELS = "/v1/models"
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(
     (
@@ -30,7 +31,7 @@ _COMPUTED = frozenset(
         *("/v1/audio/transcriptions", "/v1/audio/translations"),
     )
 )
-_NAMED = _COMPUTED | {MODELS, bodies.COMPLETIONS, bodies.CHAT}
+_NAMED = _COMPUTED | {models.ROUTE, bodies.COMPLETIONS, bodies.CHAT}
 _DECLINED = (429, 503)  # it says that it did not do it
 _EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
@@ -43,6 +44,7 @@ class Call:
     path: str
     target: bytes  # path and query as they came: decoded they could hold a line end
     body: bytes | memoryview = b""
+    model: str = ""  # that it is for, where that matters and is known
 
     @property
     def route(self) -> str:
@@ -56,7 +58,11 @@ class Call:
     @property
     def cheap(self) -> bool:
         """Costs D nothing and is polled: it waits behind no generation, and is not kept among the last requests."""
-        return self.method == "OPTIONS" or (self.reads and (self.path + "/").startswith(MODELS + "/"))
+        return self.method == "OPTIONS" or (self.reads and (self.path + "/").startswith(models.ROUTE + "/"))
+
+    @property
+    def lists(self) -> bool:
+        return self.method == "GET" and self.path == models.ROUTE
 
     def evidence(self, status: int) -> Evidence | None:
         """What an answer with this status says about the engine."""
@@ -68,7 +74,7 @@ class Call:
 
     def request(self) -> bodies.Request:
         """As the journal keeps it."""
-        return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, b"")
+        return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
 
 
 def plain(path: str) -> bool:
@@ -76,10 +82,20 @@ def plain(path: str) -> bool:
     return "\\" not in path and not {"", ".", ".."} & set(path.removesuffix("/").split("/")[1:])
 
 
-def call(scope: Mapping[str, Any], stripped: bytes | memoryview = b"") -> Call:
+def call(scope: Mapping[str, Any], stripped: bytes | memoryview = b"", model: str = "") -> Call:
     query = scope.get("query_string", b"")
     target = scope["raw_path"] + (b"?" + query if query else b"")
-    return Call(scope["method"], scope["path"], target, stripped)
+    return Call(scope["method"], scope["path"], target, stripped, model)
+
+
+def model_of(path: str, body: Buffer) -> Steps[str]:
+    """Which model a call is for; empty where neither path nor JSON says it (a form with a sound file has it elsewhere)."""
+    if path.startswith(models.ROUTE + "/"):
+        return path.removeprefix(models.ROUTE + "/")
+    try:
+        return bodies.model_of((yield from bodies.fields_of(body)))
+    except bodies.BodyError:
+        return ""
 
 
 async def pass_on(front: Front, exchange: Exchange, call: Call) -> None:
@@ -93,7 +109,7 @@ async def pass_on(front: Front, exchange: Exchange, call: Call) -> None:
 async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
     while True:
         exchange.number += 1
-        decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried))
+        decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried), front.fleet.serving(call.model))
         if decode is None:
             front.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
             await refuse(exchange, known(503, "PD-META-008", 2, role="decode"))
@@ -109,6 +125,9 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                     first = await _first(front, call, reply)
                     declined = reply.status in _DECLINED
                     delay = front.again(exchange, decode, Failure.REFUSED, call.reads) if declined else None
+                    if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
+                        await _all_models(front, exchange, decode)  # this D has seen the caller's key
+                        return
                     if delay is None:
                         await _relay(front, exchange, decode, reply, first, call)
                         return
@@ -121,6 +140,15 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                     await refuse(exchange, known(status, "PD-META-007", why=problem.why))
                     return
         await asyncio.sleep(delay)
+
+
+async def _all_models(front: Front, exchange: Exchange, decode: Instance) -> None:
+    """One list in place of this D's, which does not know what the others serve."""
+    exchange.committed, exchange.status = True, 200
+    head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
+    await send_whole(exchange.send, 200, head, models.listed(front.fleet.of(Role.DECODE)))
+    exchange.stage("end")
+    METRICS.legs.labels("decode", decode.name, "served").inc()
 
 
 async def _first(front: Front, call: Call, reply: Reply) -> bytes:

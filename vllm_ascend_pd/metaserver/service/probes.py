@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks every instance for its health, all the time, each on its own schedule."""
+"""Asks every instance for its health, all the time, each on its own schedule; and now and then for the models that it serves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import time
 
 from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 log = logging.getLogger(__name__)
+MODELS_EVERY_S = 10.0  # adapters come and go in an engine that stays the same
+_MODELS_BYTES = 1 << 20
 
 
 class Prober:
@@ -44,8 +47,14 @@ class Prober:
             self._probes[new] = asyncio.create_task(self._watch(new), name=f"probe {new.name}")
 
     async def _watch(self, instance: Instance) -> None:
+        asked, refused = 0.0, 0.0
         while True:
             await self.probe(instance)
+            if instance.life.refused > refused:  # another process by now, perhaps with another model
+                asked, refused = 0.0, instance.life.refused
+            if instance.healthy and (not asked or time.monotonic() >= asked + MODELS_EVERY_S):
+                asked = time.monotonic()
+                await self._models(instance)
             _show(instance)
             await asyncio.sleep(self._settings.probe_every_s * (0.8 + 0.4 * random.random()))
 
@@ -74,9 +83,26 @@ class Prober:
         if any(name == OWN_MARK for name, _ in reply.headers):
             self._fleet.seen(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
         elif reply.status == 200:
-            self._fleet.seen(instance, Evidence.PROBE_OK)
+            # Its models before it takes requests, so that none for another engine's model goes there.
+            unheard = await self._models(instance) if instance.cards is None else ""
+            evidence = Evidence.PROBE_FAILED if unheard else Evidence.PROBE_OK
+            self._fleet.seen(instance, evidence, unheard)
         else:
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health answered {reply.status}")
+
+    async def _models(self, instance: Instance) -> str:
+        """Learn what it serves; why it did not answer, if so. One that does not tell keeps what it told before."""
+        token, timeout = self._settings.engine_token, self._settings.probe_timeout_s
+        headers = [(b"authorization", b"Bearer " + token.encode())] if token else []
+        try:
+            reply = await self._upstream.send(instance.origin, "GET", models.ROUTE.encode(), headers, b"", timeout)
+            async with reply:
+                told = await reply.rest(_MODELS_BYTES, timeout)
+        except UpstreamError as failed:
+            return f"{models.ROUTE}: {failed.why}"
+        cards = models.cards_of(told) if reply.status == 200 else {}
+        self._fleet.lists(instance, cards or instance.cards or {})
+        return ""
 
 
 def _show(instance: Instance) -> None:

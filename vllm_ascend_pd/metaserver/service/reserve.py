@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.metaserver import bodies, outline
-from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Affinity, Evidence, Failure, Role
+from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Evidence, Failure, Role
 from vllm_ascend_pd.metaserver.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.outline import Steps
 from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
-from vllm_ascend_pd.metaserver.service.fleet import Instance, pairing
+from vllm_ascend_pd.metaserver.service.fleet import Instance, both, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, tell
@@ -32,7 +32,6 @@ _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', 
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
 _MOST_ENVELOPE = 1 << 20  # bytes of what D posts beside the prompt; it names a request's blocks
-_AFFINITY_SLACK_TOKENS = 16384.0
 _REPORT_S = 1.0  # D's report of KV that is there already, when P's leg has failed
 
 
@@ -174,7 +173,8 @@ class Reservations:
         have the KV although P's answer broke: its report, which comes at once then, is waited for a moment."""
         exchange = attempt.exchange
         fleet = self._front.fleet
-        another = any(map(fleet.has_prefill(frozenset(exchange.bad_prefills)), fleet.of(Role.DECODE)))
+        serves = fleet.serving(exchange.request.model)
+        another = any(map(fleet.has_prefill(frozenset(exchange.bad_prefills), serves), fleet.of(Role.DECODE)))
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
@@ -197,10 +197,14 @@ class Reservations:
         while True:
             number += 1
             prefill = self._choose(attempt, posted, cost)
+            there = prefill.has(exchange.request.marks)
+            prefill.prompts.add(exchange.request.marks)
+            METRICS.prompt_tokens.inc(cost)
+            METRICS.prompt_tokens_there.inc(there)
             attempt.sources[posted.transfer] = prefill, time.monotonic()
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
-                with front.fleet.leg(prefill, cost) as trial:
+                with front.fleet.leg(prefill, max(1.0, cost - there)) as trial:
                     first = await self._ask(attempt, posted, prefill)
                     awaited = front.journal.tickets.get(posted.ticket) is attempt
                     if trial.number and awaited and posted.transfer not in attempt.reports:
@@ -222,9 +226,9 @@ class Reservations:
         exchange, front = attempt.exchange, self._front
         if exchange.pinned is not None:
             return exchange.pinned[0]
-        affinity = Affinity(exchange.request.affinity, _AFFINITY_SLACK_TOKENS) if front.settings.affinity else None
-        bad, fits = frozenset(exchange.bad_prefills), pairing(posted.fingerprint)
-        prefill = front.fleet.choose(Role.PREFILL, cost, bad, affinity, fits)
+        request, bad = exchange.request, frozenset(exchange.bad_prefills)
+        fits = both(front.fleet.serving(request.model), pairing(posted.fingerprint))
+        prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, request.marks)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
             raise PrefillFailed(Failure.REFUSED, f"no prefill instance{other} is available")

@@ -26,7 +26,10 @@ class Settings:
     members: bytes = b""  # of a worker: all that its supervisor knows, in place of these three
 
     without_prefill: str = "local"  # no usable P: "local" (D prefills) or "refuse" (503)
-    affinity: bool = False
+    prefix_tokens: int = (
+        500_000  # of prompts that each engine's prefix cache is thought to hold; 0: the choice is by load alone
+    )
+    decode_alone: int = 0  # a prompt of which D lacks at most so many tokens is computed by D; 0: P prefills each
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
     canary: bool = True

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that engines list, and the list of all that clients get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from vllm_ascend_pd.metaserver.bodies import UNREADABLE
+from vllm_ascend_pd.metaserver.decisions import Condition
+from vllm_ascend_pd.metaserver.service.fleet import Instance
+
+ROUTE = "/v1/models"
+_UP = (Condition.READY, Condition.SUSPECT)
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _List(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+def cards_of(body: bytes) -> dict[str, msgspec.Raw]:
+    """What an engine says of each model, by its name; nothing where that is not understood."""
+    try:
+        cards = msgspec.json.decode(body, type=_List).data
+        return {msgspec.json.decode(card, type=_Card).id: msgspec.Raw(bytes(card)) for card in cards}
+    except UNREADABLE:
+        return {}
+
+
+def listed(decodes: Iterable[Instance]) -> bytes:
+    """One list of what all D's that are up serve, in the words of the first that lists it."""
+    cards: dict[str, msgspec.Raw] = {}
+    for decode in decodes:
+        if decode.condition() in _UP:
+            cards = {**(decode.cards or {}), **cards}
+    return msgspec.json.encode({"object": "list", "data": list(cards.values())})
