@@ -29,7 +29,7 @@ from pairs import (
 )
 
 from scripts.support.cells import Site
-from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after
+from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
@@ -49,8 +49,9 @@ LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 @pytest.fixture(scope="module")
 def decodes(cluster: Cluster, allowed: list[str]) -> Iterator[tuple[Engine, Engine]]:
     model, config = ensure("gqa"), cluster.push_config(*allowed)
+    details = ("--enable-prompt-tokens-details",)
     one, two = cluster.start(
-        EngineSpec("gqa-d1", model, role="kv_consumer", tp=1, policy="fail", extra=config),
+        EngineSpec("gqa-d1", model, role="kv_consumer", tp=1, policy="fail", extra=config, arguments=details),
         EngineSpec("gqa-d2", model, role="kv_consumer", tp=2, policy="recompute", extra=config),
     )
     yield one, two
@@ -191,6 +192,16 @@ class TestFromTp1:
 
     def test_prefill_pushes_the_prefix_that_it_did_not_compute(self, one: tuple[Pair, Pair, Pair]) -> None:
         one[0].check_prefix_on_prefill(BLOCK)
+
+    def test_usage_counts_as_cached_what_nobody_computed(self, one: tuple[Pair, Pair, Pair]) -> None:
+        """Not what D got from P: of that P has computed all that was not in its own cache."""
+        pair, head = one[0], fresh_prompt(6 * BLOCK)
+        longer = [*head, *fresh_prompt(50)]
+        # New to both; its beginning on both; all full blocks on both.
+        cases = ((head, 0), (longer, len(head)), (longer, 7 * BLOCK))
+        for tokens, cached in cases:
+            usage = post(pair.front.url, body_of(tokens, 4))["usage"]
+            assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) == cached, usage
 
     def test_32_requests_at_once_to_two_decode_engines_of_different_tp(self, one: tuple[Pair, Pair, Pair]) -> None:
         both = one[2]

@@ -329,7 +329,7 @@ PUSH = push_id("p" * 16, "u" * 32)
 @pytest.mark.parametrize(
     ("codes", "counts"),
     [
-        (("", ""), {"received": 6, "prefill": "p" * 16}),
+        (("", ""), {"received": 6, "prefill": "p" * 16, "cached": 3}),
         (("", "PD-XFER-004"), {"recomputed": 6, "code": "PD-XFER-004", "prefill": "p" * 16}),
         (("PD-XFER-001", "PD-XFER-004"), {"recomputed": 6, "code": "PD-XFER-001", "prefill": "p" * 16}),
     ],
@@ -344,8 +344,12 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     scheduler, asked, bind = loading(server)
     try:
         for code in codes:  # a step of each rank
-            scheduler.ended(frozenset({LoadEnd("r", code, PUSH), LoadEnd("of nobody", "PD-XFER-001", "")}))
+            scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("of nobody", "PD-XFER-001", "")}))
+        assert asked.prefill_stats is not None
+        asked.prefill_stats.set(len(TOKENS), 4, 6)
         assert scheduler.received("r") and not scheduler.received("r")
+        cached = 4 if "code" in counts else 3
+        assert asked.prefill_stats.num_cached_tokens == cached, "what came from P was computed there, or in its cache"
         engine = scheduler._engine
         told = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
         report = {"transfer": str(bind.transfer), "ticket": "t", **told, **counts}

@@ -273,7 +273,8 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     asked = request()
     assert scheduler._book.wanted("r", asked.num_prompt_tokens, 0)
     bind = scheduler._book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
-    scheduler._asked["r"] = _Asked(Ticket("http://metaserver", "ticket", False), asked.num_prompt_tokens)
+    ticket = Ticket("http://metaserver", "ticket", False)
+    scheduler._asked["r"] = _Asked(ticket, asked.num_prompt_tokens, asked, there=0)
     return scheduler, bind.transfer
 
 

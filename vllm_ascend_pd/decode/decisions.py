@@ -72,6 +72,7 @@ class LoadEnd:
     request_id: str
     code: str  # empty: the KV is complete here
     push: str  # empty: no P began to push here
+    cached: int = 0  # tokens of the prompt that P did not compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Verdict:
 
     code: str = ""  # why the KV did not come, in the words of whoever said so first
     push: str = ""
+    cached: int = 0
 
     @property
     def hangs_up(self) -> bool:
@@ -247,7 +249,8 @@ class LoadBook:
         load = self._loads.get(request_id)
         ends = load.ends if load is not None else []
         code = next((end.code for end in ends if end.code), "")
-        return Verdict(code, next((end.push for end in ends if end.push), ""))
+        cached = 0 if code else max((end.cached for end in ends), default=0)
+        return Verdict(code, next((end.push for end in ends if end.push), ""), cached)
 
     def received(self, request_id: str) -> TransferId | None:
         """All workers have reported the request; None if it is no load of ours (any more)."""

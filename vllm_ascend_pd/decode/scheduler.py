@@ -46,6 +46,8 @@ class _Asked:
 
     ticket: Ticket | Meet
     tokens: int
+    request: Any  # vLLM's
+    there: int  # tokens of its prompt that are in D's own cache
     first_token: str = ""  # whose it is, once that is known
     report: LoadReport | None = None  # once the load is over
     request_over: bool = False
@@ -70,6 +72,13 @@ def pace(longest: int, deadline_s: float) -> str:
         f"the longest prompt, {longest:,} tokens, has {deadline_s:g} s to come (recv_deadline_s): prefill engines need "
         f"{longest / deadline_s:,.0f} tokens a second for it, the wait in their queues included"
     )
+
+
+def tell_cached(request: Any, tokens: int) -> None:
+    """What vLLM tells the client of its prompt as cached. It counts all that came from P, most of which P has computed for it."""
+    stats = getattr(request, "prefill_stats", None)  # None once a token was told
+    if stats is not None:
+        stats.num_cached_tokens = tokens
 
 
 class DecodeScheduler(SchedulerRole):
@@ -129,7 +138,7 @@ class DecodeScheduler(SchedulerRole):
         bind = self._book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
-        self._asked[request.request_id] = _Asked(ticket, count)
+        self._asked[request.request_id] = _Asked(ticket, count, request, bind.first)
         asks = None
         if isinstance(ticket, Ticket):  # in the other orders no router's word brings the token
             asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
@@ -245,6 +254,7 @@ class DecodeScheduler(SchedulerRole):
         if asked.request_over:
             del self._asked[request_id]
             return True
+        tell_cached(asked.request, asked.there if code else verdict.cached)
         self.first_tokens.complete(request_id, verdict.push, code)
         asked.report = LoadReport(
             transfer=str(transfer),
@@ -256,6 +266,7 @@ class DecodeScheduler(SchedulerRole):
             prefill=pushed_by(verdict.push) if verdict.push else "",
             fingerprint=self._engine.fingerprint,
             first_token=asked.first_token,
+            cached=verdict.cached,
         )
         if self._online is not None and asked.ticket.metaserver:
             self._online.client.report(asked.ticket.metaserver, asked.report)

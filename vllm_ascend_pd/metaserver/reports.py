@@ -40,6 +40,7 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     first_token: _Word = (
         ""  # whose it is: "prefill", or why D computed it; empty while that is not known, and where it is off
     )
+    cached: _Tokens = 0  # of the prompt, that P had in its cache
 
 
 class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -33,6 +33,7 @@ class PushStart:
     request_id: str
     push: str
     reservation: Reservation
+    cached: int = 0  # tokens of its prompt that were in P's cache: D tells its client
     ended: bool = False  # vLLM has finished the request before
 
 
@@ -261,7 +262,7 @@ class PushBook:
         if tracked is None or tracked.sealed or tracked.aborted:
             return None
         if not tracked.started:
-            self._pending.starts.append(PushStart(request_id, tracked.push, tracked.reservation))
+            self._pending.starts.append(PushStart(request_id, tracked.push, tracked.reservation, computed))
         before = 0 if tracked.restart else tracked.watermark
         tracked.watermark = computed + count
         tracked.sealed = tracked.watermark >= tracked.reservation.end

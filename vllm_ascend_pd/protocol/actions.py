@@ -27,6 +27,7 @@ class Report:
     transfer: TransferId
     failure: Failure | None = None
     push: str = ""  # the one that was granted authority, if any was
+    cached: int = 0  # tokens of the prompt that P did not compute
 
     @property
     def ok(self) -> bool:

@@ -134,6 +134,7 @@ class Done(_Head, frozen=True, tag="done", kw_only=True):
     bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # by group
     plan_digest: Token
     checksums: Annotated[tuple[Checksum, ...], msgspec.Meta(max_length=MAX_COMPONENTS_OF_ALL)] = ()
+    cached: Count = 0  # tokens of the prompt that P had in its cache
 
 
 class Failed(_Head, frozen=True, tag="failed", kw_only=True):

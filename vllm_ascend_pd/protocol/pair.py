@@ -40,6 +40,7 @@ class PushOrder:
     transfer: TransferId
     deadline_s: float
     destinations: tuple[Destination, ...]
+    cached: int = 0  # tokens of the prompt that nobody computed for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ class ReservationMachine:
         writer = record.author(done)
         writer.on(WriterEvent.DONE)
         writer.checksums = done.checksums
+        record.cached = done.cached
         self.note("done", record, contributor=str(done.contributor), bytes=done.bytes)
 
     def finish_last(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
@@ -252,7 +253,7 @@ class ReservationMachine:
         record.deadline = None
         failure = record.failure
         self.note("reported", record, ok=failure is None, code=failure.code if failure else "")
-        self.actions.append(Report(record.transfer, failure, record.push))
+        self.actions.append(Report(record.transfer, failure, record.push, record.cached))
 
     def drop(self, now: float, record: Transfer, came: None) -> None:
         del self.transfers[record.transfer]

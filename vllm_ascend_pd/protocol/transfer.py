@@ -95,6 +95,7 @@ class Transfer:
     contributors: str = ""  # hash of the set, as BEGIN has it
     pushed: frozenset[str] = frozenset()  # names of the layers that come
     writers: dict[Contributor, Writer] = field(default_factory=dict)
+    cached: int = 0  # tokens of the prompt that P did not compute, as it says
     failure: Failure | None = None
 
     def __repr__(self) -> str:

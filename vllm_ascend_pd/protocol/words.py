@@ -77,6 +77,7 @@ class PrefillWords:
             bytes=(pair.coverage.nbytes,),
             plan_digest=pair.destination.plan_digest,
             checksums=tuple((*place, value) for place, value in pair.coverage.checksums.items()),
+            cached=pair.push.order.cached,
         )
 
     def failed(self, pair: Pair, *, quiescent: bool) -> Failed:

@@ -40,11 +40,12 @@ class Loaded:
     detail: str
     blocks: tuple[int, ...]  # what it loaded into, named only if it failed
     push: str
+    cached: int
 
     @property
     def end(self) -> LoadEnd:
         """What the scheduler hears of it."""
-        return LoadEnd(self.request_id, self.code, self.push)
+        return LoadEnd(self.request_id, self.code, self.push, self.cached)
 
 
 class Loads:
@@ -221,4 +222,6 @@ class Loads:
         bind = self.binds.get(report.transfer)
         if bind is not None:
             blocks = () if report.ok else tuple(block for ids in bind.blocks for block in ids.tolist())
-            self._reports.append(Loaded(bind.request_id, report.ok, why.code, why.detail, blocks, report.push))
+            self._reports.append(
+                Loaded(bind.request_id, report.ok, why.code, why.detail, blocks, report.push, report.cached)
+            )

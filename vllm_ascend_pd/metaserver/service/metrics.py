@@ -41,6 +41,7 @@ class Metrics:
             "loads", "Loads as D reported them: received, or the code", "prefill", "decode", "end"
         )
         self.tokens_received = self._counter("tokens_received", "Prompt tokens whose KV came from P, as D reports")
+        self.tokens_cached = self._counter("tokens_cached", "Prompt tokens that P had in its cache, as D reports")
         self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
         self.decode_alone = self._counter(
             "decode_alone", "Prompts that D computed by choice: short, or in its cache", "why"

@@ -56,6 +56,7 @@ class Shared:
         METRICS.loads.labels(name, attempt.decode.name, "received" if report.received else code).inc()
         METRICS.tokens_received.inc(report.received)
         METRICS.tokens_recomputed.inc(report.recomputed)
+        METRICS.tokens_cached.inc(report.cached)
         if report.received:
             exchange.stage("loaded", f"{report.received} tokens")
             if prefill is not None and report.prefill:

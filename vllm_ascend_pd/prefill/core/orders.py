@@ -54,6 +54,7 @@ class OrderBook:
             transfer=reservation.transfer,
             deadline_s=reservation.deadline_s,
             destinations=tuple(self._destination(reservation, worker, mode) for worker in workers),
+            cached=start.cached,
         )
         return push, order, found
 
