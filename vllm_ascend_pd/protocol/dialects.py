@@ -40,6 +40,11 @@ class Meet:
         return str(self.source) if self.source is not None else self.name
 
 
+def is_prefill(params: object) -> bool:
+    """Whether an engine with both roles is P for this request. Anything else is D's: what it does not understand is prefilled there."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
 def name_of(request_id: str) -> str:
     """By which the other engine knows a request: the router's X-Request-Id, and for completions the place of the prompt. Empty
     where it is not such an id."""
