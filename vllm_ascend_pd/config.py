@@ -79,6 +79,13 @@ class MeetConfig:
         high=100_000,
     )
     hold_share: float = _key(0.25, "P", "share of the cache's blocks that these hold at most", low=0.0, high=1.0)
+    bootstrap_port: int = _key(
+        0,
+        "P",
+        "0: none. N: with hold_sources, where routers of Mooncake's dialect ask who this engine is (HTTP, its first data-parallel rank)",
+        low=0,
+        high=65535,
+    )
     prefill_listeners: tuple[str, ...] = _key(
         (),
         "D",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.auth import Secrets, unseal_source
@@ -18,6 +18,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
 
 MAX_NAME = 256
+ROOM = 8  # of a name, for the place of the prompt behind it
 MAX_SOURCE = 8192  # characters
 _RANDOM = 9  # vLLM appends a dash and eight random characters to every request id
 _COMPLETION, _CHAT = "cmpl-", "chatcmpl-"
@@ -55,6 +56,12 @@ def name_of(request_id: str) -> str:
     return ""
 
 
+def meets_under(params: Mapping[str, Any], request_id: str) -> str:
+    """P's part of it: Mooncake's dialect has a name of its own in both requests, which counts before the router's."""
+    told = params.get("transfer_id")
+    return _placed(told, request_id) if _is_name(told) else name_of(request_id)
+
+
 def read_meet(
     params: Mapping[str, Any],
     request_id: str,
@@ -65,16 +72,27 @@ def read_meet(
     """What a request of D says of its P; None where it names neither a source nor an engine."""
     if params.get("source") is not None:
         return _read_source(params["source"], prompt, listeners, secrets)
-    host, port, name = (params.get(key) for key in ("remote_host", "remote_port", "remote_request_id"))
+    if params.get("remote_bootstrap_addr") is not None:
+        listener = _endpoint_of(params.get("remote_engine_id"))
+        if listener is None:
+            return PdError(
+                "PD-META-029", why="remote_engine_id is no address: P has no bootstrap_port, or another connector"
+            )
+        return _named(listener, params.get("transfer_id"), "transfer_id", request_id, listeners)
+    host, port = params.get("remote_host"), params.get("remote_port")
     if host is None and port is None:
         return None
     if params.get("remote_block_ids"):
         return PdError("PD-META-029", why="remote_block_ids are of another connector")
     if not isinstance(host, str) or not 0 < len(host) <= MAX_NAME or not isinstance(port, int) or not _is_port(port):
         return PdError("PD-META-029", why="remote_host and remote_port are no address")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isascii():
-        return PdError("PD-META-029", why="there is no remote_request_id")
-    listener = Endpoint(host, port)
+    name = params.get("remote_request_id")
+    return _named(Endpoint(host, port), name, "remote_request_id", request_id, listeners)
+
+
+def _named(listener: Endpoint, name: object, key: str, request_id: str, listeners: Collection[str]) -> Meet | PdError:
+    if not _is_name(name):
+        return PdError("PD-META-029", why=f"there is no {key}")
     if not _is_allowed(listener, listeners):
         return PdError("PD-META-030", address=listener)
     return Meet(listener, name=_placed(name, request_id))
@@ -100,6 +118,18 @@ def _read_source(
 
 def _is_port(port: int) -> bool:
     return not isinstance(port, bool) and 0 < port < 65536
+
+
+def _is_name(told: object) -> TypeGuard[str]:
+    return isinstance(told, str) and 0 < len(told) <= MAX_NAME - ROOM and told.isascii()
+
+
+def _endpoint_of(told: object) -> Endpoint | None:
+    """As P's answer to a router had it (prefill/bootstrap.py)."""
+    if not isinstance(told, str) or len(told) > MAX_NAME or not told.isascii():
+        return None
+    host, _, port = told.rpartition(":")
+    return Endpoint(host, int(port)) if host and port.isdecimal() and _is_port(int(port)) else None
 
 
 def _is_allowed(listener: Endpoint, listeners: Collection[str]) -> bool:
