@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of vLLM as they are: taken out of its pinned source distribution when a test runs, never kept with this project."""
+"""Routers of vLLM and vllm-ascend as they are: taken out of pinned source distributions when a test runs, never kept with this project."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ VLLM = sdist.Pin("vllm", "0.32.0", "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96
 TOY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 PUSH_DEMO = "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py"
 MOONCAKE = "examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"
+LAYERWISE = "examples/disaggregated_prefill_v1/load_balance_proxy_layerwise_server_example.py"
 START_S = 60.0
 
 
@@ -65,9 +66,18 @@ class Router:
 
 def toy(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
     """vLLM's toy proxy: P first, and its answer to D."""
+    return Router(TOY, port, _hosts(prefill, decode, port), "/healthcheck", where)
+
+
+def layerwise(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
+    """vllm-ascend's proxy for its layerwise connector: D first, and D's words to P."""
+    return Router(LAYERWISE, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.VLLM_ASCEND)
+
+
+def _hosts(prefill: Engine, decode: Engine, port: int) -> list[str]:
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--prefiller-hosts", "127.0.0.1"]
     arguments += ["--prefiller-ports", str(prefill.spec.port), "--decoder-hosts", "127.0.0.1"]
-    return Router(TOY, port, [*arguments, "--decoder-ports", str(decode.spec.port)], "/healthcheck", where)
+    return [*arguments, "--decoder-ports", str(decode.spec.port)]
 
 
 def push_demo(prefill: Engine, decode: Engine, listener: int, port: int, where: Path) -> Router:

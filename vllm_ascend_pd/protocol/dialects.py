@@ -18,6 +18,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
 
 MAX_NAME = 256
+ROUTE = "/v1/metaserver"
 ROOM = 8  # of a name, for the place of the prompt behind it
 MAX_SOURCE = 8192  # characters
 _RANDOM = 9  # vLLM appends a dash and eight random characters to every request id
@@ -41,6 +42,24 @@ class Meet:
         return str(self.source) if self.source is not None else self.name
 
 
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Where D posts its reservation, for a router that makes P's request of the JSON as it is, and answers once P has. It finds its
+    request by the `ticket`: its X-Request-Id as vLLM's front end wrote it."""
+
+    router: str  # scheme://host:port
+    ticket: str
+
+    @property
+    def metaserver(self) -> str:
+        return ""  # nobody who asked for a report
+
+    def body(self, reservation: str) -> dict[str, Any]:
+        """P's kv_transfer_params, and what the router itself reads."""
+        role = {"do_remote_decode": True, "do_remote_prefill": False}
+        return {"request_id": self.ticket, **role, "reservation": reservation}
+
+
 def is_prefill(params: object) -> bool:
     """Whether an engine with both roles is P for this request. Anything else is D's: what it does not understand is prefilled there."""
     return isinstance(params, Mapping) and params.get("do_remote_decode") is True
@@ -49,17 +68,36 @@ def is_prefill(params: object) -> bool:
 def name_of(request_id: str) -> str:
     """By which the other engine knows a request: the router's X-Request-Id, and for completions the place of the prompt. Empty
     where it is not such an id."""
-    outer = request_id[:-_RANDOM] if request_id[-_RANDOM : -_RANDOM + 1] == "-" else request_id
+    outer = _as_sent(request_id)
     for prefix in (_CHAT, _COMPLETION):
         if outer.startswith(prefix) and len(outer) - len(prefix) <= MAX_NAME:
             return outer.removeprefix(prefix)
     return ""
 
 
+def _as_sent(request_id: str) -> str:
+    """As vLLM's front end made it of the router's."""
+    return request_id[:-_RANDOM] if request_id[-_RANDOM : -_RANDOM + 1] == "-" else request_id
+
+
 def meets_under(params: Mapping[str, Any], request_id: str) -> str:
     """P's part of it: Mooncake's dialect has a name of its own in both requests, which counts before the router's."""
     told = params.get("transfer_id")
     return _placed(told, request_id) if _is_name(told) else name_of(request_id)
+
+
+def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[str]) -> Relay | PdError | None:
+    """What a request of D says of a router that passes D's words on; None where it names none, or our metaserver, which
+    has a ticket."""
+    url = params.get("metaserver")
+    if not isinstance(url, str) or not url.endswith(ROUTE) or params.get("ticket") is not None:
+        return None
+    router = url.removesuffix(ROUTE)
+    if router not in allowed:
+        return PdError("PD-META-001", url=url[:MAX_NAME])
+    if not name_of(request_id):
+        return PdError("PD-META-029", why="its router would not know the request's id again")
+    return Relay(router, _as_sent(request_id))
 
 
 def read_meet(
