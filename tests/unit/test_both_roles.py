@@ -191,6 +191,27 @@ class Told(SchedulerRole, WorkerRole):
     def stats(self) -> dict[str, Any] | None:
         return self.tally.take()
 
+    def attach_workers(self, workers: Any) -> None:
+        self.asked.append(("attach_workers", workers))
+
+    def heard(self, news: WorkerNews) -> None:
+        self.asked.append(("heard", news))
+
+    def register_kv_caches(self, tensors: Any) -> None:
+        self.asked.append(("register_kv_caches", tensors))
+
+    def preempt(self, step: StepMetadata) -> None:
+        self.asked.append(("preempt", step))
+
+    def bind(self, step: StepMetadata) -> None:
+        self.asked.append(("bind", step))
+
+    def save_layer(self, name: str) -> None:
+        self.asked.append(("save_layer", name))
+
+    def end_step(self) -> None:
+        self.asked.append(("end_step",))
+
     def ended(self, requests: Any) -> Ended:
         self.asked.append(("ended", set(requests)))
         return self.answers.get("ended", Ended())  # type: ignore[no-any-return]
@@ -205,6 +226,21 @@ class Told(SchedulerRole, WorkerRole):
         self.asked.append("closed")
         if self.answers.get("breaks"):
             raise OSError("it broke")
+
+
+def test_what_concerns_the_engine_reaches_both() -> None:
+    roles = Told(), Told()
+    worker, scheduler, step = BothWorker(*roles), BothScheduler(*roles), StepMetadata()
+    scheduler.attach_workers({})
+    scheduler.heard(WorkerNews())
+    worker.register_kv_caches({})
+    worker.preempt(step)
+    worker.bind(step)
+    worker.save_layer("a layer")
+    worker.end_step()
+    wanted = [("attach_workers", {}), ("heard", WorkerNews()), ("register_kv_caches", {})]
+    wanted += [("preempt", step), ("bind", step), ("save_layer", "a layer"), ("end_step",)]
+    assert roles[0].asked == roles[1].asked == wanted
 
 
 @pytest.mark.parametrize(("prefill", "decode", "wanted"), [(0, 0, 0), (0, 3, 3), (-1, 3, -1), (-1, 0, -1)], ids=str)
