@@ -41,7 +41,8 @@ class Router:
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
-        self.posts.append((scope["path"], msgspec.json.decode(message["body"])))
+        query = scope["query_string"].decode()
+        self.posts.append((scope["path"] + (query and f"?{query}"), msgspec.json.decode(message["body"])))
         gone = asyncio.ensure_future(receive())
         while not self.ended and not gone.done():
             await asyncio.sleep(0.02)
@@ -53,11 +54,11 @@ class Router:
 
 
 @contextmanager
-def loading(status: int = 200, name: str = D_ID) -> Iterator[tuple[Router, DecodeScheduler, Bind]]:
+def loading(status: int = 200, name: str = D_ID, query: str = "") -> Iterator[tuple[Router, DecodeScheduler, Bind]]:
     router = Router(status)
     scheduler = decode(router.url, secrets=SECRETS)
     try:
-        asked = request(name, {**GIVEN, "metaserver": router.url + "/v1/metaserver"})
+        asked = request(name, {**GIVEN, "metaserver": router.url + "/v1/metaserver" + query})
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
         (bind,) = scheduler.build_step().binds
@@ -122,6 +123,8 @@ def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
     assert read(GIVEN) == Relay("http://10.0.0.1:8000", "cmpl-router-1-0")
     assert read(GIVEN, "chatcmpl-x-bbbbbbbb").ticket == "chatcmpl-x"
     assert read(GIVEN).metaserver == ""
+    asked = {**GIVEN, "metaserver": GIVEN["metaserver"] + "?attempt=3&x=a-b.c"}
+    assert read(asked) == Relay("http://10.0.0.1:8000", "cmpl-router-1-0", "attempt=3&x=a-b.c")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,10 @@ def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
         ({"metaserver": "http://10.0.0.1:8000/x/v1/metaserver"}, D_ID, "PD-META-001"),
         ({"metaserver": "http://me@10.0.0.1:8000/v1/metaserver"}, D_ID, "PD-META-001"),
         ({"metaserver": "x" * 10_000 + "/v1/metaserver"}, D_ID, "PD-META-001"),
+        ({"metaserver": GIVEN["metaserver"] + "?attempt=%0a"}, D_ID, "PD-META-029"),
+        ({"metaserver": GIVEN["metaserver"] + "?" + "x" * 100}, D_ID, "PD-META-029"),
+        ({"metaserver": GIVEN["metaserver"] + "?a=1&"}, D_ID, "PD-META-029"),
+        ({"metaserver": "http://10.0.0.1:8000?/v1/metaserver"}, D_ID, None),
         ({}, "0_cmpl-router-1-0-bbbbbbbb", "PD-META-029"),
         ({}, "something-else", "PD-META-029"),
         ({"ticket": "t"}, D_ID, None),

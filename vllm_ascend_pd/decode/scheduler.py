@@ -152,7 +152,8 @@ class DecodeScheduler(SchedulerRole):
             return
         encoded = base64.b64encode(sealed).decode()
         if isinstance(ticket, Relay):
-            online.client.reserve(bind.transfer, ticket.router, ticket.body(encoded), deadline, silent_s=deadline)
+            asked_for = bind.transfer, ticket.router, ticket.body(encoded), deadline
+            online.client.reserve(*asked_for, query=ticket.query, silent_s=deadline)
             return
         body: dict[str, Any] = {
             "ticket": ticket.ticket,

@@ -54,6 +54,7 @@ class _Call:
     url: str
     body: dict[str, Any]
     deadline_s: float
+    query: str
     silent_s: float | None  # None: three heartbeats
     started: float = 0.0
     task: asyncio.Task[None] | None = None
@@ -104,11 +105,18 @@ class MetaserverClient:
     # -- any thread
 
     def reserve(
-        self, key: Hashable, url: str, body: dict[str, Any], deadline_s: float, silent_s: float | None = None
+        self,
+        key: Hashable,
+        url: str,
+        body: dict[str, Any],
+        deadline_s: float,
+        *,
+        query: str = "",
+        silent_s: float | None = None,
     ) -> None:
         """POST `body` to `url`/v1/metaserver. Never blocks; every outcome, a refusal too, comes on the loop thread. Who has no
         heartbeat may be silent for `silent_s`."""
-        call = _Call(key, url, body, deadline_s, silent_s)
+        call = _Call(key, url, body, deadline_s, query, silent_s)
         error: PdError | None = None
         with self._lock:
             if key in self._calls:
@@ -271,7 +279,7 @@ class MetaserverClient:
         self.stats.posts += 1
         if trace.enabled():
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
-        url = call.url.rstrip("/") + "/v1/metaserver"
+        url = call.url.rstrip("/") + "/v1/metaserver" + (call.query and f"?{call.query}")
         body = msgspec.json.encode(call.body)  # 20 times as fast as httpx's way, and a prompt may have a million ids
         try:
             silent = {} if call.silent_s is None else {SILENCE: call.silent_s}

@@ -8,6 +8,7 @@ allow-list, or in P's answer under P's seal. docs/routers.md has what each route
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -22,6 +23,7 @@ ROUTE = "/v1/metaserver"
 ROOM = 8  # of a name, for the place of the prompt behind it
 MAX_SOURCE = 8192  # characters
 _RANDOM = 9  # vLLM appends a dash and eight random characters to every request id
+_QUERY = re.compile(r"(?:[A-Za-z_]{1,32}=[A-Za-z0-9_.-]{0,64}(?:&(?!$)|$)){0,4}")
 _COMPLETION, _CHAT = "cmpl-", "chatcmpl-"
 
 
@@ -49,6 +51,7 @@ class Relay:
 
     router: str  # scheme://host:port
     ticket: str
+    query: str = ""  # of its address, behind the question mark
 
     @property
     def metaserver(self) -> str:
@@ -90,14 +93,19 @@ def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[s
     """What a request of D says of a router that passes D's words on; None where it names none, or our metaserver, which
     has a ticket."""
     url = params.get("metaserver")
-    if not isinstance(url, str) or not url.endswith(ROUTE) or params.get("ticket") is not None:
+    if not isinstance(url, str) or params.get("ticket") is not None:
         return None
-    router = url.removesuffix(ROUTE)
+    address, _, query = url.partition("?")
+    if not address.endswith(ROUTE):
+        return None
+    router = address.removesuffix(ROUTE)
     if router not in allowed:
         return PdError("PD-META-001", url=url[:MAX_NAME])
+    if not _QUERY.fullmatch(query):
+        return PdError("PD-META-029", why="the query of its metaserver is none of a router's")
     if not name_of(request_id):
         return PdError("PD-META-029", why="its router would not know the request's id again")
-    return Relay(router, _as_sent(request_id))
+    return Relay(router, _as_sent(request_id), query)
 
 
 def read_meet(
