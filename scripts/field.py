@@ -21,7 +21,7 @@ from scripts.support import sdist  # noqa: E402
 from scripts.support.field import Known, Verdict, known_models, verdict  # noqa: E402
 from vllm_ascend_pd.errors import PdError  # noqa: E402
 
-PINNED = sdist.Pin("vllm-ascend", "0.23.0.post1", "a3b9f4a5dd7aa50c37e03d1f35937c4ae5aeacc49b734cac74d59ce5757738e1")
+PINNED = sdist.VLLM_ASCEND
 FOLDER = "tests/e2e"
 PAGE = ROOT / "docs" / "field.md"
 BEGIN, END = "<!-- scripts/field.sh --write: begin -->", "<!-- scripts/field.sh --write: end -->"

@@ -12,16 +12,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import drafts
+from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import STATE, WINDOW, Group, attention_of
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
+from vllm_ascend_pd.transport.create import protocol_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # By name: vllm-ascend puts a class of its own in the place of vLLM's.
+BOTH = "kv_both"
+_ONE_ROLE = "Give each engine one role, kv_producer or kv_consumer."
 _PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
 _STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
 _PROVEN_BESIDE = (
@@ -43,16 +47,18 @@ def check_engine(config: Any, push: PushConfig) -> None:
 def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     """All that is not proven in an engine's configuration; the first is what stops its start."""
     role = config.kv_transfer_config.kv_role
-    if role not in ("kv_producer", "kv_consumer"):
+    if role not in ("kv_producer", "kv_consumer", BOTH):
         yield ConfigError("PD-CONF-004", role=role)
         return
-    parallel, decode = config.parallel_config, role == "kv_consumer"
+    parallel = config.parallel_config
+    if role == BOTH:
+        yield from _both_refusals(config, push)
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         yield _refused("Prefill context parallelism", "Use 1.")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         yield _refused("Decode context parallelism", "Use 1.")
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
-    if not decode and mode is not None and mode.has_full_cudagraphs():
+    if role != "kv_consumer" and mode is not None and mode.has_full_cudagraphs():
         # They replay without the layer hooks: every layer would be pushed after the forward, and nothing hidden behind it.
         remedy = """Start prefill with --enforce-eager or --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
         yield _refused(f"cudagraph_mode {mode.name} on prefill", remedy)
@@ -73,16 +79,55 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         )
     if getattr(parallel, "enable_fault_tolerance", False):
         yield _refused("enable_fault_tolerance", "Start without it.")
-    yield from _wrong_sizes(push, "decode" if decode else "prefill", parallel, config.kv_transfer_config.engine_id)
-    port, last = push.channel.side_channel_port, listening_ports(parallel)[-1]
-    if decode and port and port + last > 65535:
+    side = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "")
+    yield from _wrong_sizes(push, side, parallel, config.kv_transfer_config.engine_id)
+    port, last = push.channel.side_channel_port, listening_ports(parallel)[-1] + (role == BOTH)
+    if role != "kv_producer" and port and port + last > 65535:
         why = f"the last worker would listen on {port + last}"
         yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
 
 
+def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
+    """Both roles in one engine were tried in the order P first, in a plain engine."""
+    parallel = config.parallel_config
+    if push.wire.transport == "mooncake" and (protocol := protocol_of(push.wire)) != "tcp":
+        yield _refused(f"{BOTH} over {protocol}", _ONE_ROLE)
+    if parallel.pipeline_parallel_size > 1:
+        yield _refused(f"{BOTH} with pipeline parallelism", _ONE_ROLE)
+    if parallel.data_parallel_size > 1 or _is_dense_rank(config.kv_transfer_config.engine_id):
+        yield _refused(f"{BOTH} with data parallelism", _ONE_ROLE)
+    if config.speculative_config is not None:
+        yield _refused(f"{BOTH} with speculative decoding", _ONE_ROLE)
+    if push.metaserver.metaserver_urls:
+        # Two engines whose caches are full of each other's reservations would wait for each other's prefills.
+        yield _refused(f"{BOTH} behind the metaserver", _ONE_ROLE)
+    if not push.meet.hold_sources:
+        yield _refused(
+            f"{BOTH} without hold_sources", "Set hold_sources: how many prompts P holds for who fetches them."
+        )
+
+
+def check_both(kv_cache_config: KVCacheConfig) -> None:
+    """Raises ConfigError where both roles in one engine were not tried: what only the engine itself knows."""
+    if is_vllm_ascend():
+        raise _refused(f"{BOTH} under vllm-ascend", _ONE_ROLE)
+    if not knows_transfer_groups():
+        raise _refused(f"{BOTH} with this vLLM", f"Use vLLM 0.32.0 or later for it. {_ONE_ROLE}")
+    if _groups(kv_cache_config.kv_cache_groups):
+        raise _refused(f"{BOTH} for a cache with sliding windows, states or several groups", _ONE_ROLE)
+
+
+def check_alone(connector: object) -> None:
+    """Raises ConfigError where vLLM's connector is another one, which has this one in it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group() and get_kv_transfer_group() is not connector:
+        raise _refused(f"{BOTH} behind a MultiConnector", _ONE_ROLE)
+
+
 def listening_ports(parallel: Any) -> range:
-    """Which ports an engine listens on, counted from side_channel_port: those of its data-parallel rank, so that ranks on one
-    host do not meet."""
+    """Which ports an engine's workers listen on, counted from side_channel_port: those of its data-parallel rank, so that ranks on
+    one host do not meet."""
     size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
     first = dp_rank(parallel) * size
     return range(first, first + size)
@@ -231,11 +276,15 @@ def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | No
     # The predecessor's configurations name both engines' sizes; ours must at least be true.
     own = {"tp_size": parallel.tensor_parallel_size}
     # A dense model's rank knows that it is one (which one of its host, in vLLM 0.23), and not of how many.
-    if not re.search(r"_dp\d+$", str(engine_id)) or parallel.data_parallel_size > 1:
+    if not _is_dense_rank(engine_id) or parallel.data_parallel_size > 1:
         own["dp_size"] = parallel.data_parallel_size
     for name, configured in push.sizes.get(side, {}).items():
         if name in own and configured != own[name]:
             yield ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])
+
+
+def _is_dense_rank(engine_id: str | None) -> bool:
+    return re.search(r"_dp\d+$", str(engine_id)) is not None
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:

@@ -11,6 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 
 
+def is_vllm_ascend() -> bool:
+    """Whether the engine's platform is vllm-ascend's, on an NPU or not."""
+    from vllm.platforms import current_platform
+
+    return type(current_platform).__module__.startswith("vllm_ascend")
+
+
 def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
     """vLLM's own result object (0.32 and later)."""
     return base.KVConnectorTransferResults(

@@ -43,7 +43,7 @@ class ChannelConfig:
         0,
         "P, D",
         "0: a free port, told through the handshake. N: D listens on N + data-parallel rank × TP × PP + stage × TP + TP rank; P, with "
-        "hold_sources, on N + data-parallel rank",
+        "hold_sources, on N + data-parallel rank; kv_both as P on N, as D on N + 1 + TP rank",
         low=0,
         high=65535,
     )
@@ -79,6 +79,13 @@ class MeetConfig:
         high=100_000,
     )
     hold_share: float = _key(0.25, "P", "share of the cache's blocks that these hold at most", low=0.0, high=1.0)
+    bootstrap_port: int = _key(
+        0,
+        "P",
+        "0: none. N: with hold_sources, where routers of Mooncake's dialect ask who this engine is (HTTP, its first data-parallel rank)",
+        low=0,
+        high=65535,
+    )
     prefill_listeners: tuple[str, ...] = _key(
         (),
         "D",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AscendPushConnector: the thin face vLLM sees. It builds one role object and delegates.
 
-A role is prefill or decode (`kv_role`), in the scheduler's process or in a worker (roles.py). Importing this module needs neither an
+A role is prefill, decode or both (`kv_role`), in the scheduler's process or in a worker (roles.py). Importing this module needs neither an
 NPU nor a transfer engine: the API server imports the class.
 """
 
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ascend_pd import admission, compat, first_token, patience
+from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
@@ -57,28 +58,23 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # what this process is not answers nothing
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
-        transfer = vllm_config.kv_transfer_config
-        prefill, scheduler = transfer.is_kv_producer, role == KVConnectorRole.SCHEDULER
-        self._trace = self._start_trace(prefill, scheduler)
+        self._is_both = vllm_config.kv_transfer_config.kv_role == admission.BOTH
+        if self._is_both and kv_cache_config is not None:
+            admission.check_both(kv_cache_config)
+        scheduler = role == KVConnectorRole.SCHEDULER
+        self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
         _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
-        if not scheduler:
-            self._worker = _worker(engine, vllm_config, kv_cache_config)
-        elif prefill:
+        if scheduler:
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            tells = _first_tokens(engine, vllm_config) > 0
-            self._scheduler = PrefillScheduler(engine, self.patience.news, blocks, tells=tells)
+            self._scheduler = _scheduler(engine, vllm_config, blocks, self.patience)
         else:
-            facts = {
-                "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
-                "longest": vllm_config.model_config.max_model_len,
-                "vocabulary": _first_tokens(engine, vllm_config),
-            }
-            self._scheduler = DecodeScheduler(engine, self.patience, **facts)
+            self._worker = _worker(engine, vllm_config, kv_cache_config)
         self.first_tokens = self._scheduler.around()
 
-    def _start_trace(self, prefill: bool, scheduler: bool) -> TraceFile | None:
+    def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir
-        name = f"{'prefill' if prefill else 'decode'}-{'scheduler' if scheduler else 'worker'}"
+        role = "both" if self._is_both else "prefill" if transfer.is_kv_producer else "decode"
+        name = f"{role}-{'scheduler' if scheduler else 'worker'}"
         return TraceFile(directory, name) if directory else None
 
     def _open_loads(self) -> int:
@@ -89,12 +85,15 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """For P, whose layer hooks full graphs would skip. vLLM asks without a role: a configuration that names whom D may call is
-        D's, and keeps its full graphs. A P that names them too is refused (admission.py)."""
-        return not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
+        D's, and keeps its full graphs, but for an engine that is both, which has hold_sources. A P that names them too is refused
+        (admission.py)."""
+        return "hold_sources" in extra_config or not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
 
     # -- worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if self._is_both:
+            admission.check_alone(self)
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -215,6 +214,20 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, any(block_ids))
 
 
+def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience) -> SchedulerRole:
+    transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
+    prefill = PrefillScheduler(engine, waiting.news, blocks, tells=vocabulary > 0) if transfer.is_kv_producer else None
+    if prefill is not None and not transfer.is_kv_consumer:
+        return prefill
+    facts = {
+        "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
+        "longest": vllm_config.model_config.max_model_len,
+        "vocabulary": vocabulary,
+    }
+    decode = DecodeScheduler(engine, waiting, **facts)
+    return BothScheduler(prefill, decode) if prefill is not None else decode
+
+
 def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRole:
     """The API server imports this module, without a device: what needs one is imported here."""
     from vllm_ascend_pd.device.current import current
@@ -223,10 +236,13 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     parallel = vllm_config.parallel_config
     stage, tp = divmod(parallel.rank, parallel.tensor_parallel_size)
     stage %= parallel.pipeline_parallel_size
-    if not vllm_config.kv_transfer_config.is_kv_producer:
+    transfer, decode = vllm_config.kv_transfer_config, None
+    if transfer.is_kv_consumer:
         from vllm_ascend_pd.decode.worker import DecodeWorker
 
-        return DecodeWorker(engine, shape, current(), stage, tp)
+        decode = DecodeWorker(engine, shape, current(), stage, tp)
+        if not transfer.is_kv_producer:
+            return decode
     from vllm_ascend_pd.prefill.worker import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
     from vllm_ascend_pd.regroup.parts import Place
@@ -237,7 +253,8 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
         groups=parallel.pipeline_parallel_size * parallel.data_parallel_size,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    return PrefillWorker(engine, shape, current(), Contributor(stage, tp), place)
+    prefill = PrefillWorker(engine, shape, current(), Contributor(stage, tp), place)
+    return BothWorker(prefill, decode) if decode is not None else prefill
 
 
 def _first_tokens(engine: Engine, vllm_config: Any) -> int:

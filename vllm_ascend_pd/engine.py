@@ -47,6 +47,7 @@ class Engine:
     host: str
     secrets: Secrets | None
     listeners_before: int = 0  # of the data-parallel ranks before this one
+    both: bool = False  # roles: then P's scheduler listens before D's workers
 
     @classmethod
     def of(cls, vllm_config: Any) -> Engine:
@@ -68,12 +69,13 @@ class Engine:
             host=host,
             secrets=load_secrets(push.channel),
             listeners_before=admission.listening_ports(parallel)[0],
+            both=transfer.kv_role == admission.BOTH,
         )
 
     def port_of(self, worker: int) -> int:
         """Where a worker's side channel listens; 0: the kernel chooses."""
         port = self.config.channel.side_channel_port
-        return port and port + self.listeners_before + worker
+        return port and port + self.listeners_before + self.both + worker
 
     @property
     def listening_port(self) -> int:

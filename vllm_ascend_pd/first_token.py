@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from vllm_ascend_pd.admission import BOTH
+from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.protocol.first import First, LogProb
 
 log = logging.getLogger(__name__)
@@ -81,15 +83,16 @@ def install(vllm_config: Any) -> str:
 def unproven(vllm_config: Any) -> str:
     """Why this engine takes and tells no first tokens."""
     import vllm
-    from vllm.platforms import current_platform
 
-    if type(current_platform).__module__.startswith("vllm_ascend"):
+    if is_vllm_ascend():
         return "vllm-ascend was not tried"
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         return f"vLLM {vllm.__version__} was not tried"
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer.kv_connector != CONNECTOR:
         return f"{transfer.kv_connector} was not tried"
+    if transfer.kv_role == BOTH:
+        return f"{BOTH} was not tried"
     if not transfer.is_kv_producer:
         if vllm_config.speculative_config is not None:
             return "a draft model of D's was not tried"

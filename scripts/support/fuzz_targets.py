@@ -50,6 +50,7 @@ from vllm_ascend_pd.metaserver.service import reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.prefill.bootstrap import answer
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Table
@@ -787,6 +788,24 @@ def _doorbell() -> Run:
     return run
 
 
+def _queries() -> list[bytes]:
+    return [
+        f"{verb} {path} HTTP/1.1\r\nHost: p\r\n\r\n".encode() for verb in ("GET", "POST") for path in ("/query", "/")
+    ]
+
+
+def _bootstrap() -> Run:
+    """Whatever is asked, the answer is whole, and the one thing that there is to know."""
+
+    def run(data: bytes) -> str:
+        head, _, body = answer(data, SOURCE.listens).partition(b"\r\n\r\n")
+        if f"Content-Length: {len(body)}".encode() not in head:
+            raise AssertionError("an answer of another length than it says")
+        return READ if msgspec.json.decode(body) else REFUSED
+
+    return run
+
+
 TARGETS = (
     Target("frames", "cutting a stream into frames", 10, _frames, _splitter),
     Target("greeting", "greeting and farewell", 8, _greetings, _greeting, MSGPACK),
@@ -800,6 +819,7 @@ TARGETS = (
     Target("reservation", "unsigned reservations, into P's plan", 8, _unsigned, _admitted, ENVELOPE),
     Target("sources", "sealed sources, as a client may send them", 6, _sources, _source_reader),
     Target("schedulers", "what schedulers say to each other, into both books", 6, _rendezvous, _schedulers, MSGPACK),
+    Target("bootstrap", "what routers ask of P", 2, _queries, _bootstrap),
     Target("http answers", "the client of engines and metaserver", 8, _responses, _http_client),
     Target("http requests", "the metaserver's HTTP server", 4, _heads, _http_server),
     Target("bodies", "clients' bodies", 6, _requests, _clients, JSON),

@@ -59,6 +59,9 @@ class Pin:
         return f"{self.stem}.tar.gz"
 
 
+VLLM_ASCEND = Pin("vllm-ascend", "0.23.0.post1", "a3b9f4a5dd7aa50c37e03d1f35937c4ae5aeacc49b734cac74d59ce5757738e1")
+
+
 def ensure(pin: Pin, cache: Path = ROOT / ".cache" / "sdist") -> Path:
     """The file, fetched now unless it is there. Raises Unreachable or NotThePinned."""
     path = cache / pin.file

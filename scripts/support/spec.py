@@ -19,7 +19,7 @@ from scripts.support import on_cpu
 from scripts.support.models import ROOT, recipe_of
 
 CONNECTOR = "AscendPushConnector"
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "plain": "single"}
 
 CPU_ENVIRONMENT = {
     **on_cpu.ENVIRONMENT,
@@ -50,7 +50,7 @@ def child_environment(paths: tuple[Path, ...] = (), npu: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to start. `role`: plain (no connector), kv_producer or kv_consumer."""
+    """What to start. `role`: plain (no connector), kv_producer, kv_consumer or kv_both."""
 
     name: str
     model: Path
@@ -124,7 +124,7 @@ class EngineSpec:
 
     def transfer_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {"kv_connector": self.connector, "kv_role": self.role}
-        if self.role == "kv_consumer":
+        if self.role != "kv_producer":
             config["kv_load_failure_policy"] = self.policy
         return {**config, **self.transfer, "kv_connector_extra_config": dict(self.extra)}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of vLLM, as they are, in front of a real pair without a metaserver: vLLM's toy proxy, which goes to P first, and its demo
-of NIXL's push, which goes to both at once. `verify: full`; every answer is the single engine's, and every block comes back."""
+"""Routers of vLLM and vllm-ascend, as they are, in front of a real pair without a metaserver: vLLM's toy proxy, which goes to P first, its demo of
+NIXL's push and its proxy for Mooncake, which go to both at once, vllm-ascend's layerwise proxy, which goes to D first. `verify: full`; every answer is the single engine's, and every block comes back."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ class Site:
     prefill: Engine
     decode: Engine
     listener: int
+    bootstrap: int
+    relays: list[int]  # ports of routers that D may post to
 
     def behind(self, make: Callable[[Site, int, Path], Router]) -> tuple[Router, Pair]:
         try:
-            router = make(self, self.cluster.port(), self.cluster.logs)
+            router = make(self, self.relays.pop() if make is layerwise else self.cluster.port(), self.cluster.logs)
         except Unreachable as why:
             pytest.skip(str(why))
         return router, Pair(self.cluster, router, self.prefill, (self.decode,), self.tally)  # type: ignore[arg-type]
@@ -57,20 +59,37 @@ def push_demo(site: Site, port: int, where: Path) -> Router:
     return routers.push_demo(site.prefill, site.decode, site.listener, port, where)
 
 
+def mooncake(site: Site, port: int, where: Path) -> Router:
+    return routers.mooncake(site.prefill, site.decode, site.bootstrap, port, where)
+
+
+def layerwise(site: Site, port: int, where: Path) -> Router:
+    return routers.layerwise(site.prefill, site.decode, port, where)
+
+
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 to 1", "2 to 1"])
 def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
-    model, tp, listener = ensure("gqa"), request.param, cluster.port()
-    held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S, "side_channel_port": listener}
-    told = {"prefill_listeners": [f"127.0.0.1:{listener}"]}
+    model, tp, listener, bootstrap = ensure("gqa"), request.param, cluster.port(), cluster.port()
+    held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S}
+    held |= {"side_channel_port": listener, "bootstrap_port": bootstrap}
+    relays = [cluster.port() for _ in range(2)]
+    told = {
+        "prefill_listeners": [f"127.0.0.1:{listener}"],
+        "metaserver_urls": [f"http://127.0.0.1:{port}" for port in relays],
+    }
     p, d = cluster.start(
         EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
         EngineSpec(f"routers-d{tp}", model, role="kv_consumer", policy="fail", extra=cluster.push_config(**told)),
     )
-    yield Site(cluster, tally, p, d, listener)
+    yield Site(cluster, tally, p, d, listener, bootstrap, relays)
     cluster.stop(d, p)
 
 
-@pytest.mark.parametrize("make", [toy, push_demo], ids=["toy proxy", "push demo"])
+@pytest.mark.parametrize(
+    "make",
+    [toy, push_demo, mooncake, layerwise],
+    ids=["toy proxy", "push demo", "Mooncake's proxy", "layerwise proxy"],
+)
 def test_every_answer_is_the_single_engines_and_no_block_is_lost(
     site: Site, make: Callable[[Site, int, Path], Router], told: Callable[[str], None]
 ) -> None:

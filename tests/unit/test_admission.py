@@ -210,9 +210,11 @@ def test_request_ids_without_a_random_part_are_refused(value: str, monkeypatch: 
     Engine.of(config)
 
 
-def test_an_engine_that_is_both_is_refused() -> None:
-    refused = refusal(vllm_config("kv_both"))
-    assert refused.code == "PD-CONF-004" and "kv_both" in refused.sentence and "kv_producer" in refused.remedy
+def test_an_engine_without_a_role_is_refused() -> None:
+    config = vllm_config()
+    config.kv_transfer_config.kv_role = None
+    refused = refusal(config)
+    assert refused.code == "PD-CONF-004" and "None" in refused.sentence and "kv_producer" in refused.remedy
 
 
 # -- the predecessor's keys

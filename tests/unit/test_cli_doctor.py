@@ -119,8 +119,8 @@ SIZED = {**OURS, "kv_connector_extra_config": {"prefill": {"tp_size": 2}}}
 @pytest.mark.parametrize(
     ("given", "words", "says"),
     [
-        ({**OURS, "kv_role": "kv_both"}, [], "PD-CONF-004: kv_role = 'kv_both' cannot be used with this connector."),
-        ({"kv_role": "kv_both"}, [], "PD-CONF-004: kv_role = 'kv_both'"),
+        ({**OURS, "kv_role": "both"}, [], "PD-CONF-004: kv_role = 'both' cannot be used with this connector."),
+        ({"kv_role": "kv_both"}, [], "PD-CONF-005: kv_both without hold_sources is not proven"),
         ({"kv_connector": "AscendPushConnector"}, [], "PD-CONF-004: kv_role = None"),
         ({**OURS, "kv_connector": "NixlConnector"}, [], "PD-CONF-003: kv_connector = 'NixlConnector' is impossible"),
         (EVERYWHERE, [], "PD-CONF-003: side_channel_host = '0.0.0.0'"),

@@ -45,6 +45,7 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "tls_verify": (False, NO_FLAG, ()),
     "hold_sources": (64, NO_WHOLE, (-1, 100_001)),
     "hold_share": (0.5, NO_NUMBER, (-0.1, 1.1, NAN)),
+    "bootstrap_port": (8998, NO_WHOLE, (-1, 65536)),
     "prefill_listeners": (["10.0.0.1", "p.example:5600"], ("10.0.0.1", 1, None, [1]), ()),
     "transport": ("memory", NO_TEXT, ("nixl", "")),
     "mooncake_protocol": ("tcp", NO_TEXT, ("TCP", "nvlink")),

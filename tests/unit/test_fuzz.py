@@ -83,7 +83,7 @@ def test_the_targets_are_all_that_reads_from_a_socket() -> None:
     """Who adds a decoder adds a target."""
     assert {target.name for target in TARGETS} == {
         *("frames", "greeting", "messages", "signed", "listener", "doctor", "sealed", "reservation"),
-        *("sources", "schedulers"),
+        *("sources", "schedulers", "bootstrap"),
         *("http answers", "http requests", "bodies", "posts", "ndjson", "doorbell"),
     }
     assert fuzz_targets.SECRETS.current not in repr(fuzz_targets.SECRETS).encode()

@@ -308,7 +308,9 @@ def test_a_sealed_token_that_is_not_p_s_is_refused() -> None:
 
 def config(**changes: Any) -> Any:
     facts = {
-        "kv_transfer_config": SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_producer=False),
+        "kv_transfer_config": SimpleNamespace(
+            kv_connector=first_token.CONNECTOR, kv_role="kv_consumer", is_kv_producer=False
+        ),
         "model_config": SimpleNamespace(logits_processors=None),
         "speculative_config": None,
         "watermark_config": None,
@@ -353,7 +355,7 @@ def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.Mo
 
 
 def test_p_s_draft_model_is_no_matter() -> None:
-    p = SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_producer=True)
+    p = SimpleNamespace(kv_connector=first_token.CONNECTOR, kv_role="kv_producer", is_kv_producer=True)
     assert first_token.unproven(config(kv_transfer_config=p, speculative_config=object())) == ""
 
 

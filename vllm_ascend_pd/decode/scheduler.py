@@ -26,7 +26,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.dialects import Meet, read_meet
+from vllm_ascend_pd.protocol.dialects import Meet, Relay, read_meet, read_relay
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
@@ -44,7 +44,7 @@ EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 class _Asked:
     """A load as its report will tell it."""
 
-    ticket: Ticket | Meet
+    ticket: Ticket | Meet | Relay
     tokens: int
     request: Any  # vLLM's
     there: int  # tokens of its prompt that are in D's own cache
@@ -98,7 +98,9 @@ class DecodeScheduler(SchedulerRole):
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
-        self._tickets: dict[str, Ticket | Meet | None] = {}  # by request id: asked about in every step that it waits
+        self._tickets: dict[
+            str, Ticket | Meet | Relay | None
+        ] = {}  # by request id: asked about in every step that it waits
         self.first_tokens = Seeding(engine, self.tally, vocabulary, self._listen, self._first_token, self._answer)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
@@ -140,7 +142,7 @@ class DecodeScheduler(SchedulerRole):
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(ticket, count, request, bind.first)
         asks = None
-        if isinstance(ticket, Ticket):  # in the other orders no router's word brings the token
+        if isinstance(ticket, Ticket):  # no other router's word brings the token
             asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
         if asks is not None:
             reservation = msgspec.structs.replace(reservation, seed=asks[0])
@@ -157,12 +159,17 @@ class DecodeScheduler(SchedulerRole):
         if isinstance(ticket, Meet):
             self._offer(online, ticket, bind.transfer, sealed)
             return
+        encoded = base64.b64encode(sealed).decode()
+        if isinstance(ticket, Relay):
+            asked_for = bind.transfer, ticket.router, ticket.body(encoded), deadline
+            online.client.reserve(*asked_for, query=ticket.query, silent_s=deadline)
+            return
         body: dict[str, Any] = {
             "ticket": ticket.ticket,
             "transfer": str(bind.transfer),
             "decode": self._engine.incarnation,
             "fingerprint": self._engine.fingerprint,
-            "reservation": base64.b64encode(sealed).decode(),
+            "reservation": encoded,
         }
         if asks is not None:
             body["first_token"] = asks[1]
@@ -170,7 +177,7 @@ class DecodeScheduler(SchedulerRole):
             body["prompt_token_ids"] = list(request.prompt_token_ids)
         online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
 
-    def _ticket(self, request: Any) -> Ticket | Meet | None:
+    def _ticket(self, request: Any) -> Ticket | Meet | Relay | None:
         """Where the request's KV is to be had; None where it is prefilled locally, and why is logged once."""
         known = self._tickets
         if request.request_id not in known:
@@ -180,15 +187,19 @@ class DecodeScheduler(SchedulerRole):
             known[request.request_id] = None if isinstance(ticket, str) else ticket
         return known[request.request_id]
 
-    def _read(self, request: Any) -> Ticket | Meet | str | None:
+    def _read(self, request: Any) -> Ticket | Meet | Relay | str | None:
         params = request.kv_transfer_params
         ticket = read_ticket(params, self._allowed)
-        if isinstance(ticket, str) and "metaserver" not in params:
+        if not isinstance(ticket, str):
+            return ticket
+        found: Meet | Relay | PdError | None
+        if "metaserver" in params:
+            found = read_relay(params, request.request_id, self._allowed)
+        else:
             prompt = request.num_prompt_tokens, request_hash(request)
             listeners = self._engine.config.meet.prefill_listeners
-            meet = read_meet(params, request.request_id, prompt, listeners, self._engine.secrets)
-            return str(meet) if isinstance(meet, PdError) else meet or ticket
-        return ticket
+            found = read_meet(params, request.request_id, prompt, listeners, self._engine.secrets)
+        return str(found) if isinstance(found, PdError) else found or ticket
 
     def _offer(self, online: _Online, meet: Meet, transfer: TransferId, sealed: bytes) -> None:
         if len(sealed) > MAX_MESSAGE_BYTES - OFFER_ROOM:
@@ -205,7 +216,7 @@ class DecodeScheduler(SchedulerRole):
             unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
             self._online.offering.spare(meet.listener, unwanted)
 
-    def _hang_up(self, transfer: TransferId, ticket: Ticket | Meet) -> None:
+    def _hang_up(self, transfer: TransferId, ticket: Ticket | Meet | Relay) -> None:
         """Nothing more is wanted of whoever was asked."""
         if self._online is not None and isinstance(ticket, Meet):
             self._online.offering.forget(transfer)

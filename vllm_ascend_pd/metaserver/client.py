@@ -28,7 +28,7 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver import answers, reports
 from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
-from vllm_ascend_pd.metaserver.httpx_transport import REPEATABLE, Transport
+from vllm_ascend_pd.metaserver.httpx_transport import REPEATABLE, SILENCE, Transport
 from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -54,6 +54,8 @@ class _Call:
     url: str
     body: dict[str, Any]
     deadline_s: float
+    query: str
+    silent_s: float | None  # None: three heartbeats
     started: float = 0.0
     task: asyncio.Task[None] | None = None
     over: bool = False  # final outcome given, or forgotten
@@ -102,9 +104,19 @@ class MetaserverClient:
 
     # -- any thread
 
-    def reserve(self, key: Hashable, url: str, body: dict[str, Any], deadline_s: float) -> None:
-        """POST `body` to `url`/v1/metaserver. Never blocks; every outcome, a refusal too, comes on the loop thread."""
-        call = _Call(key, url, body, deadline_s)
+    def reserve(
+        self,
+        key: Hashable,
+        url: str,
+        body: dict[str, Any],
+        deadline_s: float,
+        *,
+        query: str = "",
+        silent_s: float | None = None,
+    ) -> None:
+        """POST `body` to `url`/v1/metaserver. Never blocks; every outcome, a refusal too, comes on the loop thread. Who has no
+        heartbeat may be silent for `silent_s`."""
+        call = _Call(key, url, body, deadline_s, query, silent_s)
         error: PdError | None = None
         with self._lock:
             if key in self._calls:
@@ -267,10 +279,11 @@ class MetaserverClient:
         self.stats.posts += 1
         if trace.enabled():
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
-        url = call.url.rstrip("/") + "/v1/metaserver"
+        url = call.url.rstrip("/") + "/v1/metaserver" + (call.query and f"?{call.query}")
         body = msgspec.json.encode(call.body)  # 20 times as fast as httpx's way, and a prompt may have a million ids
         try:
-            async with self._client().stream("POST", url, content=body, headers=_KIND) as answer:
+            silent = {} if call.silent_s is None else {SILENCE: call.silent_s}
+            async with self._client().stream("POST", url, content=body, headers=_KIND, extensions=silent) as answer:
                 if answer.status_code != 200:
                     raise await _refusal(answer)
                 if "ndjson" in answer.headers.get("content-type", ""):

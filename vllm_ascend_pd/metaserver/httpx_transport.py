@@ -15,6 +15,7 @@ from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Origin, Reply, Upstream, UpstreamError
 
 REPEATABLE = "vllm_ascend_pd.repeatable"
+SILENCE = "vllm_ascend_pd.silence"  # in seconds
 _ERRORS: dict[Failure, type[httpx.TransportError]] = {
     Failure.CONNECT: httpx.ConnectError,
     Failure.TIMEOUT: httpx.ReadTimeout,
@@ -39,7 +40,7 @@ class _Body(httpx.AsyncByteStream):
 
 class Transport(httpx.AsyncBaseTransport):
     """Connects, sends and reads within the given times. Sent again on a fresh connection, where the server had closed the
-    kept one, is only what says that it may be: a request with the extension REPEATABLE."""
+    kept one, is only what says that it may be: a request with the extension REPEATABLE. One with SILENCE has its own time to read."""
 
     def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, most_connecting: int) -> None:
         self._read_s = read_s
@@ -50,14 +51,15 @@ class Transport(httpx.AsyncBaseTransport):
         origin = Origin(url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80))
         headers = [(name.lower(), value) for name, value in request.headers.raw]
         headers = [(name, value) for name, value in headers if name not in (b"host", b"content-length")]
+        read_s = request.extensions.get(SILENCE, self._read_s)
         try:
             reply = await self._http.send(
-                *(origin, request.method, url.raw_path, headers, request.content, self._read_s),
+                *(origin, request.method, url.raw_path, headers, request.content, read_s),
                 repeatable=REPEATABLE in request.extensions,
             )
         except UpstreamError as problem:
             raise _error(problem) from problem
-        return httpx.Response(reply.status, headers=reply.headers, stream=_Body(reply, self._read_s))
+        return httpx.Response(reply.status, headers=reply.headers, stream=_Body(reply, read_s))
 
     async def aclose(self) -> None:
         await self._http.close()

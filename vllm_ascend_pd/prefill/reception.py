@@ -19,10 +19,11 @@ from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.prefill.bootstrap import Bootstrap
 from vllm_ascend_pd.prefill.core.meetings import Meetings, failure_of
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -41,6 +42,7 @@ class Reception:
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None  # for which it is set
         self._loop = LoopThread("pd-reception")
+        self._bootstrap: Bootstrap | None = None
         self._listener = Listener(
             host=engine.host,
             port=engine.listening_port,
@@ -52,12 +54,29 @@ class Reception:
             hears=OF_SCHEDULERS,
         )
         try:
-            bound = self._loop.call(self._listener.start(), START_S)
+            self.endpoint = self._loop.call(self._start(), START_S)
         except (PdError, TimeoutError):
             self._loop.stop(CLOSE_GRACE_S)
             raise
-        self.endpoint = Endpoint(engine.known_as, bound.port)
         log.info("prefill takes offers of decode engines on %s", self.endpoint)
+
+    async def _start(self) -> Endpoint:
+        bound = await self._listener.start()
+        endpoint = Endpoint(self._engine.known_as, bound.port)
+        port = self._engine.config.meet.bootstrap_port
+        if port and not dp_rank_of(self._engine.incarnation):
+            self._bootstrap = Bootstrap(self._engine.host, port, endpoint)
+            try:
+                await self._bootstrap.start()
+            except PdError:
+                await self._listener.close()
+                raise
+        return endpoint
+
+    async def _stop(self) -> None:
+        if self._bootstrap is not None:
+            await self._bootstrap.close()
+        await self._listener.close()
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
@@ -80,7 +99,7 @@ class Reception:
         """Idempotent."""
         if self._loop.alive:
             try:
-                self._loop.call(self._listener.close(), CLOSE_GRACE_S)
+                self._loop.call(self._stop(), CLOSE_GRACE_S)
             except TimeoutError:
                 log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
         self._loop.stop(CLOSE_GRACE_S)

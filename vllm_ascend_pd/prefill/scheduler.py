@@ -23,7 +23,7 @@ from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
 from vllm_ascend_pd.prefill.reception import Reception
 from vllm_ascend_pd.prefill.telling import Telling
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
-from vllm_ascend_pd.protocol.dialects import name_of
+from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
@@ -79,9 +79,7 @@ class PrefillScheduler(SchedulerRole):
         """vLLM schedules the request: take its reservation, once."""
         request_id = request.request_id
         params = request.kv_transfer_params
-        if not isinstance(params, Mapping):
-            return  # a client can reach this engine without a router: it may be anything that JSON can say
-        if params.get("do_remote_decode") is not True or params.get("do_virtual") is True:
+        if not is_prefill(params) or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
         with self._deciding() as now:
             if self._book.knows(request_id) or self._meetings.knows(request_id):
@@ -99,7 +97,8 @@ class PrefillScheduler(SchedulerRole):
         if request.prompt_token_ids is None:
             return PdError("PD-META-005", why="the prompt came as embeddings")
         push, prompt = self._new_push(), (request.num_prompt_tokens, request_hash(request))
-        facts = request.request_id, push, name_of(request.request_id), uuid.uuid4().hex, prompt
+        name = meets_under(request.kv_transfer_params, request.request_id)
+        facts = request.request_id, push, name, uuid.uuid4().hex, prompt
         source = self._meetings.source(now, *facts, len(self._geometry.tables))
         trace.emit("collecting", request=request.request_id, push=push, source=str(source))
         return None

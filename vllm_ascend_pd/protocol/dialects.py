@@ -8,9 +8,10 @@ allow-list, or in P's answer under P's seal. docs/routers.md has what each route
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.auth import Secrets, unseal_source
@@ -18,8 +19,11 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
 
 MAX_NAME = 256
+ROUTE = "/v1/metaserver"
+ROOM = 8  # of a name, for the place of the prompt behind it
 MAX_SOURCE = 8192  # characters
 _RANDOM = 9  # vLLM appends a dash and eight random characters to every request id
+_QUERY = re.compile(r"(?:[A-Za-z_]{1,32}=[A-Za-z0-9_.-]{0,64}(?:&(?!$)|$)){0,4}")
 _COMPLETION, _CHAT = "cmpl-", "chatcmpl-"
 
 
@@ -40,14 +44,68 @@ class Meet:
         return str(self.source) if self.source is not None else self.name
 
 
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """Where D posts its reservation, for a router that makes P's request of the JSON as it is, and answers once P has. It finds its
+    request by the `ticket`: its X-Request-Id as vLLM's front end wrote it."""
+
+    router: str  # scheme://host:port
+    ticket: str
+    query: str = ""  # of its address, behind the question mark
+
+    @property
+    def metaserver(self) -> str:
+        return ""  # nobody who asked for a report
+
+    def body(self, reservation: str) -> dict[str, Any]:
+        """P's kv_transfer_params, and what the router itself reads."""
+        role = {"do_remote_decode": True, "do_remote_prefill": False}
+        return {"request_id": self.ticket, **role, "reservation": reservation}
+
+
+def is_prefill(params: object) -> bool:
+    """Whether an engine with both roles is P for this request. Anything else is D's: what it does not understand is prefilled there."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
 def name_of(request_id: str) -> str:
     """By which the other engine knows a request: the router's X-Request-Id, and for completions the place of the prompt. Empty
     where it is not such an id."""
-    outer = request_id[:-_RANDOM] if request_id[-_RANDOM : -_RANDOM + 1] == "-" else request_id
+    outer = _as_sent(request_id)
     for prefix in (_CHAT, _COMPLETION):
         if outer.startswith(prefix) and len(outer) - len(prefix) <= MAX_NAME:
             return outer.removeprefix(prefix)
     return ""
+
+
+def _as_sent(request_id: str) -> str:
+    """As vLLM's front end made it of the router's."""
+    return request_id[:-_RANDOM] if request_id[-_RANDOM : -_RANDOM + 1] == "-" else request_id
+
+
+def meets_under(params: Mapping[str, Any], request_id: str) -> str:
+    """P's part of it: Mooncake's dialect has a name of its own in both requests, which counts before the router's."""
+    told = params.get("transfer_id")
+    return _placed(told, request_id) if _is_name(told) else name_of(request_id)
+
+
+def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[str]) -> Relay | PdError | None:
+    """What a request of D says of a router that passes D's words on; None where it names none, or our metaserver, which
+    has a ticket."""
+    url = params.get("metaserver")
+    if not isinstance(url, str) or params.get("ticket") is not None:
+        return None
+    address, _, query = url.partition("?")
+    if not address.endswith(ROUTE):
+        return None
+    router = address.removesuffix(ROUTE)
+    if router not in allowed:
+        return PdError("PD-META-001", url=url[:MAX_NAME])
+    if not _QUERY.fullmatch(query):
+        return PdError("PD-META-029", why="the query of its metaserver is none of a router's")
+    if not name_of(request_id):
+        return PdError("PD-META-029", why="its router would not know the request's id again")
+    return Relay(router, _as_sent(request_id), query)
 
 
 def read_meet(
@@ -60,16 +118,27 @@ def read_meet(
     """What a request of D says of its P; None where it names neither a source nor an engine."""
     if params.get("source") is not None:
         return _read_source(params["source"], prompt, listeners, secrets)
-    host, port, name = (params.get(key) for key in ("remote_host", "remote_port", "remote_request_id"))
+    if params.get("remote_bootstrap_addr") is not None:
+        listener = _endpoint_of(params.get("remote_engine_id"))
+        if listener is None:
+            return PdError(
+                "PD-META-029", why="remote_engine_id is no address: P has no bootstrap_port, or another connector"
+            )
+        return _named(listener, params.get("transfer_id"), "transfer_id", request_id, listeners)
+    host, port = params.get("remote_host"), params.get("remote_port")
     if host is None and port is None:
         return None
     if params.get("remote_block_ids"):
         return PdError("PD-META-029", why="remote_block_ids are of another connector")
     if not isinstance(host, str) or not 0 < len(host) <= MAX_NAME or not isinstance(port, int) or not _is_port(port):
         return PdError("PD-META-029", why="remote_host and remote_port are no address")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isascii():
-        return PdError("PD-META-029", why="there is no remote_request_id")
-    listener = Endpoint(host, port)
+    name = params.get("remote_request_id")
+    return _named(Endpoint(host, port), name, "remote_request_id", request_id, listeners)
+
+
+def _named(listener: Endpoint, name: object, key: str, request_id: str, listeners: Collection[str]) -> Meet | PdError:
+    if not _is_name(name):
+        return PdError("PD-META-029", why=f"there is no {key}")
     if not _is_allowed(listener, listeners):
         return PdError("PD-META-030", address=listener)
     return Meet(listener, name=_placed(name, request_id))
@@ -95,6 +164,18 @@ def _read_source(
 
 def _is_port(port: int) -> bool:
     return not isinstance(port, bool) and 0 < port < 65536
+
+
+def _is_name(told: object) -> TypeGuard[str]:
+    return isinstance(told, str) and 0 < len(told) <= MAX_NAME - ROOM and told.isascii()
+
+
+def _endpoint_of(told: object) -> Endpoint | None:
+    """As P's answer to a router had it (prefill/bootstrap.py)."""
+    if not isinstance(told, str) or len(told) > MAX_NAME or not told.isascii():
+        return None
+    host, _, port = told.rpartition(":")
+    return Endpoint(host, int(port)) if host and port.isdecimal() and _is_port(int(port)) else None
 
 
 def _is_allowed(listener: Endpoint, listeners: Collection[str]) -> bool:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where routers that speak Mooncake's dialect ask a prefill engine who it is: one question over HTTP, once.
+
+They hand the id that they get to D, unread. So the id is the address under which P's scheduler takes offers
+(protocol/dialects.py reads it). Nothing else is told, and nothing that is sent here changes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from http import HTTPStatus
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.protocol.identity import Endpoint
+
+MOST_HEAD = 8192  # bytes
+MOST_OPEN = 64  # connections; more are closed unheard
+PATIENCE_S = 5.0  # for one question and its answer
+
+
+def answer(head: bytes, listener: Endpoint) -> bytes:
+    """To one request's head: by data-parallel rank, of which the first one answers for itself."""
+    words = head.partition(b"\r\n")[0].split(b" ")
+    if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+        return _response(HTTPStatus.BAD_REQUEST, {})
+    if words[0] != b"GET":
+        return _response(HTTPStatus.METHOD_NOT_ALLOWED, {})
+    if words[1].partition(b"?")[0] != b"/query":
+        return _response(HTTPStatus.NOT_FOUND, {})
+    return _response(HTTPStatus.OK, {"0": {"engine_id": str(listener)}})
+
+
+def _response(status: HTTPStatus, told: object) -> bytes:
+    body = json.dumps(told).encode()
+    lines = f"HTTP/1.1 {status.value} {status.phrase}", "Content-Type: application/json", f"Content-Length: {len(body)}"
+    return "\r\n".join((*lines, "Connection: close", "", "")).encode() + body
+
+
+class Bootstrap:
+    """All of it runs on the loop that starts it."""
+
+    def __init__(self, host: str, port: int, listener: Endpoint) -> None:
+        self._host, self._port, self._listener = host, port, listener
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        """PD-CTRL-001 where it cannot listen."""
+        try:
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MOST_HEAD)
+        except OSError as error:
+            raise PdError("PD-CTRL-001", address=f"{self._host}:{self._port}", why=error.strerror or error) from error
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MOST_OPEN:
+            writer.transport.abort()
+            return
+        self._open.add(writer)
+        try:
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
+                await asyncio.wait_for(self._say(reader, writer), PATIENCE_S)
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _say(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            head = b""
+        writer.write(answer(head, self._listener))
+        await writer.drain()
