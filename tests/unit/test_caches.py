@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_one_storage_for_each_layer_is_registered_as_such() -> None:
     tensors = {f"l{i}": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE) for i in range(3)}
     caches = describe(tensors, SHAPE, CPU)
     assert sorted(caches.storages) == sorted((t.data_ptr(), t.nbytes) for t in tensors.values())
+
+
+def test_components_of_one_allocation_are_one_region_however_many_layers_there_are() -> None:
+    """78 layers of latent, rope, index key and scale: 312 components, 78 allocations."""
+    widths = (0, 512, 576, 704, 705)
+    layers = [torch.empty(BLOCKS, 16, 1, widths[-1]) for _ in range(78)]
+    cuts = list(itertools.pairwise(widths))
+    tensors = {f"l{i}": tuple(own[..., a:b] for a, b in cuts) for i, own in enumerate(layers)}
+    caches = describe(tensors, LATENT, NPU_LIKE)
+    assert sum(map(len, caches.bases)) == 312 and len(caches.storages) == 78
+    assert dict(caches.storages) == {t.data_ptr(): t.nbytes for t in layers}
 
 
 @pytest.mark.parametrize("dims", [(BLOCKS, 1, 16, 576), (BLOCKS, 16, 576)], ids=["four axes", "three axes"])
