@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from fake_metaserver import fake_metaserver, says_failed
-from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request, wait_for_free_blocks
+from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers, transfer_request, wait_for_free_blocks
 
-from scripts.support.client import RequestFailed, attempt, body_of, complete, leave_after
+from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 from scripts.support.models import ensure, recipe_of
@@ -94,11 +94,11 @@ def wrong_answers(pair: Pair, lengths: Sequence[int]) -> int:
     return wrong
 
 
-def check_left(pair: Pair, length: int) -> None:
-    """Clients that leave at several moments take nothing with them."""
+def check_left(pair: Pair, length: int, longest: int = 2048) -> None:
+    """Clients that leave at several moments take nothing with them. `longest`: what the engines take."""
     free = pair.free_counts()
     for seconds in (0.02, 0.2, 0.4):
-        leave_after(pair.front.url, body_of(fresh_prompt(1500), 400), seconds)
+        leave_after(pair.front.url, body_of(fresh_prompt(longest * 3 // 4), longest // 5), seconds)
     wait_for_free_blocks((pair.prefill, *pair.decode), free)
     pair.check([fresh_prompt(length)], name="after clients that have left")
 
@@ -124,3 +124,22 @@ def check_computed_again(pair: Pair, port: int, lengths: Sequence[int]) -> None:
             pair.compare([prompt], [answer], "computed again")
         assert sum("reservation" in body for body in seen) == len(lengths)  # the others tell how the loads ended
     wait_for_free_blocks((pair.prefill, *pair.decode), free)
+
+
+def check_choices(pair: Pair, length: int) -> None:
+    """Two answers to one prompt, each from a load of its own."""
+    prompt = fresh_prompt(length)
+    (expected,) = reference_answers(pair.prefill, [prompt], 12)
+    found = post(pair.front.url, body_of(prompt, 12, n=2))["choices"]
+    assert [tuple(choice["token_ids"]) for choice in found] == [expected.tokens] * 2
+
+
+def check_preempted(pair: Pair, lengths: Sequence[int], tokens: int) -> None:
+    """More at once than D has blocks for: it takes some back and computes them again."""
+    (d,) = pair.decode
+    free, before = pair.free_counts(), counter(d, "vllm:num_preemptions_total")
+    prompts = [fresh_prompt(length) for length in lengths]
+    answers = gather(pair.front.url, [body_of(prompt, tokens) for prompt in prompts])
+    assert counter(d, "vllm:num_preemptions_total") > before, "nothing was preempted: the test shows nothing"
+    pair.compare(prompts, answers, "beside requests that were preempted")
+    wait_for_free_blocks((pair.prefill, d), free)
