@@ -12,7 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kind_pairs import BLOCK, CHUNK, engines, exercise, of, running, spec, wrong_answers
+from kind_pairs import (
+    BLOCK,
+    CHUNK,
+    check_choices,
+    check_failed_load,
+    engines,
+    exercise,
+    of,
+    running,
+    spec,
+    wrong_answers,
+)
 from pairs import Pair, PairMaker, close_traces
 from test_drafts import check as check_drafts
 from test_drafts import own
@@ -45,6 +56,12 @@ class TestAnIndexerBesideMla:
 
     def test_a_prefix_on_prefill(self, pair: Pair) -> None:
         pair.check_prefix_on_prefill(BLOCK)
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 97)
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (33, 250))
 
 
 @pytest.mark.slow

@@ -11,7 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kind_pairs import BLOCK, check_left, engines, exercise, of, running, spec, wrong_answers
+from kind_pairs import (
+    BLOCK,
+    check_choices,
+    check_failed_load,
+    check_left,
+    engines,
+    exercise,
+    of,
+    running,
+    spec,
+    wrong_answers,
+)
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers
 from test_kinds import tuples
 
@@ -51,6 +62,12 @@ class TestFp8:
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
         check_left(pair, 97)
 
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 97)
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (33, 250))
+
 
 @pytest.mark.slow
 class TestFp8Shapes:
@@ -87,17 +104,18 @@ class TestFp8Shapes:
         assert "PD-GEO-001" in told and "dtype" in told and "fp8_e5m2" in told and "fp8_e4m3" in told
 
 
+@pytest.fixture(scope="class")
+def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    """A D that sums nothing, so that a wrong byte is a wrong token."""
+    config = cluster.push_config(*allowed, verify="off")
+    (d,) = cluster.start(spec("scales-d", "indexed-int8", "kv_consumer", config, **tuples()))
+    yield d
+    cluster.stop(d)
+
+
 @pytest.mark.slow
 class TestPlantedFaults:
     """int8 with scales: of an indexer's keys the scale is a component of its own, the third in the tuple."""
-
-    @pytest.fixture(scope="class")
-    def unchecked(self, cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-        (d,) = cluster.start(
-            spec("scales-d", "indexed-int8", "kv_consumer", cluster.push_config(*allowed, verify="off"), **tuples())
-        )
-        yield d
-        cluster.stop(d)
 
     @pytest.mark.parametrize("what", ["left out", "of the block before"])
     def test_scales_that_are_not_those_of_the_block_make_other_answers(

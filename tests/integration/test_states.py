@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from kind_pairs import (
+    check_choices,
     check_computed_again,
     check_failed_load,
     check_left,
@@ -75,6 +76,9 @@ class TestStatesBesideAttention:
     def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
         """Of several groups vLLM hears which request failed; block ids would stop the engine."""
         check_failed_load(pair, ports[-1], (97, 250))
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 193)
 
 
 @pytest.mark.slow

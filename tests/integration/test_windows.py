@@ -8,7 +8,19 @@ What of a window is wrong or missing shows in the tokens: the last class leaves 
 from __future__ import annotations
 
 import pytest
-from kind_pairs import BLOCK, check_left, engines, exercise, leaving, of, running, spec, wrong_answers
+from kind_pairs import (
+    BLOCK,
+    check_choices,
+    check_failed_load,
+    check_left,
+    engines,
+    exercise,
+    leaving,
+    of,
+    running,
+    spec,
+    wrong_answers,
+)
 from pairs import Pair, PairMaker, fresh_prompt
 
 from scripts.support.client import body_of, complete
@@ -52,6 +64,12 @@ class TestTwoGroups:
 
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
         check_left(pair, 159)
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 159)
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (127, 250))
 
 
 @pytest.mark.slow
