@@ -13,34 +13,27 @@ import argparse
 import math
 import statistics
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from scripts.support.client import Answer, body_of, complete, post, prompt
+from scripts.support.client import Answer, body_of, complete, prompt
 from scripts.support.cluster import STRICT, Cluster, fresh_directory
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
-from scripts.support.models import RECIPES, ROOT, ensure
+from scripts.support.in_tree import PLUGIN, Ask, mooncake
+from scripts.support.models import RECIPES, ensure
 from scripts.support.spec import EngineSpec
 from scripts.support.timeline import REPORTED, RESERVED, Trace
 
 MODEL = "base16"
 LENGTHS = (512, 2048)
 WANTED = {(1, 512): 1.30, (1, 2048): 1.05, (2, 512): 1.30, (2, 2048): 1.10}  # (c) / (a)
-PLUGIN = ROOT / "scripts" / "support" / "plugins" / "baseline"
 NAMES = {"a": "one engine", "b": "in-tree Mooncake", "c": "this package"}
 
 RESTING = 0.85  # idle share of two processors; whoever spins takes half, whoever naps a hundredth
 REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
-
-Ask = Callable[[list[int]], Answer]
 
 
 @dataclass(frozen=True)
@@ -102,42 +95,18 @@ def start_ours(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any],
 
 def start_in_tree(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any]) -> System:
     bootstrap = cluster.port()
-    mooncake: dict[str, Any] = {
+    both: dict[str, Any] = {
         **common,
         "connector": "MooncakeConnector",
         "extra": {"mooncake_protocol": "tcp"},
         "plugins": (PLUGIN,),
     }
-    p_side = {**mooncake, "environment": {**common["environment"], "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}}
+    p_side = {**both, "environment": {**common["environment"], "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}}
     prefill, decode = cluster.start(
         EngineSpec(f"b{p_tp}-prefill", model, role="kv_producer", tp=p_tp, **p_side),
-        EngineSpec(f"b{p_tp}-decode", model, role="kv_consumer", **mooncake),
+        EngineSpec(f"b{p_tp}-decode", model, role="kv_consumer", **both),
     )
-    return System(in_tree(prefill, decode, bootstrap), (prefill, decode))
-
-
-def in_tree(prefill: Engine, decode: Engine, bootstrap: int) -> Ask:
-    """The least a router of the in-tree connector does: both requests at once, matched by a transfer id."""
-    address = f"http://127.0.0.1:{bootstrap}"
-    found = httpx.get(f"{address}/query", timeout=10.0, trust_env=False).json()
-    engine_id = next(iter(found.values()))["engine_id"]
-
-    def ask(tokens: list[int]) -> Answer:
-        transfer = uuid.uuid4().hex
-        first = body_of(tokens, 1, kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer})
-        second = {
-            "do_remote_prefill": True,
-            "transfer_id": transfer,
-            "remote_engine_id": engine_id,
-            "remote_bootstrap_addr": address,
-        }
-        leg = threading.Thread(target=post, args=(prefill.url, first), name="prefill-leg")
-        leg.start()
-        answer = complete(decode.url, body_of(tokens, 4, kv_transfer_params=second))
-        leg.join()
-        return answer
-
-    return ask
+    return System(mooncake(prefill, decode, bootstrap, 4), (prefill, decode))
 
 
 def rest() -> float:

@@ -8,18 +8,22 @@ that the time does not grow with the blocks that earlier steps have sent. `--str
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import ALL, WINDOW, CacheGeometry, Group, Kind, Region
+from vllm_ascend_pd.geometry.pairing import pairings
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 
 Plan = Callable[[list[Job], int], list[JobPlan] | RegroupPlan]
+How = Callable[[CacheGeometry, int], Plan]  # of P, and its rank
 
 BLOCK = 128
 CELL = 128 * 2  # head dimension 128, two bytes
@@ -37,6 +41,25 @@ def cache(kind: str, heads: int, tp: int) -> CacheGeometry:
     return CacheGeometry(BLOCK, heads, tp, "bfloat16", "plain", tuple(regions), (("layer",),))
 
 
+def kinds(components: dict[str, int], windows: tuple[int, ...], heads: int, tp: int, token: bool) -> CacheGeometry:
+    """A cache with a group for each window (0: all tokens), each a layer with all components; token by token, or head by head."""
+    held = max(1, heads // tp)
+    regions = tuple(
+        Region(
+            name,
+            BLOCK * held * cell,
+            (cell if token else BLOCK * cell) if held > 1 else 0,
+            held * cell if token else cell,
+            cell,
+        )
+        for name, cell in components.items()
+    )
+    groups = tuple(Group(BLOCK, WINDOW if n else ALL, n) for n in windows)
+    others = tuple(Kind(heads, "int8", "plain", regions, (f"layer.{index}",), index) for index in range(1, len(groups)))
+    layers = tuple(f"layer.{index}" for index in range(len(groups)))
+    return CacheGeometry(BLOCK, heads, tp, "int8", "plain", regions, (layers,), others=others, groups=groups, group=0)
+
+
 def step(d: CacheGeometry, requests: int, new: int, sent: int) -> list[Job]:
     """`requests` requests whose first `sent` blocks have left and whose next `new` blocks leave now."""
     noise = np.random.default_rng(1)
@@ -51,6 +74,17 @@ def direct(p: CacheGeometry, rank: int) -> Plan:
 
 def regroup(p: CacheGeometry, rank: int) -> Plan:
     return RegroupPlanner(p, rank).plan
+
+
+def of_all_kinds(how: How, p: CacheGeometry, d: CacheGeometry) -> Callable[[list[Job], int], None]:
+    """As P plans a step: kind by kind."""
+    planners = [(how(pair.p, 0), pair.d) for pair in pairings(p, d)]
+
+    def plan(jobs: list[Job], rotation: int) -> None:
+        for planner, kind in planners:
+            planner([msgspec.structs.replace(job, d=kind) for job in jobs], rotation)
+
+    return plan
 
 
 def descriptors(plan: list[JobPlan] | RegroupPlan) -> int:
@@ -71,6 +105,43 @@ CASES = (
     ("8 -> 8, head-major, direct", direct, 8, "head", 8, 8, 0.1),
     ("MLA 16 -> 4, direct", direct, 1, "token", 16, 4, 0.1),
 )
+
+
+# Three groups of four components, beside one group of one: at most so many times as long, in one run.
+MOST_TIMES = 10.0
+SCALED = {"k": 128, "v": 128, "k_scale": 4, "v_scale": 4}
+SPARSE = {"latent": 1024, "rope": 128, "index": 128, "index_scale": 4}
+WINDOWS = (0, 1 << 20, 1 << 20)  # longer than the prompts: of every group all tokens leave
+BESIDE = (
+    # name, how, heads, P ranks, D ranks, components of the plain group, components of each of three groups
+    ("8 -> 2, k and v with scales, direct", direct, 8, 8, 2, {"k": CELL, "v": CELL}, SCALED),
+    ("8 -> 2, k and v with scales, regroup", regroup, 8, 8, 2, {"k": CELL, "v": CELL}, SCALED),
+    ("MLA 16 -> 4, with rope, index and scale", direct, 1, 16, 4, {"latent": LATENT}, SPARSE),
+)
+
+
+def beside(args: argparse.Namespace) -> bool:
+    """Whether a case takes more than it may. The two are measured in turns, in the processor's time."""
+    print(f"\nThree groups of four components beside one plain group; wanted: at most {MOST_TIMES:.0f} times as long")
+    print(f"{'P -> D':42} {'plain':>8} {'3 x 4':>8} {'times':>7}   ms of the processor a step, best")
+    late = False
+    for name, how, heads, p_tp, d_tp, plain, components in BESIDE:
+        plans = []
+        for cells, windows in ((plain, (0,)), (components, WINDOWS)):
+            p, d = (kinds(cells, windows, heads, tp, how is regroup) for tp in (p_tp, d_tp))
+            plans.append((of_all_kinds(how, p, d), step(d, args.requests, args.new_blocks, 0)))
+        best = [math.inf, math.inf]
+        for _ in range(args.rounds):
+            for which, (plan, jobs) in enumerate(plans):
+                began = time.thread_time()  # the longer of the two would be interrupted more often
+                plan(jobs, 0)
+                best[which] = min(best[which], time.thread_time() - began)
+        times = best[1] / best[0]
+        late |= times > MOST_TIMES
+        print(
+            f"{name:42} {best[0] * 1e3:8.2f} {best[1] * 1e3:8.2f} {times:7.1f}{'   ABOVE' if times > MOST_TIMES else ''}"
+        )
+    return late
 
 
 def measure(plan: Plan, jobs: list[Job], rounds: int) -> tuple[float, float, int]:
@@ -102,6 +173,7 @@ def main() -> int:
         best, median = best * 1e3 / thousands, median * 1e3 / thousands
         late |= best > wanted
         print(f"{name:32} {best:8.3f} {median:8.3f} {wanted:8.2f} {count:12,}{'   ABOVE' if best > wanted else ''}")
+    late |= beside(args)
     print("\nThe same step when each request has already sent so many blocks (8 -> 2):")
     print(f"{'sent per request':>18} {'direct':>10} {'regroup':>10}   ms per 1,000 blocks, best")
     for sent in (0, 100, 1000, 5000):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd import drafts
+from vllm_ascend_pd import drafts, quantised
 from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
@@ -34,8 +34,8 @@ _PROVEN_BESIDE = (
     _STATE_SPEC,
 )  # in one of several groups, or without all tokens
 _RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
+_PROVEN_FP8 = ("FullAttentionSpec", "SlidingWindowSpec")
 _PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
-_PLAIN_CACHES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 
 
 def check_engine(config: Any, push: PushConfig) -> None:
@@ -70,9 +70,8 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         yield _refused("Sleep mode", "Start without --enable-sleep-mode.")
     for feature, remedy in drafts.not_proven(config.speculative_config, parallel):
         yield _refused(feature, remedy)
-    dtype = str(config.cache_config.cache_dtype)
-    if dtype not in _PLAIN_CACHES:
-        yield _refused(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto".')
+    for feature, remedy in quantised.not_proven(config):
+        yield _refused(feature, remedy)
     if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"):
         yield _refused(
             "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "Unset it: two requests with one id would share blocks."
@@ -169,11 +168,12 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
         # Rows of a state's convolution depend on how many tokens are drafted, too.
         feature = "Speculative decoding with sliding windows, states or several groups"
         raise _refused(feature, "Start without a draft model.")
+    words = quantised.words(config, specs, layers)
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     sizes = first.local_heads, first.total_heads, first.head_size
     of = {name: index for index, group in enumerate(made) for name in group.layer_names} if groups else {}
-    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of, states)
+    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of, states, words)
 
 
 def _recurrent(config: Any, spec: Any) -> Recurrent:
@@ -327,7 +327,7 @@ def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
         yield from _state_refusals(spec)
     elif getattr(spec, "extra_retained_tokens", 0):
         yield _refused("A sliding window with retained tokens before it", "Start without a draft model.")
-    elif str(spec.dtype) not in _PLAIN_DTYPES:
+    elif str(spec.dtype) not in _PLAIN_DTYPES and not (quantised.is_fp8(spec) and kind in _PROVEN_FP8):
         # A checkpoint may quantise its cache although the command line does not.
         yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
     elif getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:

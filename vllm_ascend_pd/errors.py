@@ -84,6 +84,10 @@ CATALOGUE: dict[str, Entry] = {
         "The peer's addresses do not fit its cache layout: {why}.",
         "Run the same release of this package on both sides; if it is the same, report it with both engines' start-up logs.",
     ),
+    "PD-WIRE-006": Entry(
+        "The caches of this process are {count} separate regions of memory, and over Ascend's links a process can register {most}.",
+        "Use more pipeline stages, so that a process has fewer layers, or an engine that allocates the caches of several layers as one.",
+    ),
     # -- control channel
     "PD-CTRL-001": Entry("The side channel cannot listen on {address}: {why}.", "Free the port or change side_channel_port."),
     "PD-CTRL-002": Entry("A peer sent a message that is not valid: {why}.", "Check that both engines run the same version."),

@@ -50,6 +50,13 @@ class Recipe:
     def mla(self) -> bool:
         return self.family in ("deepseek_v2", "deepseek_v3")
 
+    @property
+    def leaves_last(self) -> bool:
+        """Whether D computes the last token of a prompt itself, which is not loaded then."""
+        from scripts.support.states import FAMILIES
+
+        return self.window > 0 or self.family in FAMILIES
+
     def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
         """Of the whole model, all ranks together, replicas counted once."""
         per_layer = 576 if self.mla else 2 * self.kv_heads * self.head_dim

@@ -37,8 +37,8 @@ def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def ports(cluster: Cluster) -> list[int]:
     """Ports of the session's metaservers: each D allows all of them, so it can serve several P's one after another.
-    The last one is a test's own, the one before it the faulty pair's."""
-    return [cluster.port() for _ in range(32)]
+    The last one is a test's own, the one before it the faulty pair's, and the one before that is for pairs one after another."""
+    return [cluster.port() for _ in range(33)]
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def allowed(ports: list[int]) -> list[str]:
 @pytest.fixture(scope="session")
 def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
     """A metaserver in front of running engines, on one of the allowed ports."""
-    free = ports[:-2]
+    free = ports[:-3]
 
     def make(prefill: Engine, *decode: Engine) -> Pair:
         front = cluster.metaserver([prefill], decode, free.pop(0), STRICT)

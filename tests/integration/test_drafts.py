@@ -8,14 +8,14 @@ drafts are mostly right with that cache, and mostly wrong without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
+from kind_pairs import engines, running
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
 from scripts.support.checks import Drafted, drafted, fresh_salt
@@ -81,36 +81,18 @@ def check_left_out(pair: Pair, name: str, told: Callable[[str], None]) -> None:
     assert "has no such draft model" in d.log.read_text(errors="replace")
 
 
-@contextmanager
-def running(
-    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
-) -> Iterator[Pair]:
-    """A pair of these, the first one P, and of engines that are there already; stopped also where a test fails."""
-    started = cluster.start(*specs)
-    pair = make_pair(*started, *beside)
-    try:
-        yield pair
-    finally:
-        cluster.stop(pair.front, *started)
-
-
 def mtp(name: str, tokens: int, **more: Any) -> EngineSpec:
     return EngineSpec(name, ensure("mtp"), draft={"method": "mtp", "num_speculative_tokens": tokens}, **more)
 
 
-@pytest.fixture(scope="module")
-def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    (d,) = cluster.start(mtp("mtp-d", 3, role="kv_consumer", policy="fail", extra=cluster.push_config(*allowed)))
-    yield d
-    cluster.stop(d)
-
-
-@pytest.fixture(scope="class")
-def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+def small(role: str, extra: dict[str, Any]) -> EngineSpec:
     """P drafts one token, D three."""
-    spec = mtp("mtp-p", 1, role="kv_producer", extra=cluster.push_config())
-    with running(cluster, make_pair, spec, beside=[decode]) as made:
-        yield made
+    if role == "kv_producer":
+        return mtp("mtp-p", 1, role=role, extra=extra)
+    return mtp("mtp-d", 3, role=role, policy="fail", extra=extra)
+
+
+decode, pair = engines(small)
 
 
 class TestMtp:

@@ -8,33 +8,33 @@ indexers keep decides which tokens its attention looks at, so an answer without 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pairs import Pair, PairMaker, close_traces, fresh_prompt, reference_answers
+from kind_pairs import (
+    BLOCK,
+    CHUNK,
+    check_choices,
+    check_failed_load,
+    engines,
+    exercise,
+    of,
+    running,
+    spec,
+    wrong_answers,
+)
+from pairs import Pair, PairMaker, close_traces
 from test_drafts import check as check_drafts
-from test_drafts import own, running
+from test_drafts import own
 
-from scripts.support.client import body_of, complete
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
 from scripts.support.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-KINDS = Path(__file__).parent / "plugins" / "kinds"
-BLOCK, CHUNK = 32, 96
 LENGTHS = (1, 20, BLOCK, BLOCK + 1, CHUNK, 333, 700)
-
-
-def spec(name: str, model: str, role: str, extra: dict[str, Any], **more: Any) -> EngineSpec:
-    policy = {} if role == "kv_producer" else {"policy": "fail"}
-    given = {"block_size": BLOCK, "chunk": CHUNK, "plugins": (KINDS,), **more}
-    return EngineSpec(name, ensure(model), role=role, extra=extra, **policy, **given)
 
 
 def tuples(**more: Any) -> dict[str, Any]:
@@ -42,37 +42,26 @@ def tuples(**more: Any) -> dict[str, Any]:
     return {"connector": "TupleConnector", "transfer": {"kv_connector_module_path": "pd_test_tuples"}, **more}
 
 
-def exercise(pair: Pair, name: str, lengths: tuple[int, ...] = LENGTHS) -> None:
-    for length in lengths:
-        pair.check([fresh_prompt(length)], name=name)
-    pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
-
-
-@pytest.fixture(scope="module")
-def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    (d,) = cluster.start(spec("indexed-d", "indexed", "kv_consumer", cluster.push_config(*allowed)))
-    yield d
-    cluster.stop(d)
-
-
-@pytest.fixture(scope="class")
-def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
-    p = spec("indexed-p", "indexed", "kv_producer", cluster.push_config())
-    with running(cluster, make_pair, p, beside=[decode]) as made:
-        yield made
+decode, pair = engines(of("indexed"))
 
 
 class TestAnIndexerBesideMla:
     """As vLLM has it: a layer of its own, beside three of four attentions."""
 
     def test_every_length_in_chunks(self, pair: Pair) -> None:
-        exercise(pair, "indexer 1→1")
+        exercise(pair, "indexer 1→1", LENGTHS)
 
     def test_a_prefix_on_decode(self, pair: Pair) -> None:
         pair.check_prefix_on_decode(BLOCK)
 
     def test_a_prefix_on_prefill(self, pair: Pair) -> None:
         pair.check_prefix_on_prefill(BLOCK)
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 97)
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (33, 250))
 
 
 @pytest.mark.slow
@@ -87,7 +76,7 @@ class TestIndexerShapes:
         with running(
             cluster, make_pair, spec("indexed-p2", "indexed", "kv_producer", extra, tp=2), beside=[decode]
         ) as pair:
-            exercise(pair, "indexer 2→1")
+            exercise(pair, "indexer 2→1", LENGTHS)
             close_traces(pair)
         pushed: Counter[str] = Counter()
         layers: dict[str, set[int]] = {}
@@ -108,7 +97,7 @@ class TestIndexerShapes:
             spec("tuple-d", "indexed", "kv_consumer", cluster.push_config(*allowed), **tuples(tp=2)),
         )
         with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "tuples 1→2")
+            exercise(pair, "tuples 1→2", LENGTHS)
             pair.check_prefix_on_decode(BLOCK)
 
     def test_quantised_and_in_one_tuple(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
@@ -118,7 +107,7 @@ class TestIndexerShapes:
             spec("int8-d", "indexed-int8", "kv_consumer", cluster.push_config(*allowed), **tuples()),
         )
         with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "C8 2→1")
+            exercise(pair, "C8 2→1", LENGTHS)
 
     def test_a_draft_model_with_heads_beside_mla_and_indexers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
@@ -162,12 +151,5 @@ class TestPlantedFault:
             environment={"PD_TEST_INDEXER": "late"},
         )
         with running(cluster, make_pair, p, beside=[decode]) as pair:
-            wrong = 0
-            for length in (20, 40, 70, 90):
-                prompt = fresh_prompt(length)
-                (expected,) = reference_answers(pair.prefill, [prompt], 12)
-                before = pair.loaded_tokens()
-                got = complete(pair.front.url, body_of(prompt, 12))
-                assert pair.loaded_tokens() - before == length
-                wrong += got.tokens != expected.tokens
+            wrong = wrong_answers(pair, (20, 40, 70, 90))
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the indexers' keys"

@@ -7,25 +7,26 @@ it: one token more or less, or another request's, and the answer is another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_metaserver import fake_metaserver, says_failed
-from pairs import (
-    Pair,
-    PairMaker,
-    counter,
-    fresh_prompt,
-    reference_answers,
-    transfer_request,
-    wait_for_free_blocks,
+from kind_pairs import (
+    check_choices,
+    check_computed_again,
+    check_failed_load,
+    check_left,
+    engines,
+    exercise,
+    leaving,
+    of,
+    running,
+    spec,
+    wrong_answers,
 )
-from test_kinds import exercise, spec
-from test_windows import windowed
+from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers
 
-from scripts.support.client import RequestFailed, attempt, body_of, complete, leave_after
+from scripts.support.client import body_of, complete
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally, TokensDiffer
 from scripts.support.engine import Engine
@@ -39,18 +40,7 @@ BLOCK = 96
 WHOLE = ("--no-enable-prefix-caching",)  # mamba_cache_mode none: one block for a request, as long as the longest
 
 
-@pytest.fixture(scope="module")
-def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    (d,) = cluster.start(spec("nemotronh-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed)))
-    yield d
-    cluster.stop(d)
-
-
-@pytest.fixture(scope="class")
-def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
-    p = spec("nemotronh-p", "nemotronh", "kv_producer", cluster.push_config())
-    with windowed(cluster, make_pair, p, beside=[decode]) as made:
-        yield made
+decode, pair = engines(of("nemotronh"))
 
 
 def check_prefixes(pair: Pair, block: int) -> None:
@@ -81,21 +71,14 @@ class TestStatesBesideAttention:
         check_prefixes(pair, BLOCK)
 
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
-        free = pair.free_counts()
-        for seconds in (0.02, 0.2, 0.4):
-            leave_after(pair.front.url, body_of(fresh_prompt(1500), 400), seconds)
-        wait_for_free_blocks((pair.prefill, *pair.decode), free)
-        pair.check([fresh_prompt(193)], name="after clients that have left")
+        check_left(pair, 193)
 
     def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
         """Of several groups vLLM hears which request failed; block ids would stop the engine."""
-        free = pair.free_counts()
-        with fake_metaserver(ports[-1], says_failed) as seen:
-            url = f"http://127.0.0.1:{ports[-1]}"
-            (refused,) = attempt(pair.decode[0].url, [transfer_request(url, "f", fresh_prompt(250))])
-            assert isinstance(refused, RequestFailed) and seen, refused
-        wait_for_free_blocks((pair.prefill, *pair.decode), free)
-        pair.check([fresh_prompt(n) for n in (97, 250)], name="after a load that failed")
+        check_failed_load(pair, ports[-1], (97, 250))
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 193)
 
 
 @pytest.mark.slow
@@ -105,30 +88,23 @@ class TestStateShapes:
     ) -> None:
         specs = (
             spec("again-p", "nemotronh", "kv_producer", cluster.push_config()),
-            replace(spec("again-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed)), policy="recompute"),
+            spec("again-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed), policy="recompute"),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
+        with running(cluster, make_pair, *specs) as pair:
             pair.check([fresh_prompt(250)], name="before a load that fails")
-            free = pair.free_counts()
-            with fake_metaserver(ports[-1], says_failed) as seen:
-                for length in (97, 193, 250):
-                    prompt, url = fresh_prompt(length), f"http://127.0.0.1:{ports[-1]}"
-                    answer = complete(pair.decode[0].url, transfer_request(url, str(length), prompt, 12))
-                    pair.compare([prompt], [answer], "computed again")
-                assert sum("reservation" in body for body in seen) == 3  # the others tell how the loads ended
-            wait_for_free_blocks((pair.prefill, *pair.decode), free)
+            check_computed_again(pair, ports[-1], (97, 193, 250))
             exercise(pair, "after loads that failed", (97, 250))
 
     def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         """Mode `none` on P: its one block stands for the whole prompt, D's for 96 tokens each."""
         p = spec("nemotronh-none", "nemotronh", "kv_producer", cluster.push_config(), arguments=WHOLE)
-        with windowed(cluster, make_pair, p, beside=[decode]) as pair:
+        with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "nemotronh none→align", LENGTHS)
 
     def test_from_tp_2(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         """Each rank has half of the heads, and all of B and C. Attention is regrouped."""
         p = spec("nemotronh-p2", "nemotronh", "kv_producer", cluster.push_config(regroup="always"), tp=2)
-        with windowed(cluster, make_pair, p, beside=[decode]) as pair:
+        with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "nemotronh 2→1", LENGTHS)
             check_prefixes(pair, BLOCK)
 
@@ -141,7 +117,7 @@ class TestStateShapes:
             spec("falconh1-p", "falconh1", "kv_producer", cluster.push_config(), tp=p_tp),
             spec("falconh1-d", "falconh1", "kv_consumer", cluster.push_config(*allowed), tp=d_tp, arguments=WHOLE),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
+        with running(cluster, make_pair, *specs) as pair:
             exercise(pair, f"falconh1 {p_tp}→{d_tp}", LENGTHS)
 
     def test_states_alone(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
@@ -150,7 +126,7 @@ class TestStateShapes:
             spec("mamba2-p", "mamba2", "kv_producer", cluster.push_config()),
             spec("mamba2-d", "mamba2", "kv_consumer", cluster.push_config(*allowed)),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
+        with running(cluster, make_pair, *specs) as pair:
             exercise(pair, "mamba2 1→1", LENGTHS)
 
 
@@ -167,12 +143,12 @@ class TestGatedDeltaNet:
     ) -> None:
         verify = "off" if what else "full"
         more: dict[str, Any] = {"arguments": ("--dtype", "bfloat16")}
-        less = {**more, **leaving(what)} if what else more
+        less = leaving(what, **more) if what else more
         specs = (
             spec("qwen3next-p", "qwen3next", "kv_producer", cluster.push_config(verify=verify), **less),
             spec("qwen3next-d", "qwen3next", "kv_consumer", cluster.push_config(*allowed, verify=verify), **more),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
+        with running(cluster, make_pair, *specs) as pair:
             judge, wrong = Tally(tie=0.25, excused_per=1), 0
             for length in self.LENGTHS:
                 prompt = fresh_prompt(length)
@@ -188,15 +164,6 @@ class TestGatedDeltaNet:
         assert wrong == (len(self.LENGTHS) if what else 0)
 
 
-def leaving(what: str) -> dict[str, Any]:
-    """Of a P that pushes everything else."""
-    return {
-        "connector": "LeavingConnector",
-        "transfer": {"kv_connector_module_path": "pd_test_groups"},
-        "environment": {"PD_TEST_LEAVES_OUT": what},
-    }
-
-
 @pytest.mark.slow
 class TestPlantedFaults:
     def test_what_is_left_out_makes_other_answers(
@@ -210,13 +177,6 @@ class TestPlantedFaults:
             ),
             spec("leaving-d", "nemotronh", "kv_consumer", cluster.push_config(*allowed, verify="off")),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
-            wrong = 0
-            for length in (96, 160, 193, 352):
-                prompt = fresh_prompt(length)
-                (expected,) = reference_answers(pair.prefill, [prompt], 12)
-                before = pair.loaded_tokens()
-                got = complete(pair.front.url, body_of(prompt, 12))
-                assert pair.loaded_tokens() - before == length - 1
-                wrong += got.tokens != expected.tokens
+        with running(cluster, make_pair, *specs) as pair:
+            wrong = wrong_answers(pair, (96, 160, 193, 352))
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out"

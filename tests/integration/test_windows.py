@@ -7,34 +7,31 @@ What of a window is wrong or missing shows in the tokens: the last class leaves 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
-from pairs import Pair, PairMaker, fresh_prompt, reference_answers, wait_for_free_blocks
-from test_drafts import running
-from test_kinds import BLOCK, exercise, spec
+from kind_pairs import (
+    BLOCK,
+    check_choices,
+    check_failed_load,
+    check_left,
+    engines,
+    exercise,
+    leaving,
+    of,
+    running,
+    spec,
+    wrong_answers,
+)
+from pairs import Pair, PairMaker, fresh_prompt
 
-from scripts.support.client import body_of, complete, leave_after
+from scripts.support.client import body_of, complete
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 from scripts.support.models import RECIPES
-from scripts.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 # 127, 159 and 191: where the last token is run again, its window of 128 begins with the last token of a block.
 LENGTHS = (1, 2, 20, 127, 128, 129, 159, 160, 161, 191, 200, 330, 700)
-
-
-@contextmanager
-def windowed(
-    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
-) -> Iterator[Pair]:
-    with running(cluster, make_pair, *specs, beside=beside) as pair:
-        pair.leaves_last = True
-        yield pair
 
 
 def check_prefixes(pair: Pair, window: int) -> None:
@@ -53,18 +50,7 @@ def check_prefixes(pair: Pair, window: int) -> None:
     pair.check([[*head, *fresh_prompt(50)]], name=f"a prefix on P, window {window}")
 
 
-@pytest.fixture(scope="module")
-def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    (d,) = cluster.start(spec("gptoss-d", "gptoss", "kv_consumer", cluster.push_config(*allowed)))
-    yield d
-    cluster.stop(d)
-
-
-@pytest.fixture(scope="class")
-def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
-    p = spec("gptoss-p", "gptoss", "kv_producer", cluster.push_config())
-    with windowed(cluster, make_pair, p, beside=[decode]) as made:
-        yield made
+decode, pair = engines(of("gptoss"))
 
 
 class TestTwoGroups:
@@ -77,18 +63,20 @@ class TestTwoGroups:
         check_prefixes(pair, RECIPES["gptoss"].window)
 
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
-        free = pair.free_counts()
-        for seconds in (0.02, 0.2, 0.4):
-            leave_after(pair.front.url, body_of(fresh_prompt(1500), 400), seconds)
-        wait_for_free_blocks((pair.prefill, *pair.decode), free)
-        pair.check([fresh_prompt(159)], name="after clients that have left")
+        check_left(pair, 159)
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 159)
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (127, 250))
 
 
 @pytest.mark.slow
 class TestWindowShapes:
     def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         p = spec("gptoss-p2", "gptoss", "kv_producer", cluster.push_config(regroup="always"), tp=2)
-        with windowed(cluster, make_pair, p, beside=[decode]) as pair:
+        with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "gptoss 2→1 regrouped", LENGTHS)
             check_prefixes(pair, RECIPES["gptoss"].window)
 
@@ -98,7 +86,7 @@ class TestWindowShapes:
             spec("gemma3-p", "gemma3", "kv_producer", cluster.push_config()),
             spec("gemma3-d", "gemma3", "kv_consumer", cluster.push_config(*allowed)),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
+        with running(cluster, make_pair, *specs) as pair:
             exercise(pair, "gemma3 1→1", LENGTHS)
             check_prefixes(pair, RECIPES["gemma3"].window)
 
@@ -108,7 +96,7 @@ class TestWindowShapes:
             spec("windowed-p", "windowed", "kv_producer", cluster.push_config()),
             spec("windowed-d", "windowed", "kv_consumer", cluster.push_config(*allowed), tp=2),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
+        with running(cluster, make_pair, *specs) as pair:
             exercise(pair, "window only 1→2", LENGTHS)
             check_prefixes(pair, RECIPES["windowed"].window)
 
@@ -121,22 +109,10 @@ class TestPlantedFaults:
     ) -> None:
         """No sum finds it: P sums what it pushes, so D does not compare. At these lengths the first block lies in the window whole: of
         one token in 128 an answer need not depend."""
-        less: dict[str, Any] = {
-            "connector": "LeavingConnector",
-            "transfer": {"kv_connector_module_path": "pd_test_groups"},
-            "environment": {"PD_TEST_LEAVES_OUT": what},
-        }
         specs = (
-            spec("leaving-p", "gptoss", "kv_producer", cluster.push_config(verify="off"), **less),
+            spec("leaving-p", "gptoss", "kv_producer", cluster.push_config(verify="off"), **leaving(what)),
             spec("leaving-d", "gptoss", "kv_consumer", cluster.push_config(*allowed, verify="off")),
         )
-        with windowed(cluster, make_pair, *specs) as pair:
-            wrong = 0
-            for length in (160, 192, 320, 352):
-                prompt = fresh_prompt(length)
-                (expected,) = reference_answers(pair.prefill, [prompt], 12)
-                before = pair.loaded_tokens()
-                got = complete(pair.front.url, body_of(prompt, 12))
-                assert pair.loaded_tokens() - before == length - 1
-                wrong += got.tokens != expected.tokens
+        with running(cluster, make_pair, *specs) as pair:
+            wrong = wrong_answers(pair, (160, 192, 320, 352))
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out ({what})"

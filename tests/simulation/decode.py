@@ -515,14 +515,12 @@ class DecodeEngine:
         tables, cells = request.tables.arrays(), {}
         for planes in memory.kinds:
             first, last = planes.cell_range(self._looked_at(planes.kind.own, request), request.end)
-            right = request.content.cells(planes.kind, first, last, planes.heads, request.end)
-            cells[planes] = planes.offsets(tables[planes.kind.group], first, last), right
+            cells[planes] = planes.cells(request.content, tables[planes.kind.group], first, last, request.end)
         names = self.cluster.settings.names()
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and request.transfer in rank.undrafted:
                 continue
-            places, right = cells[memory.of[index]]
-            for region in range(memory.of[index].regions):
+            for region, (places, right) in enumerate(cells[memory.of[index]]):
                 found = memory.plane(index, region)[places]
                 if not np.array_equal(found, right + np.uint8(shade(layer, region))):
                     return names[layer]

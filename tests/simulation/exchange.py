@@ -251,13 +251,15 @@ def cache_moves(planes: Planes, rows: Rows) -> Moves:
     """The bytes that a table of cache rows moves, within one layer."""
     if not len(rows):
         return _NOWHERE
-    region = planes.region
+    at = np.array(planes.at)
+    strides = np.array([(r.block_stride, r.head_stride, r.token_stride, r.cell_bytes) for r in planes.regions])
     of, block, head, token, heads, tokens, offset, head_stride, token_stride = rows.T
     row, h, t = _cells(heads, tokens)
-    source = of[row] * planes.size + block[row] * region.block_stride
-    source += (head[row] + h) * region.head_stride + (token[row] + t) * region.token_stride
+    by_block, by_head, by_token, cell = strides[of].T
+    source = at[of][row] + (block * by_block)[row]
+    source += (head[row] + h) * by_head[row] + (token[row] + t) * by_token[row]
     target = offset[row] + h * head_stride[row] + t * token_stride[row]
-    return _bytes(source, target, np.full(len(row), region.cell_bytes))
+    return _bytes(source, target, cell[row])
 
 
 def buffer_moves(rows: Rows) -> Moves:

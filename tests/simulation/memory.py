@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from simulation.settings import Settings, Shape
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.protocol import messages
 
 _POOL = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
 _PERIOD = 1_048_573  # of longer prompts; a prime, so that no block is like another
 NOISE = 0xEE  # what zeroing, or the step before, leaves in a block
 BASE = 1 << 20  # addresses do not start at zero
+
+Cells = list[tuple[NDArray[np.int64], NDArray[np.uint8]]]  # by region: where, and what
 
 
 class Content:
@@ -23,9 +27,11 @@ class Content:
     def __init__(self, seed: int) -> None:
         self._start = seed * 7919 % (len(_POOL) - (1 << 16))
 
-    def cells(self, kind: CacheGeometry, first: int, last: int, heads: range, computed: int) -> NDArray[np.uint8]:
-        """Cells [first, last) of `heads` in layer 0, region 0, if that is of this kind: shape (cells, heads, bytes)."""
-        width = kind.regions[0].cell_bytes
+    def cells(
+        self, kind: CacheGeometry, region: Region, first: int, last: int, heads: range, computed: int
+    ) -> NDArray[np.uint8]:
+        """Cells [first, last) of `heads` in layer 0, if that is of this kind, before its shade: shape (cells, heads, bytes)."""
+        width = region.cell_bytes
         size = kind.kv_heads * width
         begin, end = self._start + first * size, self._start + last * size
         flat = _POOL[begin:end] if end <= _PERIOD else _POOL[np.arange(begin, end) % _PERIOD]
@@ -47,14 +53,26 @@ class Planes:
     groups that are alike share it."""
 
     def __init__(self, kind: CacheGeometry, layers: int, blocks: int, rank: int, start: int) -> None:
-        self.kind, self.region = kind, kind.regions[0]
+        self.kind, self.regions = kind, kind.regions
         self.heads = kind.head_range(rank)
-        self.regions, self.start = len(kind.regions), start
-        self.size = self.region.block_stride * blocks  # bytes of one region of one layer
-        self.end = start + layers * self.regions * self.size
+        self.start, self.layers, self._blocks = start, layers, blocks
+        self.sizes = [region.block_stride * blocks for region in self.regions]  # bytes of each region of one layer
+        self.at = [0, *itertools.accumulate(self.sizes)]  # where they begin in their layer
+        self.layer = self.at[-1]
+        self.end = start + layers * self.layer
+        self._strides = np.array([region.block_stride for region in self.regions])
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (addresses - self.start) % self.size // self.region.block_stride
+        inside = (addresses - self.start) % self.layer
+        region = np.searchsorted(self.at, inside, side="right") - 1
+        return (inside - np.asarray(self.at)[region]) // self._strides[region]
+
+    def by_block(self, memory: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """Of each region the bytes of all layers: by layer, by block."""
+        layers = memory[self.start : self.end].reshape(self.layers, self.layer)
+        return [
+            layers[:, begin:end].reshape(self.layers, self._blocks, -1) for begin, end in itertools.pairwise(self.at)
+        ]
 
     def cell_range(self, first: int, last: int) -> tuple[int, int]:
         """Tokens to cells."""
@@ -63,9 +81,21 @@ class Planes:
             return last, last + 1  # the state after the last
         return (first // size, -(-last // size)) if self.kind.opaque else (first, last)
 
-    def offsets(self, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
-        """Where the cells [first, last) lie inside a plane; `blocks` is the block table from token 0."""
-        size, region = self.kind.block_size, self.region
+    def cells(self, content: Content, blocks: NDArray[np.int64], first: int, last: int, computed: int) -> Cells:
+        """By region, where the cells [first, last) lie inside it and what they are before their shade; `blocks` is the block table from
+        token 0. Regions that lie alike share them."""
+        found: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.uint8]]] = {}
+        cells = []
+        for region in self.regions:
+            like = region.block_stride, region.head_stride, region.token_stride, region.cell_bytes
+            if like not in found:
+                right = content.cells(self.kind, region, first, last, self.heads, computed)
+                found[like] = self._offsets(region, blocks, first, last), right
+            cells.append(found[like])
+        return cells
+
+    def _offsets(self, region: Region, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+        size = self.kind.block_size
         cells = np.arange(first, last)
         if self.kind.own.stateful:
             start = blocks[(cells - 1) // self.kind.own.block_size] * region.block_stride
@@ -98,17 +128,14 @@ class Memory:
             self.kinds.append(planes)
             of.update({name: (planes, i) for i, name in enumerate(own)})
         self.of = [of[name][0] for name in names]  # the planes of each layer
-        self._starts = [planes.start + i * planes.regions * planes.size for planes, i in (of[name] for name in names)]
+        self._starts = [planes.start + i * planes.layer for planes, i in (of[name] for name in names)]
         self.bytes = np.zeros(end, dtype=np.uint8)
         some = [planes for planes in self.kinds if planes.end > planes.start]  # other stages have the rest
         self._apart = list({planes.start: planes for planes in some}.values())
-        self._by_block = [
-            self.bytes[planes.start : planes.end].reshape(-1, shape.blocks, planes.region.block_stride)
-            for planes in self._apart
-        ]
+        self._by_block = [view for planes in self._apart for view in planes.by_block(self.bytes)]
         self._groups = len(geometry.tables)
         self.bases = tuple(
-            tuple(BASE + start + r * planes.size for r in range(planes.regions))
+            tuple(BASE + start + begin for begin in planes.at[:-1])
             for planes, start in zip(self.of, self._starts, strict=True)
         )
 
@@ -129,11 +156,11 @@ class Memory:
     def layer(self, index: int) -> NDArray[np.uint8]:
         """All regions of one layer."""
         start, planes = self._starts[index], self.of[index]
-        return self.bytes[start : start + planes.regions * planes.size]
+        return self.bytes[start : start + planes.layer]
 
     def plane(self, index: int, region: int) -> NDArray[np.uint8]:
-        size = self.of[index].size
-        return self.layer(index)[region * size : (region + 1) * size]
+        at = self.of[index].at
+        return self.layer(index)[at[region] : at[region + 1]]
 
 
 def _alike(kind: CacheGeometry) -> tuple[str, ...]:

@@ -17,13 +17,14 @@ from simulation.settings import STATES, Faults, FirstFaults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted
 from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
+from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record, Target
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums, Writable
+from vllm_ascend_pd.prefill.core.pushes import Pushes, StepPlan, Sums, Writable
 from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook, PushSlice, PushStart
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
@@ -535,6 +536,24 @@ class WrongGroup(Pushes):
         push.d_blocks = tuple(push.d_blocks[0] for _ in push.d_blocks)
 
 
+class ScaleOfAnotherBlock(Pushes):
+    """P reads the scales of the block before."""
+
+    def _plan(self, now: float, number: int, slices: Iterable[PushSlice]) -> StepPlan:
+        planned = super()._plan(now, number, slices)
+        for push in self._direct.get(number, ()):
+            for index, pair in enumerate(push.pairings):
+                if (plan := push.plans.get((number, index))) is not None:
+                    for rank, spans in plan.by_rank.items():
+                        plan.by_rank[rank] = tuple(
+                            Spans(part.src - region.block_stride, part.dst, part.size)
+                            if region.name.endswith("scale")
+                            else part
+                            for part, region in zip(spans, pair.p.regions, strict=True)
+                        )
+        return planned
+
+
 class StateTooEarly(Steps):
     """P takes states for computed with the first hook of a step, or before."""
 
@@ -846,6 +865,12 @@ def _indexed(settings: Settings) -> Settings:
     return replace(settings, prefill=prefill, layers=3, indexed=(0, 1, 2), windows=(), group_of=(), scales=())
 
 
+def _quantised(settings: Settings) -> Settings:
+    """Scales beside keys and values, which leave without an exchange."""
+    regroup = replace(settings.regroup, regroup="never")
+    return replace(_kind(settings), quantised=2, regroup=regroup)
+
+
 def _windows(settings: Settings) -> Settings:
     """Groups that share addresses: two windows and layers that need all tokens; nobody is in a hurry."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
@@ -1016,6 +1041,7 @@ MORE = (
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
     Mutation("an indexer's keys pushed before they were written", steps=IndexersTooEarly, world=_indexed),
+    Mutation("scales of another block", core=ScaleOfAnotherBlock, world=_quantised),
     Mutation("a window one block short", core=WindowTooShort, world=_windows),
     Mutation("a layer found by its address", core=FoundByAddress, world=_windows),
     Mutation("another group's blocks", core=WrongGroup, world=_windows),

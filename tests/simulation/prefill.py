@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulation.exchange import STAGING, Event, Flat, Group, Stream
-from simulation.memory import BASE, Content, Memory, Planes, shade
+from simulation.memory import BASE, Cells, Content, Memory, Planes, shade
 from simulation.settings import DRAFT, MODEL, stage_geometry
 from simulation.tables import NULL
 from simulation.wire import Flight
@@ -52,7 +52,7 @@ class Fill:
     tables: tuple[NDArray[np.int64], ...]
     first: int
     last: int
-    cells: dict[Planes, tuple[NDArray[np.int64], NDArray[np.uint8]]] = field(default_factory=dict)  # where, and what
+    cells: dict[Planes, Cells] = field(default_factory=dict)
     touched: frozenset[int] = frozenset()
 
 
@@ -343,13 +343,11 @@ class PrefillRank:
             elif planes.kind.own.partial:  # of what was cached a window's layers have only what is in it
                 begin = max(begin, next((i for i, block in enumerate(table) if block != NULL), len(table)) * size)
             first, last = planes.cell_range(begin, fill.last)
-            right = fill.content.cells(planes.kind, first, last, planes.heads, fill.last)
-            fill.cells[planes] = planes.offsets(table, first, last), right
+            fill.cells[planes] = planes.cells(fill.content, table, first, last, fill.last)
             fill.touched |= frozenset(table[begin // size : -(-fill.last // size)].tolist())
         if self.flights:
             self._check_overwrite(fill)
-        places, cells = fill.cells[planes]
-        for region in range(planes.regions):
+        for region, (places, cells) in enumerate(fill.cells[planes]):
             memory.plane(layer, region)[places] = cells + np.uint8(shade(memory.layers[layer], region))
 
     def _check_overwrite(self, fill: Fill) -> None:

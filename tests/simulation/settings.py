@@ -107,6 +107,7 @@ class Settings:
     first_faults: FirstFaults = FirstFaults()
     indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
     index_cell: int = 1
+    quantised: int = 0  # bytes of the scale that each cell of an attention has beside it; 0: none
     windows: tuple[
         int, ...
     ] = ()  # of each group of layers, or STATES; 0: all tokens matter. Without groups there is one such
@@ -152,6 +153,7 @@ class Settings:
         if shape.drafts:
             stages[-1] = (*stages[-1], DRAFT)
         packing = "kv" if self.regions == 1 else "k,v"
+        words = "/".join(["int8", "scale"] * self.regions) if self.quantised else "bf16"
         kinds = []
         for index, group in enumerate(tables):
             names = [n for n in self.names() if self._group(n) == index and (shape.drafts or n != DRAFT)]
@@ -159,19 +161,19 @@ class Settings:
             indexers = tuple(name for name in names if ".indexer." in name)
             attentions = tuple(n for n in names if "/" not in n and n not in indexers)
             of = (
-                (attentions, self.kv_heads, packing, self._regions(shape, group.block_size, page)),
-                (indexers, 1, "key", (keys,)),
-                (sections[HEADS], self.kv_heads, "state", self._states(shape, self.kv_heads, 2)),
-                (sections[GROUPS], 1, "state", self._states(shape, 1, 1)),
+                (attentions, self.kv_heads, words, packing, self._regions(shape, group.block_size, page)),
+                (indexers, 1, "bf16", "key", (keys,)),
+                (sections[HEADS], self.kv_heads, "bf16", "state", self._states(shape, self.kv_heads, 2)),
+                (sections[GROUPS], 1, "bf16", "state", self._states(shape, 1, 1)),
             )
-            kinds += [Kind(heads, "bf16", word, regions, some, index) for some, heads, word, regions in of if some]
+            kinds += [Kind(heads, *facts, some, index) for some, heads, *facts in of if some]  # type: ignore[arg-type]
         first = next(kind for kind in kinds if self.names()[0] in kind.layers)
         others = [kind for kind in kinds if kind is not first]
         return CacheGeometry(
             block_size=tables[first.group].entries,
             kv_heads=first.kv_heads,
             tp_size=shape.tp,
-            dtype="bf16",
+            dtype=first.dtype,
             packing=first.packing,
             regions=first.regions,
             stages=tuple(stages),
@@ -199,15 +201,19 @@ class Settings:
 
     def _regions(self, shape: Shape, size: int, page: int) -> tuple[Region, ...]:
         """Of attentions with blocks of `size` tokens, which take the room of `page` tokens."""
-        heads = max(1, -(-self.kv_heads // shape.tp))
-        cell = self.cell * (size if self.opaque else 1)
-        if self.opaque:
-            token, head = 0, cell
-        elif shape.head_major:
-            token, head = cell, cell * size
-        else:
-            token, head = cell * heads, cell
-        return tuple(Region("kv"[i], heads * page * self.cell, head, token, cell) for i in range(self.regions))
+        heads, found = max(1, -(-self.kv_heads // shape.tp)), []
+        for name in "kv"[: self.regions]:
+            for word, width in ((name, self.cell), (f"{name} scale", self.quantised)):
+                cell = width * (size if self.opaque else 1)
+                if self.opaque:
+                    token, head = 0, cell
+                elif shape.head_major:
+                    token, head = cell, cell * size
+                else:
+                    token, head = cell * heads, cell
+                if width:
+                    found.append(Region(word, heads * page * width, head, token, cell))
+        return tuple(found)
 
     def grouped(self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]) -> Settings:
         """The same world with these groups. Windows are pushed where P's blocks begin at borders of D's."""
@@ -235,7 +241,16 @@ class Settings:
 
         prefill, decode = tuple(map(long, self.prefill[:1])), tuple(map(long, self.decode[:1]))
         layers = min(self.layers, 3)
-        small = {"layers": layers, "cell": 1, "regions": 1, "indexed": (), "windows": (), "group_of": (), "scales": ()}
+        small = {
+            "layers": layers,
+            "cell": 1,
+            "regions": 1,
+            "quantised": 0,
+            "indexed": (),
+            "windows": (),
+            "group_of": (),
+            "scales": (),
+        }
         return replace(self, prefill=prefill, decode=decode, tokens=tokens, chunk=chunk, requests=4, room=64, **small)  # type: ignore[arg-type]
 
 
@@ -263,6 +278,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         prefill=prefill,
         decode=decode,
         layers=layers,
+        quantised=_quantised(random.Random(f"quantised/{seed}")),
         **_indexers(random.Random(f"kinds/{seed}"), layers),
         kv_heads=rng.choice((1, 2, 2, 4)),
         cell=rng.choice((1, 2, 3)),
@@ -345,6 +361,10 @@ def _groups(rng: random.Random, drawn: Settings) -> Settings:
     rng.shuffle(group_of)
     scales = [1 if drawn.opaque else rng.choice((1, 1, 2)) for _ in range(count)]
     return drawn.grouped(tuple(windows), tuple(group_of), tuple(scales))
+
+
+def _quantised(rng: random.Random) -> int:
+    return rng.choice((1, 2, 4)) if rng.random() < 0.15 else 0
 
 
 def _indexers(rng: random.Random, layers: int) -> dict[str, Any]:

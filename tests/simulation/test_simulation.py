@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -173,6 +174,10 @@ def test_shapes_of_all_sorts_are_drawn() -> None:
     assert {
         (STATES in settings.windows, 0 in settings.windows, max(settings.windows, default=0) > 0) for settings in drawn
     } >= {(True, False, False), (True, True, False), (True, False, True), (True, True, True)}
+    assert {settings.quantised for settings in drawn} == {0, 1, 2, 4}
+    assert {(settings.quantised > 0, settings.opaque, len(settings.windows) > 1) for settings in drawn} == set(
+        itertools.product((True, False), repeat=3)
+    )
     assert {settings.opaque for settings in drawn} == {settings.verify for settings in drawn} == {True, False}
 
 

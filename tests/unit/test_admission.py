@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -61,6 +62,8 @@ def refusal(config: Any) -> ConfigError:
         {"tensor_parallel_size": 2},
         {"enable_prefix_caching": False},
         {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
         {"dtype": "bfloat16"},
     ],
     ids=str,
@@ -173,6 +176,19 @@ def test_how_many_tokens_are_drafted_is_no_part_of_the_draft_model() -> None:
     assert drafts.drafter(vllm_config(speculative_config=NGRAM).speculative_config) == "" == drafts.drafter(None)
 
 
+def stored(dtype: str, *, calculate_kv_scales: bool = False, **more: Any) -> Callable[[str], Any]:
+    """With a cache of this dtype, which vLLM refuses here and there by itself."""
+
+    def made(role: str) -> Any:
+        config = vllm_config(role, **more)
+        config.cache_config.cache_dtype = dtype
+        if calculate_kv_scales:  # as vLLM 0.23 has it
+            config.cache_config.calculate_kv_scales = True
+        return config
+
+    return made
+
+
 NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("Prefill context parallelism", with_parallel("prefill_context_parallel_size", 2)),
     (
@@ -185,7 +201,10 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("disable_padded_drafter_batch", with_drafts(disable_padded_drafter_batch=True)),
     ("parallel_drafting", with_drafts(parallel_drafting=True)),
     ("num_speculative_tokens_per_batch_size", with_drafts(num_speculative_tokens_per_batch_size=[(1, 8, 2)])),
-    ("quantised KV cache (fp8)", lambda role: vllm_config(role, kv_cache_dtype="fp8")),
+    ("quantised KV cache (fp8_per_token_head)", stored("fp8_per_token_head")),
+    ("quantised KV cache (int8_per_token_head)", stored("int8_per_token_head")),
+    ("quantised KV cache with pipeline parallelism", stored("fp8", pipeline_parallel_size=2)),
+    ("scales that an engine computes by itself", stored("fp8_e4m3", calculate_kv_scales=True)),
     ("Micro-batching", with_parallel("enable_dbo", True)),
     ("Sleep mode", sleeping),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
@@ -315,6 +334,10 @@ def state(**changes: Any) -> MambaSpec:
     return MambaSpec(**{**facts, **changes})
 
 
+def fp8(spec: Any) -> Any:
+    return replace(spec, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+
+
 CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("recurrent state of kind MAMBA2 with 1 parts", (attention(), state(shapes=((3, 88),), dtypes=(torch.float32,)))),
     ("recurrent state of kind SHORT_CONV", (attention(), state(mamba_type=MambaAttentionBackendEnum.SHORT_CONV))),
@@ -337,6 +360,8 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("quantised KV cache (torch.uint8)", (attention(dtype=torch.uint8),)),
     ("quantised KV cache (torch.float8_e4m3fn)", (attention(dtype=torch.float8_e4m3fn),)),
     ("quantised KV cache (torch.int8)", (attention(dtype=torch.int8),)),
+    ("quantised KV cache (torch.uint8)", (fp8(latent()),)),
+    ("quantised KV cache (torch.uint8)", (replace(fp8(attention()), kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD),)),
 ]
 
 
@@ -532,10 +557,57 @@ def test_an_indexer_with_int8_is_what_its_tensors_say() -> None:
     assert admission.cache_shape(vllm_config(), cache_config(spec)).of(LAYERS[0]) == LayerShape(1, 1, 784)
 
 
+def scaled(*layers: tuple[str, float | None, float | None], names: Sequence[str] = LAYERS) -> Any:
+    """A configuration whose layers say their format and scales."""
+    config = vllm_config()
+    context = config.compilation_config.static_forward_context
+    for name, (dtype, k, v) in zip(names, layers, strict=True):
+        context[name] = SimpleNamespace(
+            kv_cache_dtype=dtype, _k_scale_float=k, _v_scale_float=v, _k_scale=torch.ones(()), _v_scale=torch.ones(())
+        )
+    return config
+
+
+def word(*layers: tuple[str, float | None, float | None]) -> str:
+    groups = cache_config(fp8(attention()))
+    admission.check_groups(groups)
+    (found,) = set(admission.cache_shape(scaled(*layers), groups).words.values())
+    return found
+
+
+def test_the_word_of_an_fp8_cache_says_its_format_and_its_scales() -> None:
+    """A checkpoint's scales are not in the cache: with others the same bytes mean other numbers."""
+    one, other, plain = ("fp8", 0.5, 0.25), ("fp8", 0.5, 0.125), ("fp8_e4m3", 1.0, 1.0)
+    assert word(plain, plain) == word(("fp8", 1.0, 1.0), plain) == "fp8_e4m3"
+    assert word(("fp8_e5m2", 1.0, 1.0), ("fp8_e5m2", 1.0, 1.0)) == "fp8_e5m2"
+    assert word(one, one) == word(one, one) != word(one, other) != word(other, one)
+    assert word(one, one).startswith("fp8_e4m3 with scales ")
+    assert admission.cache_shape(vllm_config(), cache_config(attention())).words == {}
+
+
+@pytest.mark.parametrize(
+    ("feature", "layers"),
+    [
+        ("more than one scale", (("fp8", 1.0, None), ("fp8", 1.0, 1.0))),
+        ("do not say one format", (("auto", 1.0, 1.0), ("fp8", 1.0, 1.0))),
+        ("do not say one format", (("fp8_e5m2", 1.0, 1.0), ("fp8", 1.0, 1.0))),
+    ],
+)
+def test_an_fp8_cache_that_does_not_say_what_its_bytes_mean_stops_the_start(feature: str, layers: Any) -> None:
+    with pytest.raises(ConfigError, match=feature):
+        word(*layers)
+
+
+def test_a_cache_that_is_quantised_in_some_layers_only_stops_the_start() -> None:
+    groups = mixed(fp8(attention()), attention(), attention())
+    with pytest.raises(ConfigError, match="in some layers only"):
+        admission.cache_shape(scaled(*[("fp8", 1.0, 1.0)] * 3, names=groups.kv_cache_groups[0].layer_names), groups)
+
+
 def test_all_refusals_are_told_where_somebody_asks_and_the_first_stops_the_start() -> None:
     config = vllm_config("kv_consumer", {"side_channel_port": 65535, "decode": {"tp_size": 4}}, tensor_parallel_size=2)
     config.parallel_config.enable_dbo = True
-    config.cache_config.cache_dtype = "fp8"
+    config.cache_config.cache_dtype = "int8_per_token_head"
     push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
     found = list(admission.engine_refusals(config, push))
     assert [told.code for told in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -58,11 +59,33 @@ def test_layers_may_lie_block_by_block_in_one_storage() -> None:
     assert region.block_stride == 3 * HEADS * region.cell_bytes and len(caches.storages) == 1
 
 
+def test_bytes_of_fp8_are_called_what_the_engine_says_and_their_planes_what_this_host_could_make_of_them() -> None:
+    """The tensor says uint8 of both formats, and nothing of the dtype that the kernels compute in."""
+    word = {"l0": "fp8_e5m2 with scales 0123"}
+    caches = describe(
+        {"l0": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)}, replace(SHAPE, words=word), CPU
+    )
+    assert caches.geometry.dtype == word["l0"] and caches.geometry.regions[0].cell_bytes == BLOCK * 2 * SIZE
+    forms = dict.fromkeys(_get_attn_isa(dtype, BLOCK, SIZE) for dtype in (torch.float32, torch.bfloat16))
+    assert caches.geometry.packing == f"cpu-{'+'.join(forms)}"
+
+
 def test_one_storage_for_each_layer_is_registered_as_such() -> None:
     """vLLM 0.23."""
     tensors = {f"l{i}": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE) for i in range(3)}
     caches = describe(tensors, SHAPE, CPU)
     assert sorted(caches.storages) == sorted((t.data_ptr(), t.nbytes) for t in tensors.values())
+
+
+def test_components_of_one_allocation_are_one_region_however_many_layers_there_are() -> None:
+    """78 layers of latent, rope, index key and scale: 312 components, 78 allocations."""
+    widths = (0, 512, 576, 704, 705)
+    layers = [torch.empty(BLOCKS, 16, 1, widths[-1]) for _ in range(78)]
+    cuts = list(itertools.pairwise(widths))
+    tensors = {f"l{i}": tuple(own[..., a:b] for a, b in cuts) for i, own in enumerate(layers)}
+    caches = describe(tensors, LATENT, NPU_LIKE)
+    assert sum(map(len, caches.bases)) == 312 and len(caches.storages) == 78
+    assert dict(caches.storages) == {t.data_ptr(): t.nbytes for t in layers}
 
 
 @pytest.mark.parametrize("dims", [(BLOCKS, 1, 16, 576), (BLOCKS, 16, 576)], ids=["four axes", "three axes"])

@@ -197,6 +197,7 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 32, "conv_kernel": 4}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 REFUSED = {
     "windows beside MLA": {
         "layer_types": ["sliding_attention"],
@@ -211,7 +212,10 @@ REFUSED = {
     "states of unknown sizes": {"mamba_d_state": 128},
     "states beside MLA": {**MAMBA, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "states beside windows": {**MAMBA, "sliding_window": 128},
-    "a quantised cache": {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
+    "a quantised cache": {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}},
+    "a scale for each head": {"quantization_config": {"kv_cache_scheme": {**FP8, "strategy": "attn_head"}}},
+    "scales of its own": {"quantization_config": {"kv_cache_scheme": {**FP8, "dynamic": True}}},
+    "another algorithm": {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}},
 }
 TAKEN = {
     "plain": {},
@@ -219,6 +223,8 @@ TAKEN = {
     "a window as long as the model": {"sliding_window": 4096, "max_position_embeddings": 4096},
     "full attention in every layer": {"layer_types": ["full_attention"] * 4, "sliding_window": 128},
     "quantised weights": {"quantization_config": {"quant_method": "fp8"}},
+    "fp8": {"quantization_config": {"kv_cache_scheme": FP8}},
+    "fp8 by another name": {"quantization_config": {"kv_cache_quant_algo": "FP8"}},
 }
 
 

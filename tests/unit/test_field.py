@@ -239,7 +239,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "full graphs become piecewise": ({"p": line(P, eager=False)}, [], []),
     "full graphs of one configuration for both": ({"p": line(P, eager=False, connector=SHARED)}, [MODE], []),
     "int8 on D": ({"model": "me/gqa-c8"}, [], ["PD-CONF-005 A quantised KV cache (torch.int8)"]),
-    "by flag": ({"p": line(P, "--kv-cache-dtype", "fp8")}, ["PD-CONF-005 A quantised KV cache (fp8)"], []),
+    "by flag": (
+        {"p": line(P, "--kv-cache-dtype", "fp8_ds_mla")},
+        ["PD-CONF-005 A quantised KV cache (fp8_ds_mla)"],
+        [],
+    ),
     "indexer": ({"model": "me/sparse"}, [], []),
     "indexers in some layers": ({"model": "me/shared", "d": line(D, "--speculative-config", DRAFT)}, [], []),
     "indexer, quantised": (

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from watching import listening, until
 
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transport.ascend import AscendEngine
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import can_ask
 from vllm_ascend_pd.transport.lanes import Lanes
-from vllm_ascend_pd.transport.target import MooncakeTarget
+from vllm_ascend_pd.transport.target import MOST_REGIONS, MooncakeTarget
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 SIZE = 4096
@@ -118,6 +119,25 @@ def test_one_engine_serves_both_sides_and_knows_the_cache_once(kind: Any, both: 
     assert ended(poller(wire, memory)) is WriteState.LANDED
     (engine,) = kind.opened
     assert len(engine.registered) == 1 and target.session == session
+
+
+def test_more_regions_than_a_process_can_register_are_refused_with_their_number(kind: Any) -> None:
+    """Of the caches and of what is staged together; what touches in memory is one. None is registered before all are counted."""
+    target = MooncakeTarget(kind, "127.0.0.1", "ascend")
+    apart = [(SIZE * (2 * n + 1), SIZE) for n in range(MOST_REGIONS + 1)]
+    with pytest.raises(
+        ConfigError, match=f"{MOST_REGIONS + 1} separate regions .* can register {MOST_REGIONS}"
+    ) as found:
+        target.register(apart)
+    assert found.value.code == "PD-WIRE-006" and not kind.opened
+    target.register([*apart[:-2], (apart[0][0] + SIZE, SIZE // 2)])
+    target.register(apart[:1])  # who writes registers the same again
+    target.register(apart[-2:-1])
+    assert len(kind.opened[0].registered) == MOST_REGIONS
+    with pytest.raises(ConfigError, match="257 separate regions"):
+        target.register(apart[-1:])
+    assert len(kind.opened[0].registered) == MOST_REGIONS
+    target.close()
 
 
 def test_a_revocation_waits_for_the_call_that_is_out_and_peers_are_met_again(

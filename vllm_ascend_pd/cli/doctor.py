@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--speculative-config", default="", metavar="JSON", help="what the engine will get, if anything"
     )
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block of this host's engine")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"), help="of the cache")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "fp8"), help="of the cache")
     parser.add_argument("--only-configuration", action="store_true",
                         help="look at --kv-transfer-config and --model alone, as the start scripts do before a start")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")

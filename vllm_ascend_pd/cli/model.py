@@ -161,6 +161,14 @@ def refused(config: Mapping[str, Any]) -> str:
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
         scheme = quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")
-        if scheme:
+        if scheme and (not _is_fp8(scheme) or config.get("kv_lora_rank")):
             return f"A quantised KV cache ({str(scheme)[:80]})"
     return ""
+
+
+def _is_fp8(scheme: Any) -> bool:
+    """With one scale for a layer's keys and one for its values, from the checkpoint."""
+    if not isinstance(scheme, dict):
+        return bool(scheme == "FP8")
+    whole = scheme.get("strategy", "tensor") == "tensor" and not scheme.get("dynamic")
+    return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) and whole

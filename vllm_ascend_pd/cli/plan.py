@@ -28,7 +28,7 @@ from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 from vllm_ascend_pd.geometry.states import PACKING
 
-ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
+ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 LAYOUTS = ("token-major", "head-major", "mla")
 # A plan takes memory with these; beyond is a typing error, or no engine that exists.
 MOST = {

@@ -46,6 +46,9 @@ class CacheShape:
     groups: tuple[Group, ...] = ()  # none: one, in which all tokens matter
     group_of: Mapping[str, int] = field(default_factory=dict)  # layers, where there are groups
     states: Mapping[str, Recurrent] = field(default_factory=dict)  # of the recurrent layers
+    words: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what a layer's dtype is called, where its tensor does not say it
 
     def of(self, name: str) -> LayerShape:
         return self.unlike.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
@@ -157,7 +160,7 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
     storages = [part.untyped_storage() for part in parts]
     return _Layer(
         heads=own.total_heads,
-        dtype=in_one_word([str(part.dtype).removeprefix("torch.") for part in parts]),
+        dtype=shape.words.get(name) or in_one_word([str(part.dtype).removeprefix("torch.") for part in parts]),
         packing=in_one_word(packings),
         regions=tuple(regions),
         bases=tuple(part.data_ptr() for part in parts),

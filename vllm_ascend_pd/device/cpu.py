@@ -40,8 +40,11 @@ class CpuDevice:
             return "plain", False  # MLA: one latent per token, in token order
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # The attention kernels keep K transposed inside the plane, in a form that depends on the instruction set.
-        return f"cpu-{_get_attn_isa(cache.dtype, block_size, head_size)}", True
+        # The attention kernels keep K transposed inside the plane, in a form that depends on the instruction set, and on the dtype in
+        # which they compute. Bytes do not say that one: then both forms are named that this host could have.
+        dtypes = (torch.float32, torch.bfloat16) if cache.element_size() == 1 else (cache.dtype,)
+        forms = {_get_attn_isa(dtype, block_size, head_size): None for dtype in dtypes}
+        return f"cpu-{'+'.join(forms)}", True
 
     def view(self, address: int, length: int) -> memoryview:
         return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")

@@ -14,10 +14,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.transport.engine import Engine, RawEngine
 from vllm_ascend_pd.transport.maps import check_mapped
 from vllm_ascend_pd.transport.spans import merge_regions
+
+MOST_REGIONS = 256  # of a process; HCCL's limit, by which vllm-ascend's connectors go
 
 
 class MooncakeTarget:
@@ -58,6 +60,8 @@ class MooncakeTarget:
             check_mapped(merged)
         with self._lock:
             new = [region for region in merged if not self._registered(*region)]
+            if self._at_once and (count := len(self._regions) + len(new)) > MOST_REGIONS:
+                raise ConfigError("PD-WIRE-006", count=count, most=MOST_REGIONS)
             if self._engine is not None:
                 self._engine.register(new)
             self._regions += new

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A P that does something wrong with the scales of an indexer's keys, which are a component of their own in a tuple of int8, as
+PD_TEST_SCALES says: `left out`, or `of the block before`. Keys and latents, which lie beside them, are pushed as they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from pd_test_tuples import TupleConnector
+
+from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.prefill.core.pushes import Pushes
+from vllm_ascend_pd.prefill.decisions import PushSlice
+
+_WHAT = os.environ.get("PD_TEST_SCALES", "")
+_SCALE = 2  # latent, key, scale
+_plan = Pushes._plan
+
+
+def _wrong(spans: Spans, stride: int) -> Spans:
+    if _WHAT == "left out":
+        return Spans(spans.src[:0], spans.dst[:0], spans.size[:0])
+    return Spans(spans.src - stride, spans.dst, spans.size)
+
+
+def _planned(self: Any, now: float, number: int, slices: Iterable[PushSlice]) -> Any:
+    planned = _plan(self, now, number, slices)
+    for push in self._direct.get(number, ()):
+        for index, pair in enumerate(push.pairings):
+            plan = push.plans.get((number, index))
+            if plan is None or len(pair.p.regions) <= _SCALE:
+                continue
+            stride = pair.p.regions[_SCALE].block_stride
+            for rank, spans in plan.by_rank.items():
+                plan.by_rank[rank] = (*spans[:_SCALE], _wrong(spans[_SCALE], stride))
+    return planned
+
+
+class ScalesConnector(TupleConnector):
+    """Named by P's --kv-transfer-config; its import changes what this process pushes."""
+
+    Pushes._plan = _planned  # type: ignore[method-assign]

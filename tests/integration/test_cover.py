@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of caches and the features of engines: of each kind every pair of features, in as few pairs of engines as have them.
+
+What a request can do is done in every cell: lengths, several at once, two choices, clients that leave, a load that fails, a common
+prefix, and where D has few blocks preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from kind_pairs import (
+    check_choices,
+    check_computed_again,
+    check_failed_load,
+    check_left,
+    check_preempted,
+    exercise,
+    spec,
+)
+from pairs import Pair, fresh_prompt
+from test_drafts import own
+
+from scripts.support.client import body_of, complete
+from scripts.support.cluster import STRICT, Cluster
+from scripts.support.compare import Tally
+from scripts.support.engine import Engine
+from scripts.support.models import RECIPES
+from scripts.support.pairwise import Cell, cover
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    model: str
+    few: int  # blocks: of eight requests they take the prompts, and not all that is answered
+    arguments: tuple[str, ...] = ()
+    draft: dict[str, Any] = field(default_factory=dict)
+
+
+EAGLE = {"method": "eagle3", "draft": "spec-eagle3", "num_speculative_tokens": 1}
+OF_KINDS = {
+    "fp8": Kind("gqa", 60, ("--kv-cache-dtype", "fp8")),
+    "windows": Kind("gptoss", 110),
+    "states": Kind("nemotronh", 38),
+    "indexer": Kind("indexed", 60),
+    "drafts": Kind("spec", 60, draft=EAGLE),
+}
+FEATURES = {
+    "shape": ("1→1", "2→1 regrouped", "1→2"),
+    "chunks": ("96", "whole"),
+    "prefixes": ("on", "off"),
+    "blocks": ("many", "few"),
+    "policy": ("fail", "recompute"),
+}
+LENGTHS = (20, 97, 159, 333)
+LONGEST = 1024
+
+
+def p_spec(kind: Kind, cell: Cell, extra: dict[str, Any]) -> EngineSpec:
+    regrouped = "regrouped" in cell["shape"]
+    return _spec(
+        kind, cell, "kv_producer", {**extra, **({"regroup": "always"} if regrouped else {})}, int(cell["shape"][0])
+    )
+
+
+def d_spec(kind: Kind, cell: Cell, extra: dict[str, Any]) -> EngineSpec:
+    few = ("--num-gpu-blocks-override", str(kind.few)) if cell["blocks"] == "few" else ()
+    return _spec(kind, cell, "kv_consumer", extra, int(cell["shape"][2]), few, policy=cell["policy"])
+
+
+def _spec(
+    kind: Kind, cell: Cell, role: str, extra: dict[str, Any], tp: int, arguments: tuple[str, ...] = (), **more: Any
+) -> EngineSpec:
+    draft = dict(kind.draft)
+    off = () if cell["prefixes"] == "on" else ("--no-enable-prefix-caching",)
+    more |= {"draft": own(draft.pop("method"), draft.pop("draft"), **draft)} if draft else {}
+    chunk = 96 if cell["chunks"] == "96" else LONGEST
+    words = (*kind.arguments, *off, *arguments)
+    return spec(
+        f"cover-{role[3]}", kind.model, role, extra, tp=tp, chunk=chunk, max_len=LONGEST, arguments=words, **more
+    )
+
+
+def cells() -> list[tuple[str, Cell]]:
+    """By D, then by P: neighbours share engines."""
+
+    def order(cell: Cell) -> tuple[str, ...]:
+        return cell["prefixes"], cell["shape"][2:3], cell["blocks"], cell["policy"], cell["shape"], cell["chunks"]
+
+    return [(name, cell) for name in OF_KINDS for cell in sorted(cover(FEATURES), key=order)]
+
+
+class Shelf:
+    """One P and one D at most: those of the last cell, unless the next one wants others."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._there = cluster, dict[str, tuple[EngineSpec, Engine]]()
+
+    def get(self, *specs: EngineSpec) -> list[Engine]:
+        for role, (had, engine) in list(self._there.items()):
+            if had not in specs:
+                self._cluster.stop(engine)
+                del self._there[role]
+        wanted = [one for one in specs if one.role not in self._there]
+        for one, engine in zip(wanted, self._cluster.start(*wanted) if wanted else [], strict=True):
+            self._there[one.role] = one, engine
+        return [self._there[one.role][1] for one in specs]
+
+    def clear(self) -> None:
+        self.get()
+
+
+@pytest.fixture(scope="module")
+def shelf(cluster: Cluster) -> Iterator[Shelf]:
+    shelf = Shelf(cluster)
+    yield shelf
+    shelf.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), cells(), ids=lambda value: value if isinstance(value, str) else ", ".join(value.values())
+)
+def test_a_cell(
+    name: str, cell: Cell, cluster: Cluster, shelf: Shelf, allowed: list[str], ports: list[int], tally: Tally
+) -> None:
+    kind = OF_KINDS[name]
+    specs = p_spec(kind, cell, cluster.push_config()), d_spec(kind, cell, cluster.push_config(*allowed))
+    p, d = shelf.get(*specs)
+    front = cluster.metaserver([p], [d], ports[-3], STRICT)
+    pair = Pair(cluster, front, p, (d,), tally, leaves_last=RECIPES[kind.model].leaves_last)
+    try:
+        check_all(pair, cell, ports[-1], f"{name}, {', '.join(cell.values())}")
+    finally:
+        cluster.stop(front)
+
+
+def check_all(pair: Pair, cell: Cell, port: int, title: str) -> None:
+    exercise(pair, title, LENGTHS)
+    check_choices(pair, 97)
+    check_left(pair, 159, longest=LONGEST)
+    head = fresh_prompt(200)
+    for prompt in (head, [*head, *fresh_prompt(60)], [*head[:96], *fresh_prompt(30)]):
+        pair.compare([prompt], [complete(pair.front.url, body_of(prompt, 12))], f"{title}, a common prefix")
+    (check_failed_load if cell["policy"] == "fail" else check_computed_again)(pair, port, (97, 250))
+    if cell["blocks"] == "few":
+        check_preempted(pair, [250 + 30 * i for i in range(8)], 200)

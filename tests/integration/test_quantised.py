@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised caches through real pairs, `verify: full`: vLLM's fp8 in its two formats, and int8 with scales that lie in the cache.
+
+An engine with such a cache is the reference for a pair with it: what is rounded on P must arrive as it was rounded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kind_pairs import (
+    BLOCK,
+    check_choices,
+    check_failed_load,
+    check_left,
+    engines,
+    exercise,
+    of,
+    running,
+    spec,
+    wrong_answers,
+)
+from pairs import Pair, PairMaker, fresh_prompt, reference_answers
+from test_kinds import tuples
+
+from scripts.support.client import RequestFailed, attempt, body_of, complete
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+LENGTHS = (1, 20, 32, 33, 96, 333, 700)
+
+
+def stored(as_: str, **more: Any) -> dict[str, Any]:
+    return {"arguments": ("--kv-cache-dtype", as_), **more}
+
+
+def scales(what: str) -> dict[str, Any]:
+    """Of a P that does this with the scales of index keys."""
+    return {
+        "connector": "ScalesConnector",
+        "transfer": {"kv_connector_module_path": "pd_test_scales"},
+        "environment": {"PD_TEST_SCALES": what},
+    }
+
+
+decode, pair = engines(of("gqa", **stored("fp8")))
+
+
+class TestFp8:
+    def test_every_length_in_chunks(self, pair: Pair) -> None:
+        exercise(pair, "fp8 1→1", LENGTHS)
+
+    def test_prefixes(self, pair: Pair) -> None:
+        pair.check_prefix_on_decode(BLOCK)
+        pair.check_prefix_on_prefill(BLOCK)
+
+    def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
+        check_left(pair, 97)
+
+    def test_two_choices(self, pair: Pair) -> None:
+        check_choices(pair, 97)
+
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (33, 250))
+
+
+@pytest.mark.slow
+class TestFp8Shapes:
+    def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+        p = spec("fp8-p2", "gqa", "kv_producer", cluster.push_config(regroup="always"), **stored("fp8_e4m3", tp=2))
+        with running(cluster, make_pair, p, beside=[decode]) as pair:
+            exercise(pair, "fp8 2→1 regrouped", LENGTHS)
+
+    @pytest.mark.parametrize(("model", "dtype"), [("gqa", "fp8_e5m2"), ("gptoss", "fp8"), ("nemotronh", "fp8")])
+    def test_others_to_tp_2(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, model: str, dtype: str
+    ) -> None:
+        specs = (
+            spec("other-p", model, "kv_producer", cluster.push_config(), **stored(dtype)),
+            spec("other-d", model, "kv_consumer", cluster.push_config(*allowed), **stored(dtype, tp=2)),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, f"{model} {dtype} 1→2", LENGTHS)
+
+    def test_another_format_on_p_is_refused_by_its_name_and_d_computes(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
+        """Both are uint8 to who moves them."""
+        specs = (
+            spec("e5m2-p", "gqa", "kv_producer", cluster.push_config(), **stored("fp8_e5m2")),
+            spec("e4m3-d", "gqa", "kv_consumer", cluster.push_config(*allowed), **stored("fp8", policy="recompute")),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            (d,) = pair.decode
+            prompt = fresh_prompt(200)
+            (alone,) = reference_answers(d, [prompt], 12)
+            assert complete(pair.front.url, body_of(prompt, 12)).tokens == alone.tokens
+            told = d.log.read_text(errors="replace")
+        assert "PD-GEO-001" in told and "dtype" in told and "fp8_e5m2" in told and "fp8_e4m3" in told
+
+
+@pytest.fixture(scope="class")
+def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    """A D that sums nothing, so that a wrong byte is a wrong token."""
+    config = cluster.push_config(*allowed, verify="off")
+    (d,) = cluster.start(spec("scales-d", "indexed-int8", "kv_consumer", config, **tuples()))
+    yield d
+    cluster.stop(d)
+
+
+@pytest.mark.slow
+class TestPlantedFaults:
+    """int8 with scales: of an indexer's keys the scale is a component of its own, the third in the tuple."""
+
+    @pytest.mark.parametrize("what", ["left out", "of the block before"])
+    def test_scales_that_are_not_those_of_the_block_make_other_answers(
+        self, cluster: Cluster, unchecked: Engine, make_pair: PairMaker, what: str
+    ) -> None:
+        p = spec("scales-p", "indexed-int8", "kv_producer", cluster.push_config(verify="off"), **scales(what))
+        with running(cluster, make_pair, p, beside=[unchecked]) as pair:
+            wrong = wrong_answers(pair, (96, 160, 193, 352))
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the scales ({what})"
+
+    def test_scales_of_another_block_are_found_by_verify(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
+        specs = (
+            spec("summed-p", "indexed-int8", "kv_producer", cluster.push_config(), **scales("of the block before")),
+            spec("summed-d", "indexed-int8", "kv_consumer", cluster.push_config(*allowed), **tuples()),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            (refused,) = attempt(pair.front.url, [body_of(fresh_prompt(160), 12)])
+            assert isinstance(refused, RequestFailed)
+            assert re.search(r"PD-WIRE-004.*\(kv2\)", pair.decode[0].log.read_text(errors="replace"))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised caches of vLLM: which may start, and what their bytes are called.
+
+An fp8 cache is bytes to whoever moves it. What they mean is the engine's: the format, and a scale for a layer's keys and one for
+its values, which come with the checkpoint and are not in the cache. Both are part of the word that P and D compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from vllm_ascend_pd.errors import ConfigError
+
+_PLAIN = ("auto", "float32", "float", "bfloat16", "float16", "half")
+_FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+_STORED = ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
+_REMEDY = 'Use --kv-cache-dtype "auto".'
+
+Scales = tuple[float, float]  # of a layer's keys, and of its values
+
+
+def not_proven(config: Any) -> Iterator[tuple[str, str]]:
+    """Features and remedies, by the engine's configuration alone."""
+    cache, dtype = config.cache_config, str(config.cache_config.cache_dtype)
+    if dtype in _PLAIN:
+        return
+    if dtype not in _FP8:
+        yield f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".'
+    elif getattr(cache, "calculate_kv_scales", False):
+        # Each engine would take them from the first prompts that it happens to see.
+        feature = "A quantised KV cache with scales that an engine computes by itself"
+        yield feature, "Start without --calculate-kv-scales."
+    elif config.parallel_config.pipeline_parallel_size > 1:
+        yield "A quantised KV cache with pipeline parallelism", "Start with -pp 1."
+
+
+def is_fp8(spec: Any) -> bool:
+    """Whether a layer's cache has one scale for all its keys, and one for its values, as vLLM's fp8 has."""
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
+    return mode == "FP8_PER_TENSOR" and str(getattr(spec, "dtype", "")) in _STORED
+
+
+def words(config: Any, specs: Mapping[str, Any], drafts: Collection[str]) -> dict[str, str]:
+    """Of each layer with such a cache what its dtype is called. Raises PD-CONF-005 for what cannot be compared."""
+    found: dict[str, str] = {}
+    for some in ([n for n in specs if n not in drafts], [n for n in specs if n in drafts]):
+        names = [name for name in some if is_fp8(specs[name])]
+        if not names:
+            continue
+        if len(names) < len(some):
+            raise _refused(f"A cache that is quantised in some layers only ({names[0]})")
+        layers = config.compilation_config.static_forward_context
+        formats = {_FP8.get(str(getattr(layers.get(name), "kv_cache_dtype", None)), "") for name in names}
+        word = formats.pop()
+        if formats or not word:
+            raise _refused(f"A quantised KV cache whose layers do not say one format ({names[0]})")
+        found.update(dict.fromkeys(names, word + _told([_scales(name, layers[name]) for name in names])))
+    return found
+
+
+def _scales(name: str, layer: Any) -> Scales:
+    whole = all(getattr(getattr(layer, which, None), "numel", int)() == 1 for which in ("_k_scale", "_v_scale"))
+    k, v = (getattr(layer, which, None) for which in ("_k_scale_float", "_v_scale_float"))
+    if not whole or not isinstance(k, float) or not isinstance(v, float):
+        raise _refused(f"A quantised KV cache with more than one scale for a layer's keys or values ({name})")
+    return k, v
+
+
+def _told(scales: list[Scales]) -> str:
+    """One word for all layers, however many there are."""
+    if all(scale == (1.0, 1.0) for scale in scales):
+        return ""
+    text = " ".join(f"{k.hex()} {v.hex()}" for k, v in scales)
+    return f" with scales {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _refused(feature: str) -> ConfigError:
+    return ConfigError("PD-CONF-005", feature=feature, remedy=_REMEDY)
