@@ -168,6 +168,10 @@ CATALOGUE: dict[str, Entry] = {
         "This engine does not hold what no reservation came with: {why}.",
         "docs/routers.md says which routers need hold_sources, and which caches can be held.",
     ),
+    "PD-META-032": Entry(
+        "The prefill engine {address}, which a request's header names, is not allowed.",
+        "Give the sidecar its host, host:port or network in --prefill-allowed.",
+    ),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

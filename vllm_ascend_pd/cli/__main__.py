@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import PdError
 
-SUBCOMMANDS = ("metaserver", "doctor", "plan", "trace")
+SUBCOMMANDS = ("metaserver", "sidecar", "doctor", "plan", "trace")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -31,25 +31,33 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Takes clients' requests, chooses a decode and a prefill engine for each, relays the answer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _listening(parser.add_argument_group("listening"))
+    group = parser.add_argument_group("listening")
+    group.add_argument("--workers", type=int, default=1, help="processes on the port for clients")
+    listening(group)
     _instances(parser.add_argument_group("instances"))
-    _behaviour(parser.add_argument_group("behaviour"))
-    _limits(parser.add_argument_group("limits"))
-    _security(parser.add_argument_group("security"))
+    group = parser.add_argument_group("behaviour")
+    behaviour(group)
+    group.add_argument("--no-canary", action="store_true", help="readiness without having moved a block")
+    limits(parser.add_argument_group("limits"))
+    security(parser.add_argument_group("security"))
     _predecessor(parser.add_argument_group("flags of vllm-ascend's example proxy, accepted as they are"))
+    telling(parser)
+    parser.set_defaults(sidecar=False, prefill_allowed=[])
+    return parser
+
+
+def telling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace-dir", default="", metavar="DIR", help="write stage events here, one file per worker")
     parser.add_argument(
         "--otlp-traces-endpoint", default="", metavar="URL", help="send spans of requests and their two legs there"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level")
     parser.add_argument("--as-worker", default="", help=argparse.SUPPRESS)
-    return parser
 
 
-def _listening(group: Any) -> None:
+def listening(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=8000, help="port for clients; 0: a free one (one worker only)")
-    group.add_argument("--workers", type=int, default=1, help="processes on that port")
     group.add_argument(
         "--worker-port",
         type=int,
@@ -73,7 +81,7 @@ def _instances(group: Any) -> None:
     )
 
 
-def _behaviour(group: Any) -> None:
+def behaviour(group: Any) -> None:
     group.add_argument(
         "--without-prefill",
         default="local",
@@ -93,7 +101,6 @@ def _behaviour(group: Any) -> None:
         default=0,
         help="a prompt of which the decode engine lacks at most so many tokens is computed there, without a prefill engine; 0: none",
     )
-    group.add_argument("--no-canary", action="store_true", help="readiness without having moved a block")
     group.add_argument("--attempts", type=int, default=3, help="attempts per request before its first byte")
     group.add_argument("--circuit-failures", type=int, default=3, help="consecutive failures that open a circuit")
     group.add_argument("--probe-every", type=float, default=1.0, help="seconds between two health probes")
@@ -116,14 +123,14 @@ def _behaviour(group: Any) -> None:
     )
 
 
-def _limits(group: Any) -> None:
+def limits(group: Any) -> None:
     group.add_argument("--max-running", type=int, default=4096, help="requests under way, per worker")
     group.add_argument("--max-waiting", type=int, default=1024, help="requests that wait for their turn, per worker")
     group.add_argument("--max-wait", type=float, default=30.0, help="seconds a request waits for its turn, then 429")
     group.add_argument("--max-body-mib", type=int, default=64, help="largest request body")
 
 
-def _security(group: Any) -> None:
+def security(group: Any) -> None:
     group.add_argument(
         "--admin-token-file", default="", help="file (mode 0600) with the bearer token of /instances and /status"
     )
@@ -154,6 +161,18 @@ def _predecessor(group: Any) -> None:
     group.add_argument("--retry-delay", type=float, default=None, help="first delay between attempts, in seconds")
 
 
+# What these flags are for who has none of them.
+NO_PREDECESSOR: dict[str, Any] = {
+    **{
+        f"{role}_{flag}": []
+        for role in ("prefiller", "decoder")
+        for flag in ("hosts", "ports", "hosts_num", "ports_inc")
+    },
+    "max_retries": None,
+    "retry_delay": None,
+}
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     """Raises ConfigError."""
     from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
@@ -174,6 +193,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         decode=_named(Role.DECODE, args, "decoder"),
         instances_file=args.instances,
         without_prefill=args.without_prefill,
+        sidecar=args.sidecar,
+        prefill_allowed=tuple(args.prefill_allowed),
         prefix_tokens=args.prefix_tokens,
         decode_alone=args.decode_alone_tokens,
         retry=RetryPolicy(max(1, attempts), Backoff(first, max(first, Backoff().longest_s))),
@@ -200,6 +221,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
     _check_roles(settings)
+    _check_allowed(settings)
     return settings
 
 
@@ -269,6 +291,16 @@ def _check_roles(settings: Settings) -> None:
         if any(spec.name in prefill for spec in parse_specs(Role.DECODE, text)):
             why = "the same address is given as a prefill engine"
             _impossible("--decode", text, why, "Name each engine in one role, with its own port.")
+
+
+def _check_allowed(settings: Settings) -> None:
+    from vllm_ascend_pd.metaserver.service.named import Allowed
+
+    for text in settings.prefill_allowed:
+        try:
+            Allowed.parse(text)
+        except ValueError as problem:
+            _impossible("--prefill-allowed", text, str(problem), "Give a host or a network, with or without :port.")
 
 
 def _check_trace_dir(directory: str) -> None:

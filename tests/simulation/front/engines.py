@@ -17,6 +17,7 @@ from simulation.front.speech import Speaker, Wish, speak
 from simulation.front.wire import Call, Connection, Network, Request
 from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
 from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
+from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.protocol.versions import fingerprint
 
 SETTLE_S = 15.0  # D's: how long KV may be missing after P's good answer
@@ -25,6 +26,7 @@ PRINTS = {model: fingerprint(model) for model in ("m", "n")}
 P_FAULTS = ("silent", "breaks after push", "refuses to push", "half", "hangs", "500", "503", "ends", "empty", "breaks")
 D_FAULTS = ("500", "503", "empty", "breaks", "breaks later", "half", "drops", "drops later", "fails after load", "ends", "hangs")  # fmt: skip
 LATER = ("breaks later", "drops later", "fails later", "ends later", "hangs later")  # in a stream
+UNNAMED = "asked though it was not named"
 ROOM = 3400  # tokens that the model takes in all
 BACKOFF = Backoff(first_s=0.05, longest_s=2.0)
 
@@ -188,6 +190,9 @@ class Prefill(Engine):
             self.kill()
             self.restart()
             return
+        named = request.headers.get(HEADER.decode())
+        if named is not None and self.address not in named.split(", "):
+            self.count(UNNAMED)
         sealed = json.loads(base64.b64decode(body["kv_transfer_params"]["reservation"]))
         decode, transfer = self._decodes[sealed["decode"]], sealed["transfer"]
         pushed = False

@@ -9,6 +9,7 @@
 5. What a D has finished is not computed again.
 6. A greedy stream goes on when its D dies, as long as there is another that takes requests.
 7. A model that a D has listed is not unknown.
+8. Where requests name their P's, no other is asked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulation.front.clock import Deadlock, VirtualLoop, simulated
-from simulation.front.engines import ROOM, Decode, Engine, Kind, Prefill, ids_of, words
+from simulation.front.engines import ROOM, UNNAMED, Decode, Engine, Kind, Prefill, ids_of, words
 from simulation.front.speech import right_stream, understood
 from simulation.front.wire import Call, Network
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Role
@@ -30,6 +31,7 @@ from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 BOUND_S = 400.0  # of a client: attempts, each with its timeouts
@@ -102,10 +104,12 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
                 model=models[i % len(models)],
             )
 
+    prefills, decodes = list(kinds("prefill")), list(kinds("decode"))
+    sidecar = rng.random() < 0.12
     return Plan(
-        prefills=list(kinds("prefill")),
-        decodes=list(kinds("decode")),
-        workers=rng.choice((1, 1, 2, 3)),
+        prefills=prefills,
+        decodes=[rng.choice(decodes)] if sidecar else decodes,
+        workers=1 if sidecar else rng.choice((1, 1, 2, 3)),
         requests=rng.choice((requests,) * 9 + (0,)),  # without clients canaries alone tell
         gap_s=rng.choice((0.005, 0.05, 0.5)),
         slowest_s=rng.choice((0.001, 0.01, 0.1)),
@@ -119,6 +123,8 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
             "prefix_tokens": rng.choice((0, 40, 500_000)),
             "decode_alone": rng.choice((0, 0, 0, 5)),
             "circuit": CircuitPolicy(wedged_s=rng.choice((0.5, 5.0))),
+            "sidecar": sidecar,
+            "prefill_allowed": ("127.0.0.0/8",),
         },
     )
 
@@ -149,7 +155,7 @@ class House:
             url = f"http://127.0.0.1:{OWN_PORT + i}"
             settings = Settings(
                 port=OWN_PORT,
-                prefill=tuple(e.address for e in self.prefills),
+                prefill=() if plan.settings["sidecar"] else tuple(e.address for e in self.prefills),
                 decode=tuple(e.address for e in self.decodes.values()),
                 **plan.settings,
             )
@@ -245,7 +251,11 @@ class House:
         known = any(model in (instance.cards or ()) for instance in worker.fleet.of(Role.DECODE))
         app = self.apps[worker.front.own_url]
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        call = Call(app, path, json.dumps(body).encode(), [(b"content-type", b"application/json")]).start()
+        headers = [(b"content-type", b"application/json")]
+        if self.plan.settings["sidecar"]:
+            named = [engine.address for engine in self.prefills if engine.kind.model == model]
+            headers.append((HEADER, ", ".join(rng.sample(named, rng.randint(0, len(named)))).encode()))
+        call = Call(app, path, json.dumps(body).encode(), headers).start()
         patience = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
         end = self.loop.now + patience
         while not call.done and self.loop.now < end:
@@ -263,7 +273,8 @@ class House:
         right = ["".join(words(p, count)) for p in prompts for _ in range(copies)]
         if stream and call.status == 200:
             verdict = _of_stream(call, body, ids_of(prompt))
-            lasts = self.plan.goes_on and model == self.plan.decodes[0].model  # the first D is sound
+            first = self.plan.decodes[0]
+            lasts = self.plan.goes_on and first.sound and model == first.model
             if verdict == "broken off" and lasts and body.get("temperature") == 0:
                 self.problems.append(f"promise 6: a stream broke that could go on: {call.body[-400:]!r}")
         else:
@@ -284,6 +295,8 @@ class House:
                 self.problems += self._wrongly_proven(worker, proven)
                 for instance in worker.fleet:
                     engine = self._by_address[instance.name]
+                    if engine.counts.get(UNNAMED):
+                        self.problems.append(f"promise 8: {engine.name} is asked by requests that do not name it")
                     if engine.kind.sound and instance.broke:
                         self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
             await asyncio.sleep(0.25)

@@ -36,6 +36,17 @@ def _two_models(plan: Plan) -> Plan:
     return replace(plan, prefills=prefills, decodes=decodes)
 
 
+def _beside_one(plan: Plan) -> Plan:
+    """A sidecar's D, and several P's."""
+    return replace(
+        plan,
+        prefills=[Kind(), Kind(), Kind()],
+        decodes=[Kind()],
+        workers=1,
+        settings={**plan.settings, "sidecar": True},
+    )
+
+
 def _hanging_and_idle(plan: Plan) -> Plan:
     """A sound pair beside engines that fail whatever they are asked; nobody asks but canaries."""
     bad = Kind(sound=False, fault=1.0)
@@ -214,6 +225,11 @@ ALL = {
         ),
         Mutation(
             "who was not asked yet serves every model", ((fleet.Fleet, "serving", _serving_unasked),), _two_models
+        ),
+        Mutation(
+            "P's that are not named are asked",
+            ((fleet.Fleet, "prefilling", lambda self, model, names: self.serving(model)),),
+            _beside_one,
         ),
         # Of streams that outlive their D.
         Mutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),

@@ -38,6 +38,7 @@ from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
 from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CutOff, Intake, Protocol, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
@@ -84,6 +85,7 @@ class Worker:
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
         self.canary = Canary(self.front)
+        self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
         self.hub = hub or Hub(0)
         self.hub.attach(self.fleet, self.canary, self.report)
@@ -137,6 +139,8 @@ class Worker:
             running["canary"] = self.canary.run()
         if self._file is not None:
             running["instances file"] = self._file.watch()
+        if self._named is not None:
+            running["named"] = self._named.run()
         tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in running.items()]
         for task in tasks:
             task.add_done_callback(_end_if_failed)
@@ -153,6 +157,7 @@ class Worker:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
+        prefills = self._named.of(headers) if self._named is not None else None
         with self._intake.body() as body:
             try:  # the body is given no name here: this frame lives as long as the stream
                 request = await self.front.turns.take(
@@ -161,7 +166,9 @@ class Worker:
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
                 return
-            exchange = Exchange(request, headers, request_id, Interrupt(), send, release=body.release)
+            exchange = Exchange(
+                request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
+            )
             del request
             await self._attend(scope, exchange, self.front.serve(exchange))
 

@@ -38,6 +38,7 @@ _TOKEN_IDS = range(3, 256)  # in every vocabulary
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.25
 _AT_ONCE = 8
+_UP = (Condition.READY, Condition.SUSPECT)
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
@@ -70,14 +71,16 @@ class Canary:
     def ready(self) -> bool:
         if self._front.closing:
             return False
+        if self._front.settings.sidecar:
+            # A D that fails gets its trials from clients, and a sidecar that is not ready gets no clients.
+            return any(i.healthy for i in self._front.fleet.of(Role.DECODE))
         if self._front.settings.canary:
             return bool(self.proven())
         return bool(self._pairs())
 
     def _pairs(self) -> list[tuple[Instance, Instance]]:
         """All pairs that could serve, in a mixed order. What is known not to fit is none."""
-        up = (Condition.READY, Condition.SUSPECT)
-        prefills, decodes = ([i for i in self._front.fleet.of(r) if i.condition() in up] for r in Role)
+        prefills, decodes = ([i for i in self._front.fleet.of(r) if i.condition() in _UP] for r in Role)
         pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.fingerprint, d.fingerprint)]
         random.shuffle(pairs)
         return pairs

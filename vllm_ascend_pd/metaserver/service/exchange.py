@@ -125,6 +125,7 @@ class Exchange:
     bad_prefills: set[str] = field(default_factory=set)
     committed: bool = False  # the client has seen a byte
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
+    prefills: frozenset[str] | None = None  # the only P's that it may have; None: any
     status: int = 0
     span: Any = None  # where spans are wanted
     kept: Kept | None = None  # so that another D can go on with its stream

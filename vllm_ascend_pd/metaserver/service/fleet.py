@@ -204,6 +204,11 @@ def anybody(instance: Instance) -> bool:
     return True
 
 
+def among(names: frozenset[str] | None) -> Fits:
+    """Those with one of these names; None: all."""
+    return anybody if names is None else lambda instance: instance.name in names
+
+
 def both(one: Fits, other: Fits) -> Fits:
     """Those that fit in each of the two respects."""
     if one is anybody:
@@ -306,6 +311,10 @@ class Fleet:
 
     def _compare_models(self) -> None:
         self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
+
+    def prefilling(self, model: str, names: frozenset[str] | None) -> Fits:
+        """Which P's serve it: those of these names, if the request has any, else those of its model."""
+        return self.serving(model) if names is None else among(names)
 
     def serving(self, model: str) -> Fits:
         """Which instances serve it: those that list it, and those that list nothing when they are asked. If nobody lists it, any: its

@@ -216,7 +216,8 @@ class Front(Shared):
         cost, marks, serves = request.decode_tokens, request.marks, self.fleet.serving(request.model)
         if request.remote:
             # One that a P fits comes before one that would have to prefill by itself; during a rollout there may be both.
-            has_prefill = both(serves, self.fleet.has_prefill(frozenset(exchange.bad_prefills), serves))
+            prefills = self.fleet.prefilling(request.model, exchange.prefills)
+            has_prefill = both(serves, self.fleet.has_prefill(frozenset(exchange.bad_prefills), prefills))
             fits = both(has_prefill, lambda decode: decode.name not in tried)
             good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
             if good is not None and good.usable(time.monotonic()):
@@ -258,7 +259,11 @@ class Front(Shared):
             METRICS.decode_alone.labels(why).inc()
             exchange.stage("alone", why)
             return None
-        fits = both(self.fleet.serving(request.model), pairing(attempt.decode.fingerprint))
+        if exchange.prefills is not None and not exchange.prefills:
+            METRICS.decode_alone.labels("unnamed").inc()
+            exchange.stage("alone", "unnamed")
+            return None
+        fits = both(self.fleet.prefilling(request.model, exchange.prefills), pairing(attempt.decode.fingerprint))
         if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
             if self.settings.without_prefill == "refuse":
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")

@@ -173,7 +173,7 @@ class Reservations:
         have the KV although P's answer broke: its report, which comes at once then, is waited for a moment."""
         exchange = attempt.exchange
         fleet = self._front.fleet
-        serves = fleet.serving(exchange.request.model)
+        serves = fleet.prefilling(exchange.request.model, exchange.prefills)
         another = any(map(fleet.has_prefill(frozenset(exchange.bad_prefills), serves), fleet.of(Role.DECODE)))
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
@@ -227,7 +227,7 @@ class Reservations:
         if exchange.pinned is not None:
             return exchange.pinned[0]
         request, bad = exchange.request, frozenset(exchange.bad_prefills)
-        fits = both(front.fleet.serving(request.model), pairing(posted.fingerprint))
+        fits = both(front.fleet.prefilling(request.model, exchange.prefills), pairing(posted.fingerprint))
         prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, request.marks)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""

@@ -25,6 +25,8 @@ class Settings:
     instances_file: str = ""
     members: bytes = b""  # of a worker: all that its supervisor knows, in place of these three
 
+    sidecar: bool = False  # of one D: requests name their P's themselves
+    prefill_allowed: tuple[str, ...] = ()  # which those may be
     without_prefill: str = "local"  # no usable P: "local" (D prefills) or "refuse" (503)
     prefix_tokens: int = (
         500_000  # of prompts that each engine's prefix cache is thought to hold; 0: the choice is by load alone

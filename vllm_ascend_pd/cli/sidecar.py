@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd sidecar`: the metaserver beside one D, for a router that chooses P and D itself and names P in a header."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vllm_ascend_pd.cli import metaserver
+
+run = metaserver.run
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "sidecar",
+        help="the metaserver beside one decode engine, for requests that name their prefill engine in a header",
+        description="Takes the requests for one decode engine. Each names its prefill engines in x-prefiller-host-port, as llm-d's "
+        "picker writes it; without the header the decode engine prefills by itself.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    metaserver.listening(parser.add_argument_group("listening"))
+    group = parser.add_argument_group("engines")
+    group.add_argument("--decode", nargs=1, required=True, metavar="URL", help="the decode engine")
+    group.add_argument(
+        "--prefill-allowed",
+        nargs="+",
+        required=True,
+        metavar="HOST",
+        help="which prefill engines requests may name: host, network (10.0.0.0/8), either with :port",
+    )
+    metaserver.behaviour(parser.add_argument_group("behaviour"))
+    metaserver.limits(parser.add_argument_group("limits"))
+    metaserver.security(parser.add_argument_group("security"))
+    metaserver.telling(parser)
+    parser.set_defaults(sidecar=True, no_canary=True, prefill=[], instances="", workers=1, **metaserver.NO_PREDECESSOR)
+    return parser

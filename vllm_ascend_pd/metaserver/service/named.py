@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The P's that requests name themselves, where a picker elsewhere chooses: a sidecar of one D has no list of its own.
+
+The header is llm-d's. Nobody but its picker should set it, but anybody who reaches the sidecar can: it is believed for allowed
+addresses only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.http1 import Headers
+from vllm_ascend_pd.metaserver.service.faults import known
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
+from vllm_ascend_pd.metaserver.service.intake import Refused
+
+HEADER = b"x-prefiller-host-port"
+SOURCE = "header"  # whose instances these are
+MOST_OF_ONE = 16  # that a request may name
+MOST = 1024  # that are known at a time
+KEPT_S = 600.0  # after the last request that named it: who is known is probed
+_LOOK_EVERY_S = 10.0
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Addresses, all of a network or one host, on every port or one."""
+
+    network: Network | None
+    host: str
+    port: int  # 0: every one
+
+    @classmethod
+    def parse(cls, text: str) -> Allowed:
+        """`host`, `host:port`, `10.0.0.0/8`, `10.0.0.0/8:8000`, `[fd00::/8]:8000`. Raises ValueError."""
+        host, port = text, ""
+        if text.startswith("["):
+            host, _, port = text[1:].partition("]")
+            if port and not port.startswith(":"):
+                raise ValueError(f"{text!r} has something behind its bracket that is no port")
+            port = port[1:]
+        elif text.count(":") == 1:
+            host, _, port = text.partition(":")
+        if (port or text.endswith(":")) and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError(f"{text!r} has no port behind its colon")
+        try:
+            network: Network | None = ipaddress.ip_network(host)
+        except ValueError:
+            network = None
+            if not host or "/" in host or ":" in host:
+                raise ValueError(f"{text!r} is neither a host nor a network") from None
+        return cls(network, host.lower(), int(port or 0))
+
+    def holds(self, spec: Spec) -> bool:
+        if self.port and spec.origin.port != self.port:
+            return False
+        if self.network is None:
+            return spec.origin.host.lower() == self.host
+        try:
+            return ipaddress.ip_address(spec.origin.host) in self.network
+        except ValueError:
+            return False  # a name: who looks it up finds what its name server says
+
+
+class Named:
+    """P's by request. What a request names is an instance as any other, until nobody names it any more."""
+
+    def __init__(self, fleet: Fleet, allowed: Iterable[str]) -> None:
+        self._fleet = fleet
+        self._allowed = [Allowed.parse(text) for text in allowed]
+        self._last: OrderedDict[str, float] = OrderedDict()  # when each was named last
+
+    def of(self, headers: Headers) -> frozenset[str]:
+        """Those that a request names; none: its D is to prefill by itself. Raises Refused."""
+        texts = [one.strip() for name, value in headers if name == HEADER for one in value.decode("latin-1").split(",")]
+        return frozenset(self._known(text) for text in texts[:MOST_OF_ONE] if text)
+
+    def _known(self, text: str) -> str:
+        try:
+            spec = parse_spec(Role.PREFILL, text)
+            if not any(one.holds(spec) for one in self._allowed):
+                raise Refused(known(403, "PD-META-032", address=one_line(spec.name, 128)))
+            instance = self._fleet.get(spec.name)
+            if instance is None or instance.origin != spec.origin:
+                self._fleet.add(spec, SOURCE)
+        except ValueError as problem:
+            raise Refused(known(400, "PD-META-012", why=f"{HEADER.decode()}: {one_line(str(problem), 200)}")) from None
+        self._last[spec.name] = time.monotonic()
+        self._last.move_to_end(spec.name)
+        while len(self._last) > MOST:
+            self._fleet.remove(self._last.popitem(last=False)[0])
+        return spec.name
+
+    async def run(self) -> None:
+        """Forget who is not named any more."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            before = time.monotonic() - KEPT_S
+            while self._last and next(iter(self._last.values())) < before:
+                self._fleet.remove(self._last.popitem(last=False)[0])
