@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real faults in a real pair: 27 cells, nine stages of a request's way × prefill, decode, metaserver.
+"""Real faults in a real pair: 27 cells, nine stages of a request's way × prefill, decode, metaserver; with --order those behind
+vLLM's own routers, in their orders, each role killed at each stage.
 
 Each cell sends three requests, kills, stops or lets refuse one role when the first request reaches the stage, and checks:
 right tokens or a clear error in time, nobody else dies, the survivors' blocks are free again, and new requests are
@@ -16,14 +17,17 @@ import traceback
 from scripts.support.cells import (
     CELLS,
     LIMIT_S,
-    STAGES,
+    ORDERS,
+    ROUTED,
     TIMERS,
     Cell,
     Row,
     Run,
+    Site,
     exchanges,
     make_site,
     start_pair,
+    start_routed,
     table,
 )
 from scripts.support.cluster import Cluster, fresh_directory, say
@@ -31,11 +35,13 @@ from scripts.support.compare import Tally
 
 
 def arguments() -> argparse.Namespace:
-    names = [cell.name for cell in CELLS]
+    names = [cell.name for cell in (*CELLS, *ROUTED)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cell", action="append", choices=names, metavar="CELL", help=f"one of {' '.join(names)}; again for more"
     )
+    by_name = [order.name.replace(" ", "-") for order in ORDERS]
+    parser.add_argument("--order", choices=by_name, default=by_name[0], help=f"behind whom (default: {by_name[0]})")
     parser.add_argument("--stages", default="1-9", help="only these stages: 3, or 1-4")
     parser.add_argument(
         "--p-tp", type=int, default=2, help="tensor parallel size of prefill (default: 2; decode has 1)"
@@ -53,7 +59,17 @@ def arguments() -> argparse.Namespace:
 def chosen(args: argparse.Namespace) -> list[Cell]:
     first, _, last = args.stages.partition("-")
     stages = range(int(first), int(last or first) + 1)
-    return [cell for cell in CELLS if cell.stage in stages and (not args.cell or cell.name in args.cell)]
+    cells = [cell for cell in (*CELLS, *ROUTED) if cell.order.name.replace(" ", "-") == args.order]
+    return [cell for cell in cells if cell.stage in stages and (not args.cell or cell.name in args.cell)]
+
+
+def start(args: argparse.Namespace, cluster: Cluster, tally: Tally) -> Site:
+    order = next(order for order in ORDERS if order.name.replace(" ", "-") == args.order)
+    if order.router is not None:
+        return start_routed(cluster, "matrix", args.p_tp, order, tally, args.regroup)
+    port = cluster.port()
+    pair = ("matrix", args.p_tp, [f"http://127.0.0.1:{port}"])
+    return make_site(cluster, *start_pair(cluster, *pair, regroup=args.regroup), port, tally)
 
 
 def main() -> int:
@@ -68,25 +84,25 @@ def main() -> int:
     failed: list[str] = []
     tally = Tally()
     with Cluster(fresh_directory("fault-matrix")) as cluster:
-        port = cluster.port()
         say(f"fault matrix: {len(cells)} cells; timers {TIMERS}; everything is over within {LIMIT_S:.0f} s of a fault")
-        pair = ("matrix", args.p_tp, [f"http://127.0.0.1:{port}"])
-        prefill, decode, orders = start_pair(cluster, *pair, regroup=args.regroup)
-        site = make_site(cluster, prefill, decode, orders, port, tally)
-        for number, cell in enumerate(cells, 1):
-            say(f"[{time.monotonic() - begun:4.0f} s] {number} of {len(cells)}: {cell}")
-            try:
-                rows.append(Run(site, cell)())
-                say(f"    good: {rows[-1].answers}; {rows[-1].total_s:.1f} s")
-                say(f"    {table(rows)[-1]}")  # a run that is cut short has shown what it has
-            except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:
-                failed.append(f"{cell}: {broken}")
-                say(f"    FAILED: {broken}")
-                traceback.print_exc()
-                for role, server in site.servers.items():
-                    if not server.process.alive:
-                        say(f"    {role} is dead; the end of its log:\n{server.process.tail()}")
-                        site.replace(role)
+        site = start(args, cluster, tally)
+        try:
+            for number, cell in enumerate(cells, 1):
+                say(f"[{time.monotonic() - begun:4.0f} s] {number} of {len(cells)}: {cell}")
+                try:
+                    rows.append(Run(site, cell)())
+                    say(f"    good: {rows[-1].answers}; {rows[-1].total_s:.1f} s")
+                    say(f"    {table(rows)[-1]}")  # a run that is cut short has shown what it has
+                except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:
+                    failed.append(f"{cell}: {broken}")
+                    say(f"    FAILED: {broken}")
+                    traceback.print_exc()
+                    for role, server in site.servers.items():
+                        if not server.process.alive:
+                            say(f"    {role} is dead; the end of its log:\n{server.process.tail()}")
+                            site.replace(role)
+        finally:
+            site.close_front()
     made = exchanges(cluster.traces)
     if args.regroup == "always" and not made:
         failed.append("no exchange was made")
@@ -95,8 +111,9 @@ def main() -> int:
         say(line)
     say("")
     stages = len({row.cell.stage for row in rows})
+    order = next(order for order in ORDERS if order.name.replace(" ", "-") == args.order)
     say(
-        f"{len(rows)} of {len(cells)} cells good, {stages} of {len(STAGES)} stages, {tally.summary()}, "
+        f"{len(rows)} of {len(cells)} cells good, {stages} of {len(order.stages)} stages, {tally.summary()}, "
         f"{made} exchanges, {time.monotonic() - begun:.0f} s"
     )
     for line in [*failed, *cluster.leaks]:

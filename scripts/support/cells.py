@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of real faults: nine stages of a request's way, three roles, one fault each; and how a cell is run.
+"""The tables of real faults: the stages of a request's way, three roles, one fault each; and how a cell is run. Behind our
+metaserver a role is killed, stopped or refuses; behind other routers, in their orders, each is killed at each stage.
 
 A cell: three requests go through a pair. When the first of them reaches the stage, the process that is there stops
 itself; the fault is given to the victim; the other goes on. Then everything that was promised is checked (`Run`).
@@ -11,14 +12,14 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from scripts.support import faults
+from scripts.support import faults, routers, sdist
 from scripts.support.checks import (
     counter,
     fresh_prompt,
@@ -63,6 +64,35 @@ WHERE = {
     9: ("P", "released"),
 }
 
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Who is asked first, and by whom: the router is `M` among the roles."""
+
+    name: str
+    mark: str  # in front of the names of its cells
+    stages: Mapping[int, str]
+    where: Mapping[int, tuple[str, str]]
+    router: Callable[..., routers.Router] | None = None  # None: our metaserver
+
+
+D_FIRST = Order("D first", "", STAGES, WHERE)
+P_FIRST = Order(
+    "P first",
+    "p",
+    {**STAGES, 1: "router → P", 2: "P holds", 3: "router → D: reservation", 4: "D's offer → P"},
+    {**WHERE, 1: ("P", "collecting"), 2: ("P", "held"), 3: ("D", "reserved"), 4: ("P", "bound")},
+    routers.toy,
+)
+AT_ONCE = Order(
+    "both at once",
+    "c",
+    {**{stage: P_FIRST.stages[stage] for stage in (1, 3, 4)}, **{stage: STAGES[stage] for stage in range(5, 10)}},
+    P_FIRST.where,
+    routers.push_demo,
+)
+ORDERS = (D_FIRST, P_FIRST, AT_ONCE)
+
 # Short, so that a cell takes seconds. With them D frees at most X + H + T = 21 s after it has reserved.
 TIMERS = {
     "lease_s": 2.0,
@@ -72,6 +102,8 @@ TIMERS = {
     "ready_timeout_s": 3.0,
     "stall_timeout_s": 4.0,
     "recv_deadline_s": 8.0,
+    "hold_s": 8.0,
+    "meet_s": 3.0,
 }
 GRACE = ("--shutdown-timeout", "10")  # vLLM's default, 0, kills its engine core at once
 FAILED = "vllm:ascend_pd_num_failed_recvs_total"
@@ -89,13 +121,22 @@ class Cell:
     fault: str
     refusal: str = ""
     stops: bool = True  # whether a process is stopped at the stage first; some refusals happen by themselves there
+    order: Order = D_FIRST
 
     @property
     def name(self) -> str:
-        return f"{self.stage}{self.role}"
+        return f"{self.order.mark}{self.stage}{self.role}"
+
+    @property
+    def title(self) -> str:
+        return self.order.stages[self.stage]
+
+    @property
+    def victim(self) -> str:
+        return "router" if self.role == "M" and self.order.router is not None else ROLES[self.role]
 
     def __str__(self) -> str:
-        return f"{self.name} ({STAGES[self.stage]}; {ROLES[self.role]}: {self.fault})"
+        return f"{self.name} ({self.title}; {self.victim}: {self.fault})"
 
     @property
     def starts_an_engine(self) -> bool:
@@ -131,6 +172,9 @@ CELLS = (
     Cell(9, "D", STOP),
     Cell(9, "M", KILL),
 )
+ROUTED = tuple(
+    Cell(stage, role, KILL, order=order) for order in (P_FIRST, AT_ONCE) for stage in order.stages for role in "PDM"
+)
 
 
 @dataclass
@@ -151,14 +195,13 @@ class Broken(AssertionError):
 
 @dataclass
 class Site:
-    """A pair with the plug-in of faults behind a metaserver with it."""
+    """A pair with the plug-in of faults behind a metaserver with it, or behind another router as it is."""
 
     cluster: Cluster
     servers: dict[str, Any]
     orders: dict[str, Orders]
-    front_spec: MetaserverSpec
     tally: Tally
-    port: int
+    make_front: Callable[[Engine, Engine], Metaserver | routers.Router]
 
     @property
     def prefill(self) -> Engine:
@@ -171,18 +214,25 @@ class Site:
         return engine
 
     @property
-    def front(self) -> Metaserver:
-        server: Metaserver = self.servers["M"]
+    def front(self) -> Metaserver | routers.Router:
+        server: Metaserver | routers.Router = self.servers["M"]
         return server
 
     def replace(self, role: str) -> None:
         """Start the killed server again: same command, same addresses."""
         old = self.servers[role]
-        self.cluster.stop(old)
         if role == "M":
-            self.servers[role] = self.cluster.metaserver([self.prefill], [self.decode], self.port, self.front_spec)
+            self.close_front()
+            self.servers[role] = self.make_front(self.prefill, self.decode)
         else:
+            self.cluster.stop(old)
             (self.servers[role],) = self.cluster.start(old.spec)
+
+    def close_front(self) -> None:
+        if isinstance(self.front, routers.Router):
+            self.front.stop()
+        else:
+            self.cluster.stop(self.front)
 
 
 def start_pair(
@@ -193,12 +243,17 @@ def start_pair(
     verify: str = "full",  # of D
     timers: dict[str, float] = TIMERS,
     regroup: str = "auto",  # of P; on CPU "auto" exchanges nothing
+    listener: int = 0,  # of P's scheduler, for other routers than ours; 0: it does not listen
 ) -> tuple[Engine, Engine, dict[str, Orders]]:
     """P and D on addresses of their own choice that stay theirs, with the plug-in of faults."""
     orders = {role: Orders(cluster.directory / "orders" / f"{name}-{role}") for role in ROLES}
     config = {**cluster.push_config(), **timers}
     common: dict[str, Any] = {"plugins": (PLUGIN,), "arguments": (*DOOR, *GRACE), "chunk": 128}
     d_more = {"metaserver_urls": list(metaservers), "side_channel_port": cluster.port(), "verify": verify}
+    p_more: dict[str, Any] = {"regroup": regroup}
+    if listener:
+        p_more |= {"hold_sources": 16, "hold_share": 0.5, "side_channel_port": listener}
+        d_more["prefill_listeners"] = [f"127.0.0.1:{listener}"]
     p, d = (
         EngineSpec(
             f"{name}-{role.lower()}",
@@ -210,7 +265,7 @@ def start_pair(
             **common,
         )
         for role, kind, tp, more in (
-            ("P", "kv_producer", p_tp, {"regroup": regroup}),
+            ("P", "kv_producer", p_tp, p_more),
             ("D", "kv_consumer", 1, d_more),
         )
     )
@@ -222,8 +277,25 @@ def make_site(
     cluster: Cluster, prefill: Engine, decode: Engine, orders: dict[str, Orders], port: int, tally: Tally
 ) -> Site:
     spec = MetaserverSpec(STRICT, MODULE, (PLUGIN,), orders["M"].environment)
-    front = cluster.metaserver([prefill], [decode], port, spec)
-    return Site(cluster, {"P": prefill, "D": decode, "M": front}, orders, spec, tally, port)
+
+    def front(p: Engine, d: Engine) -> Metaserver:
+        return cluster.metaserver([p], [d], port, spec)
+
+    return Site(cluster, {"P": prefill, "D": decode, "M": front(prefill, decode)}, orders, tally, front)
+
+
+def start_routed(cluster: Cluster, name: str, p_tp: int, order: Order, tally: Tally, regroup: str = "auto") -> Site:
+    """A pair behind the router of that order. Raises sdist.Unreachable where its source cannot be had."""
+    assert order.router is not None
+    sdist.ensure(routers.VLLM)
+    listener, port = cluster.port(), cluster.port()
+    prefill, decode, orders = start_pair(cluster, name, p_tp, [], regroup=regroup, listener=listener)
+    where = [listener] if order is AT_ONCE else []
+
+    def front(p: Engine, d: Engine) -> routers.Router:
+        return order.router(p, d, *where, port, cluster.logs)  # type: ignore[misc]
+
+    return Site(cluster, {"P": prefill, "D": decode, "M": front(prefill, decode)}, orders, tally, front)
 
 
 class Clients:
@@ -303,7 +375,7 @@ class Run:
 
     def _strike(self) -> None:
         cell, site = self.cell, self.site
-        where, event = WHERE[cell.stage]
+        where, event = cell.order.where[cell.stage]
         if cell.stops:
             site.orders[where].stop_at(event)
         # P's answer may be there before D has loaded: whoever is to refuse it must know from the start.
@@ -391,8 +463,11 @@ class Run:
     def _clear(self, problem: BaseException | None) -> str:
         if isinstance(problem, RequestFailed) and problem.status >= 400:
             return f"HTTP {problem.status}"
-        if isinstance(problem, httpx.NetworkError | httpx.RemoteProtocolError) and self.cell.role == "M":
-            return "connection closed"  # by the kernel of who was killed
+        closes = self.cell.role == "M" or self.cell.order.router is not None
+        if isinstance(problem, httpx.NetworkError | httpx.RemoteProtocolError) and closes:
+            # By the kernel of who was killed. Other routers end an answer so that they have begun: at the death of D, and vLLM's
+            # push demo at that of P too, for which it waits behind D's last word.
+            return "connection closed"
         raise Broken(f"{self.cell}: no clear error: {problem!r}")
 
     def _again(self, free: dict[str, int]) -> None:
@@ -452,7 +527,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         cell = row.cell
         times = " | ".join(f"{t:.1f} s" for t in (row.slowest_s, row.clean_s, row.served_s, row.total_s))
-        head = f"{cell.name} | {STAGES[cell.stage]} | {ROLES[cell.role]} | {cell.fault}"
+        head = f"{cell.name} | {cell.title} | {cell.victim} | {cell.fault}"
         lines.append(f"| {head} | {row.answers} | {times} |")
     return lines
 

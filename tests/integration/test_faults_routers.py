@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real deaths in a real pair behind vLLM's own routers: P first (the toy proxy), and both at once (the demo of NIXL's push). Prefill, decode
+and router are killed at each stage that the order has; what must hold then is as behind our metaserver (scripts/support/cells.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.support.cells import AT_ONCE, KILL, P_FIRST, ROUTED, Cell, Run, Site, start_routed
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.sdist import Unreachable
+
+pytestmark = [pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
+    try:
+        made = start_routed(cluster, f"routed-{request.param.mark}", 1, request.param, tally)
+    except Unreachable as why:
+        pytest.skip(str(why))
+    try:
+        yield made
+    finally:
+        made.close_front()
+        cluster.stop(made.decode, made.prefill)
+
+
+def test_each_role_is_killed_at_each_stage_of_each_order() -> None:
+    found = {(cell.order, cell.stage, cell.role) for cell in ROUTED}
+    assert found == {(order, stage, role) for order in (P_FIRST, AT_ONCE) for stage in order.stages for role in "PDM"}
+    assert len(found) == len(ROUTED) and {cell.fault for cell in ROUTED} == {KILL}
+    assert set(P_FIRST.stages) - set(AT_ONCE.stages) == {2}, "P holds for nobody where both are asked at once"
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("site", "cell"), [(cell.order, cell) for cell in ROUTED], indirect=["site"], ids=[cell.name for cell in ROUTED]
+)
+def test_cell(site: Site, cell: Cell) -> None:
+    """Right tokens or a clear error in time; nobody else dies; all blocks come back; the pair serves on."""
+    Run(site, cell)()
