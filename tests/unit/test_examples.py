@@ -26,7 +26,9 @@ from vllm_ascend_pd.config import PushConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-MANIFESTS = sorted(path for folder in ("kubernetes", "large-ep") for path in (EXAMPLES / folder).glob("*.yaml"))
+MANIFESTS = sorted(
+    path for folder in ("gateway", "kubernetes", "large-ep") for path in (EXAMPLES / folder).glob("*.yaml")
+)
 PREFILL_HOSTS, DECODE_HOSTS = [f"10.0.1.{n}" for n in range(4)], [f"10.0.2.{n}" for n in range(2)]
 HOSTS = {
     "PREFILL_HOST": "10.0.0.1",
@@ -99,8 +101,8 @@ def check(words: list[str], where: str) -> None:
         assert not push.ignored, where
         assert push.channel.side_channel_port not in TAKEN, where
         assert (config["kv_role"] == "kv_consumer") == bool(push.metaserver.metaserver_urls), where
-    elif "metaserver" in words:
-        start = words.index("metaserver")
+    elif started := {"metaserver", "sidecar"}.intersection(words):
+        start = words.index(started.pop())
         assert settings_of(
             parser().parse_args([w for w in words[start:] if "/run/secrets" not in w and "token" not in w])
         )
@@ -168,7 +170,7 @@ def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it
             for container in _containers(document):
                 graces[f"{_name(path)} {container['name']}"] = _pod(document)["terminationGracePeriodSeconds"]
     engines = {where: shlex.split(command) for where, command in commands_of_containers() if "vllm serve" in command}
-    assert len(engines) == 6
+    assert len(engines) == 8
     for where, words in engines.items():
         own = int(words[words.index("--shutdown-timeout") + 1])
         assert 30 <= own <= graces[where] - 20, where
@@ -192,8 +194,8 @@ def wrong(document: dict[str, Any], where: str) -> list[str]:
     """What the schema of this kind says against the document."""
     if where == "compose":
         schema: dict[str, Any] = {"$ref": "compose.json"}
-    elif document["kind"] == "LeaderWorkerSet":
-        schema = {"$ref": "leaderworkerset.json"}
+    elif document["kind"] in ("LeaderWorkerSet", "InferencePool"):
+        schema = {"$ref": f"{document['kind'].lower()}.json"}
     else:
         schema = {"$ref": "kubernetes.json#/$defs/io.k8s.api." + KUBERNETES[document["apiVersion"], document["kind"]]}
     registry: Registry[Any] = Registry().with_resources(
@@ -201,6 +203,28 @@ def wrong(document: dict[str, Any], where: str) -> list[str]:
     )
     validator = jsonschema.Draft202012Validator(schema, registry=registry)
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+
+
+def test_the_pools_port_is_ps_server_and_ds_sidecar_whose_d_calls_it() -> None:
+    pool, picker = documents(EXAMPLES / "gateway" / "pool.yaml")
+    (port,) = (one["number"] for one in pool["spec"]["targetPorts"])
+    commands = {where: shlex.split(text.partition("exec ")[2]) for where, text in commands_of_containers()}
+    prefill, decode, beside = (
+        commands[f"gateway/{name}"] for name in ("prefill.yaml engine", "decode.yaml engine", "decode.yaml sidecar")
+    )
+
+    def flag(words: list[str], name: str) -> str:
+        return words[words.index(name) + 1]
+
+    assert flag(prefill, "--port") == flag(beside, "--port") == str(port)
+    assert flag(beside, "--decode").endswith(f":{flag(decode, '--port')}")
+    assert flag(beside, "--prefill-allowed").endswith(f":{port}")
+    keys = json.loads(flag(decode, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert keys["metaserver_urls"] == [f"http://{flag(beside, '--advertise-host')}:{port}"]
+    named = yaml.safe_load(picker["data"]["config.yaml"])
+    known = {plugin["type"] for plugin in named["plugins"]}
+    used = {plugin["pluginRef"] for profile in named["schedulingProfiles"] for plugin in profile["plugins"]}
+    assert used <= known and [profile["name"] for profile in named["schedulingProfiles"]] == ["prefill", "decode"]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=_name)
@@ -240,12 +264,16 @@ def _pod(document: dict[str, Any]) -> Any:
         ("metaserver", "Deployment", lambda d: d["spec"]["template"]["spec"]["volumes"][0].update(configmap={}), "configmap"),
         ("metaserver", "Service", lambda d: d["spec"]["ports"][0].update(port="http"), "'http'"),
         ("metaserver", "ConfigMap", lambda d: d["data"].update(HCCL_BUFFSIZE=256), "256"),
+        ("pool", "InferencePool", lambda d: d["spec"].update(targetPort=8000), "targetPort"),
+        ("pool", "InferencePool", lambda d: d["spec"]["targetPorts"].append({"number": 0}), "0 is less"),
+        ("pool", "InferencePool", lambda d: d["spec"]["selector"].update(matchLabels={}), "{}"),
     ],
 )  # fmt: skip
 def test_the_schema_refuses_what_a_cluster_would_refuse(
     file: str, kind: str, spoil: Callable[[dict[str, Any]], Any], says: str
 ) -> None:
-    document = next(d for d in documents(EXAMPLES / "kubernetes" / f"{file}.yaml") if d["kind"] == kind)
+    folder = "gateway" if file == "pool" else "kubernetes"
+    document = next(d for d in documents(EXAMPLES / folder / f"{file}.yaml") if d["kind"] == kind)
     spoil(document)
     assert any(says in words for words in wrong(document, file))
 
@@ -266,8 +294,9 @@ def test_what_a_pod_mounts_and_refers_to_is_there() -> None:
         if pod is None:
             continue
         volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-        for container in pod["spec"]["containers"]:
-            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        containers = pod["spec"]["containers"]
+        assert {mount["name"] for container in containers for mount in container["volumeMounts"]} == volumes
+        for container in containers:
             assert {source["configMapRef"]["name"] for source in container.get("envFrom", ())} <= maps
 
 
@@ -345,7 +374,7 @@ def test_decode_engines_of_the_manifests_allow_the_address_that_requests_carry()
     words = shlex.split(front[front.index("metaserver --") :])
     told = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
     carried = f"http://{told.advertise_host}:{told.worker_port or told.port}"
-    decodes = [command for where, command in commands.items() if "/decode.yaml" in where]
+    decodes = [command for where, command in commands.items() if "/decode.yaml" in where and "gateway/" not in where]
     assert len(decodes) == 2 and all(f'"metaserver_urls": ["{carried}"]' in decode for decode in decodes)
 
 
