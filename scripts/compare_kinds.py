@@ -203,7 +203,8 @@ def table(found: dict[str, str]) -> list[str]:
     lines = ["| kind | " + " | ".join(CONNECTORS[name][0] for name in names) + " |", "|---" * (len(names) + 1) + "|"]
     for key, case in CASES.items():
         cells = [found.get(f"{key} {name}", "not run") for name in names]
-        lines.append(f"| {case.title} | " + " | ".join(cells) + " |")
+        if set(cells) != {"not run"}:
+            lines.append(f"| {case.title} | " + " | ".join(cells) + " |")
     return lines
 
 

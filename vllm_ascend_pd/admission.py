@@ -168,7 +168,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
         # Rows of a state's convolution depend on how many tokens are drafted, too.
         feature = "Speculative decoding with sliding windows, states or several groups"
         raise _refused(feature, "Start without a draft model.")
-    words = quantised.words(config, specs, layers)
+    words = quantised.words(config, specs)
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     sizes = first.local_heads, first.total_heads, first.head_size

@@ -8,7 +8,7 @@ its values, which come with the checkpoint and are not in the cache. Both are pa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_ascend_pd.errors import ConfigError
@@ -34,6 +34,8 @@ def not_proven(config: Any) -> Iterator[tuple[str, str]]:
         yield feature, "Start without --calculate-kv-scales."
     elif config.parallel_config.pipeline_parallel_size > 1:
         yield "A quantised KV cache with pipeline parallelism", "Start with -pp 1."
+    elif config.speculative_config is not None:
+        yield "A quantised KV cache with speculative decoding", "Start without a draft model."
 
 
 def is_fp8(spec: Any) -> bool:
@@ -42,22 +44,19 @@ def is_fp8(spec: Any) -> bool:
     return mode == "FP8_PER_TENSOR" and str(getattr(spec, "dtype", "")) in _STORED
 
 
-def words(config: Any, specs: Mapping[str, Any], drafts: Collection[str]) -> dict[str, str]:
+def words(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
     """Of each layer with such a cache what its dtype is called. Raises PD-CONF-005 for what cannot be compared."""
-    found: dict[str, str] = {}
-    for some in ([n for n in specs if n not in drafts], [n for n in specs if n in drafts]):
-        names = [name for name in some if is_fp8(specs[name])]
-        if not names:
-            continue
-        if len(names) < len(some):
-            raise _refused(f"A cache that is quantised in some layers only ({names[0]})")
-        layers = config.compilation_config.static_forward_context
-        formats = {_FP8.get(str(getattr(layers.get(name), "kv_cache_dtype", None)), "") for name in names}
-        word = formats.pop()
-        if formats or not word:
-            raise _refused(f"A quantised KV cache whose layers do not say one format ({names[0]})")
-        found.update(dict.fromkeys(names, word + _told([_scales(name, layers[name]) for name in names])))
-    return found
+    names = [name for name in specs if is_fp8(specs[name])]
+    if not names:
+        return {}
+    if len(names) < len(specs):
+        raise _refused(f"A cache that is quantised in some layers only ({names[0]})")
+    layers = config.compilation_config.static_forward_context
+    formats = {_FP8.get(str(getattr(layers.get(name), "kv_cache_dtype", None)), "") for name in names}
+    word = formats.pop()
+    if formats or not word:
+        raise _refused(f"A quantised KV cache whose layers do not say one format ({names[0]})")
+    return dict.fromkeys(names, word + _told([_scales(name, layers[name]) for name in names]))
 
 
 def _scales(name: str, layer: Any) -> Scales:

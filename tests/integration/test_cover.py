@@ -142,7 +142,10 @@ def test_a_cell(
 
 def check_all(pair: Pair, cell: Cell, port: int, title: str) -> None:
     exercise(pair, title, LENGTHS)
-    check_choices(pair, 97)
+    if (
+        "drafts" not in title
+    ):  # vLLM's sampler on a CPU dies of top_k where tokens are drafted, and greedy sampling takes one choice
+        check_choices(pair, 97)
     check_left(pair, 159, longest=LONGEST)
     head = fresh_prompt(200)
     for prompt in (head, [*head, *fresh_prompt(60)], [*head[:96], *fresh_prompt(30)]):

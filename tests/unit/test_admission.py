@@ -204,6 +204,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("quantised KV cache (fp8_per_token_head)", stored("fp8_per_token_head")),
     ("quantised KV cache (int8_per_token_head)", stored("int8_per_token_head")),
     ("quantised KV cache with pipeline parallelism", stored("fp8", pipeline_parallel_size=2)),
+    ("quantised KV cache with speculative decoding", stored("fp8", speculative_config=NGRAM)),
     ("scales that an engine computes by itself", stored("fp8_e4m3", calculate_kv_scales=True)),
     ("Micro-batching", with_parallel("enable_dbo", True)),
     ("Sleep mode", sleeping),
