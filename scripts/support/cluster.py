@@ -59,7 +59,7 @@ class Metaserver:
     def __init__(self, port: int, prefill: list[str], decode: list[str], logs: Path, how: MetaserverSpec) -> None:
         self.url = f"http://127.0.0.1:{port}"
         name = f"metaserver-{port}"
-        command = metaserver_command(port, prefill, decode, how.options, how.module)
+        command = metaserver_command(port, prefill, decode, how.options, how.module, sidecar=how.sidecar)
         environment = {**child_environment(how.plugins), **how.environment}
         self.process = Child(name, command, logs / f"{name}.log", environment, ROOT)
 

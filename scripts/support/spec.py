@@ -156,6 +156,7 @@ class MetaserverSpec:
 
     options: tuple[str, ...] = ()
     module: str = "vllm_ascend_pd.cli"
+    sidecar: bool = False  # of its one D: it is told no P
     plugins: tuple[Path, ...] = ()  # put in front of PYTHONPATH
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -166,6 +167,9 @@ def metaserver_command(
     decode: list[str],
     options: tuple[str, ...] = (),
     module: str = MetaserverSpec.module,
+    *,
+    sidecar: bool = False,
 ) -> list[str]:
-    words = [sys.executable, "-m", module, "metaserver", "--host", "127.0.0.1", "--port", str(port)]
-    return [*words, "--prefill", *prefill, "--decode", *decode, *options]
+    words = [sys.executable, "-m", module, "sidecar" if sidecar else "metaserver", "--host", "127.0.0.1"]
+    words += ["--port", str(port), *([] if sidecar else ["--prefill", *prefill])]
+    return [*words, "--decode", *decode, *options]

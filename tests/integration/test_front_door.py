@@ -15,7 +15,9 @@ import pytest
 from pairs import PairMaker, prefilled
 
 from scripts.support.cells import Site
+from scripts.support.client import body_of
 from scripts.support.engine import Engine
+from scripts.support.spec import MetaserverSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -100,3 +102,24 @@ def test_a_client_that_leaves_ends_the_request_on_d(door: Door) -> None:
 def _running(engine: Engine) -> float:
     page = httpx.get(engine.url + "/metrics", trust_env=False).text
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
+
+
+def test_a_sidecar_of_d_prefills_where_the_header_says(faulty: Site, ports: list[int]) -> None:
+    p = faulty.prefill.url.removeprefix("http://")
+    how = MetaserverSpec(("--prefill-allowed", f"127.0.0.0/8:{p.partition(':')[2]}"), sidecar=True)
+    front = faulty.cluster.metaserver([], [faulty.decode], ports[-1], how)
+
+    def ask(url: str, prompt: str, named: str = "") -> httpx.Response:
+        headers = {"x-prefiller-host-port": named} if named else {}
+        return httpx.post(f"{url}/v1/completions", json=body_of(prompt, 8), headers=headers, timeout=120)
+
+    try:
+        for number, named in ((1, p), (1, ""), (2, p)):
+            prompt = f"{number} {named} how are you " * 30
+            answer, right = ask(front.url, prompt, named), ask(faulty.prefill.url, prompt)
+            assert answer.json()["choices"][0]["text"] == right.json()["choices"][0]["text"]
+            assert prefilled(front.url) == number, "by P where it is named, by D where nobody is"
+        refused = ask(front.url, "elsewhere", "127.0.0.1:9")
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "PD-META-032"
+    finally:
+        faulty.cluster.stop(front)
