@@ -17,7 +17,7 @@ from vllm_ascend_pd.errors import CATALOGUE, PdError
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
-from vllm_ascend_pd.protocol.timing import Backoff
+from vllm_ascend_pd.protocol.timing import Agenda, Backoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,16 @@ class _Open:
     lost_at: float
     push: str = ""  # once bound
 
+    @property
+    def wakes_at(self) -> float:
+        return min(self.lost_at, self.resend.at)
+
 
 class Offers:
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
         self._open: dict[TransferId, _Open] = {}
+        self._agenda: Agenda[TransferId] = Agenda()
         self._effects: list[Effect] = []
 
     def take_effects(self) -> list[Effect]:
@@ -69,12 +74,13 @@ class Offers:
     def offer(self, now: float, listener: Endpoint, offer: Offer) -> None:
         t = self._timers
         backoff = Backoff(now, t.resend_first_s, t.resend_max_s)
-        self._open[offer.transfer] = _Open(offer, listener, backoff, now + t.lease_s)
+        found = self._open[offer.transfer] = _Open(offer, listener, backoff, now + t.lease_s)
+        self._agenda.set(offer.transfer, found.wakes_at)
         self._effects.append(Say(listener, offer))
 
     def forget(self, transfer: TransferId) -> None:
         """The load is over, or not wanted any more. P is told once: what that would save ends by itself too."""
-        found = self._open.pop(transfer, None)
+        found = self._close(transfer)
         if found is not None:
             over = Failure("PD-XFER-002", "the request ended on decode")
             self._effects.append(Say(found.listener, Gone(transfer, over)))
@@ -103,16 +109,18 @@ class Offers:
                 self._end(transfer, _gone(f"{listener} ({detail})"))
 
     def tick(self, now: float) -> None:
-        for transfer, found in list(self._open.items()):
+        for transfer in self._agenda.due(now):
+            found = self._open[transfer]
             if now >= found.lost_at:
                 why = f"{found.listener}, which has not answered for {self._timers.lease_s:g} s,"
                 self._end(transfer, _gone(why))
-            elif now >= found.resend.at:
+            else:
                 found.resend.again(now)
+                self._agenda.set(transfer, found.wakes_at)
                 self._effects.append(Say(found.listener, found.offer))
 
     def next_wake(self) -> float | None:
-        return min((min(found.lost_at, found.resend.at) for found in self._open.values()), default=None)
+        return self._agenda.next()
 
     def open_count(self) -> int:
         return len(self._open)
@@ -123,21 +131,27 @@ class Offers:
     def _rest(self, now: float, found: _Open) -> None:
         found.lost_at = now + self._timers.lease_s
         found.resend.rest(now + self._timers.lease_s / 3)
+        self._agenda.set(found.offer.transfer, found.wakes_at)
 
     def _bound(self, now: float, found: _Open, bound: Bound) -> None:
         if not found.push:
             found.push = bound.push
             self._effects.append(Answered(bound.transfer, "accepted", push=bound.push))
         if bound.ended:
-            del self._open[bound.transfer]
+            self._close(bound.transfer)
             self._effects.append(Answered(bound.transfer, "prefilled", push=bound.push))
         else:
             self._rest(now, found)
 
+    def _close(self, transfer: TransferId) -> _Open | None:
+        self._agenda.set(transfer, None)
+        return self._open.pop(transfer, None)
+
     def _end(self, transfer: TransferId, failure: Failure) -> None:
-        found = self._open.pop(transfer)
+        found = self._close(transfer)
         code = failure.code if failure.code in CATALOGUE else "PD-META-006"
-        self._effects.append(Answered(transfer, "failed", code, failure.detail, found.push))
+        push = found.push if found is not None else ""
+        self._effects.append(Answered(transfer, "failed", code, failure.detail, push))
 
 
 def _gone(peer: str) -> Failure:
