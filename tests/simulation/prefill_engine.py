@@ -353,7 +353,8 @@ class PrefillEngine:
         error = self.book.refusal(prompt.name)
         self.free.extend(prompt.tables.let_go(prompt.computed))
         waits = self.meetings.finished(self.scheduler.clock(), prompt.name, well=why == "ended")
-        source = self.meetings.told(prompt.name)
+        record = self.meetings.told(prompt.name)
+        source = record.source if record is not None else None
         first = self._first(prompt) if why == "ended" else None
         held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why) or waits
         if held and not self.cluster.mutation.hasty_release:

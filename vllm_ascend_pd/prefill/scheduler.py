@@ -176,10 +176,10 @@ class PrefillScheduler(SchedulerRole):
 
     def _source(self, request: Any) -> dict[str, Any]:
         """What P's answer says of blocks that it holds: routers hand it to D as it is."""
-        source = self._meetings.told(request.request_id)
-        if source is None or self._reception is None:
+        record = self._meetings.told(request.request_id)
+        if record is None or record.source is None or self._reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
-        prompt = request.num_prompt_tokens, request_hash(request)
+        source, prompt = record.source, (record.prompt_length, record.prompt_hash)
         hold_s = self._engine.config.timers.hold_s
         told = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, hold_s)
         sealed = base64.b64encode(seal_source(told, self._engine.secrets)).decode()

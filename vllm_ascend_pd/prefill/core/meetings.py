@@ -213,10 +213,10 @@ class Meetings:
         self._on(now, record, event)
         return record.state is MeetingState.HELD
 
-    def told(self, request_id: str) -> SourceId | None:
-        """The source that P's answer tells: of what is held."""
+    def told(self, request_id: str) -> Record | None:
+        """What P's answer tells: whatever is held."""
         record = self._requests.get(request_id)
-        return record.source if record is not None and record.state is MeetingState.HELD else None
+        return record if record is not None and record.state is MeetingState.HELD else None
 
     def _room(self, record: Record) -> bool:
         if record.state is MeetingState.BOUND:
