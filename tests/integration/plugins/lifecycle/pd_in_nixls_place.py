@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pytest -p pd_in_nixls_place`: vLLM's own connector tests ask for NixlConnector and get this package's, in the role of PD_ROLE.
+
+What engines and routers would do before is made up: one worker's cache, and on D a ticket in the place of NIXL's fields, whose metaserver never
+answers. Scheduler and connector are as they ship.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import msgspec
+from geometry_reference import geometry
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_ascend_pd.connector import AscendPushConnector, Handshake
+from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.geometry.layout import ALL, STATE, CacheGeometry, Group
+from vllm_ascend_pd.metaserver.client import MetaserverClient
+from vllm_ascend_pd.protocol.identity import Endpoint
+
+METASERVER = "http://127.0.0.1:9"
+ROLES: dict[str, dict[str, Any]] = {
+    "kv_producer": {"hold_sources": 64, "hold_share": 1.0},
+    "kv_consumer": {"metaserver_urls": [METASERVER]},
+}
+ROLE = os.environ["PD_ROLE"]
+
+
+def _cache(kv_cache_config: Any) -> CacheGeometry:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    groups = tuple(Group(spec.block_size, STATE if isinstance(spec, MambaSpec) else ALL) for spec in specs)
+    plain = geometry("token", heads=1, tp=1, block=specs[0].block_size)
+    return msgspec.structs.replace(plain, groups=groups) if len(groups) > 1 else plain
+
+
+class InNixlsPlace(AscendPushConnector):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        config = copy.copy(vllm_config)
+        transfer = config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+        transfer.kv_role = ROLE
+        transfer.kv_connector_extra_config = {**ROLES[ROLE], "patient": False, "patient_shm": "off"}
+        super().__init__(config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            facts = WorkerFacts(Endpoint("127.0.0.1", 9), _cache(kv_cache_config))
+            self.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(facts)})
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill") and "metaserver" not in params:
+            ticket = {"metaserver": METASERVER, "ticket": request.request_id}
+            request.kv_transfer_params = {"do_remote_prefill": True, **ticket}
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def _never_answered(self: MetaserverClient, *_: object, **__: object) -> None:
+    """Nothing is sent."""
+
+
+MetaserverClient.reserve = _never_answered  # type: ignore[method-assign]
+KVConnectorFactory._registry["NixlConnector"] = lambda: InNixlsPlace
