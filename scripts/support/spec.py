@@ -156,9 +156,9 @@ class MetaserverSpec:
 
     options: tuple[str, ...] = ()
     module: str = "vllm_ascend_pd.cli"
-    sidecar: bool = False  # of its one D: it is told no P
     plugins: tuple[Path, ...] = ()  # put in front of PYTHONPATH
     environment: Mapping[str, str] = field(default_factory=dict)
+    sidecar: bool = False  # of its one D: it is told no P
 
 
 def metaserver_command(
