@@ -93,7 +93,7 @@ def test_the_timeline_tells_the_way_of_each_layer_or_why_it_cannot(tmp_path: Pat
 
 
 def state(name: str, wanted: str, column: int = 2) -> str:
-    """True in the page when it shows the instance in this state, or with this fingerprint (3)."""
+    """True in the page when it shows the instance in this state, or with this fingerprint (4)."""
     rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
     return f"{rows}?.cells[{column}]?.innerText === '{wanted}'"
 
@@ -117,7 +117,7 @@ def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab
         gone.served.start()
         tab.until(state(gone.address, "ready"))
         c.complete()
-        tab.until(state(c.decode[0].address, c.decode[0].fingerprint, column=3))
+        tab.until(state(c.decode[0].address, c.decode[0].fingerprint, column=4))
         assert tab.text("#ready") == "ready" and not tab.complaints
 
 

@@ -12,6 +12,7 @@ from protocol_rig import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, 
 
 from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.metaserver.http1 import Origin
+from vllm_ascend_pd.metaserver.prefixes import Prompts
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.prefill.core.push import Push as WorkersPush
 from vllm_ascend_pd.prefill.core.push import Share, Table
@@ -91,7 +92,7 @@ def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
 
 def test_an_instance_tells_whether_it_serves_and_what_broke_last() -> None:
     origin = Origin("http", "10.0.0.2", 8100)
-    instance = Instance(origin.netloc, Role.PREFILL, origin, 1.0, "flag", Circuit(CircuitPolicy()))
+    instance = Instance(origin.netloc, Role.PREFILL, origin, 1.0, "flag", Circuit(CircuitPolicy()), Prompts(0))
     assert repr(instance) == "<prefill 10.0.0.2:8100 starting>"
     instance.circuit.seen(0.0, Evidence.PROBE_OK, 0.5)
     instance.answered, instance.load, instance.requests, instance.served = True, 120.0, 2, 7

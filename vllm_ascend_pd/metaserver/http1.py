@@ -48,6 +48,11 @@ class Origin(NamedTuple):
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
+def _perhaps_read(problem: UpstreamError) -> UpstreamError:
+    """No other connection for a request that went out on one which closed without a word: who closed it may have read it, and begun."""
+    return UpstreamError(Failure.BROKEN, f"it closed the connection, and then: {problem.why}")
+
+
 class UpstreamError(Exception):
     """An exchange with an engine that did not work out, and how far it may have got."""
 
@@ -411,13 +416,18 @@ class Upstream:
         """
         pool = self._pools.get(origin) or self._open(origin)
         data = _request(method, path, origin, headers, body)
+        sent = False
         while True:
             connection = pool.take(asyncio.get_running_loop().time())
             fresh = connection is None
-            connection = connection or await self._connect(origin, pool)
+            try:
+                connection = connection or await self._connect(origin, pool)
+            except UpstreamError as problem:
+                raise (_perhaps_read(problem) if sent else problem) from problem.__cause__
             try:
                 return await self._exchange(connection, data, method == "HEAD", timeout_s)
             except _Stale:
+                sent = True
                 if fresh or not repeatable:
                     raise UpstreamError(Failure.BROKEN, "it closed the connection") from None
 

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from simulation.front.engines import Kind
 from simulation.front.house import Plan, Result, draw, run_seed
-from vllm_ascend_pd.metaserver import bodies, resume
+from vllm_ascend_pd.metaserver import bodies, http1, resume
 from vllm_ascend_pd.metaserver.bodies import Use
 from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
 from vllm_ascend_pd.metaserver.resume import Kept
@@ -210,6 +210,7 @@ ALL = {
             "an answer that its engine ended is passed on",
             ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
         ),
+        Mutation("what may have been read counts as never sent", ((http1, "_perhaps_read", lambda problem: problem),)),
         Mutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
         Mutation("a place is never given back", ((front.Turnstile, "leave", _nothing),)),

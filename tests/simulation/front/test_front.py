@@ -18,6 +18,7 @@ KNOWN = {
     "P's good answer proves a pair": 1,
     "D is blamed for P's failure": 3,
     "what D has is thrown away when P's answer breaks": 3,
+    "what may have been read counts as never sent": 1505,
     "D's word is not waited for": 9,
     "half events go out": 3,
     "a trial never ends": 9,
