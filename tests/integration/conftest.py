@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines for the integration tests: one cluster per session, pairs per module, everything stopped and counted.
 
-A start takes 20 to 40 s on two cores, so the tests are grouped by the engines they need. CI starts 25 servers in all.
+A start takes 20 to 40 s on two cores, so the tests are grouped by the engines they need.
 """
 
 from __future__ import annotations
