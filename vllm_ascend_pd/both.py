@@ -69,10 +69,7 @@ class BothScheduler(SchedulerRole):
         return _added(self._prefill.stats(), self._decode.stats())
 
     def close(self) -> None:
-        try:
-            self._prefill.close()
-        finally:
-            self._decode.close()
+        _close(self._prefill, self._decode)
 
 
 class BothWorker(WorkerRole):
@@ -114,10 +111,15 @@ class BothWorker(WorkerRole):
         return _added(self._prefill.stats(), self._decode.stats())
 
     def close(self) -> None:
-        try:
-            self._prefill.close()
-        finally:
-            self._decode.close()
+        _close(self._prefill, self._decode)
+
+
+def _close(prefill: SchedulerRole | WorkerRole, decode: SchedulerRole | WorkerRole) -> None:
+    """What the one cannot close does not keep the other open."""
+    try:
+        prefill.close()
+    finally:
+        decode.close()
 
 
 def _added(mine: dict[str, Any] | None, theirs: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -98,9 +98,8 @@ class DecodeScheduler(SchedulerRole):
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
-        self._tickets: dict[
-            str, Ticket | Meet | Relay | None
-        ] = {}  # by request id: asked about in every step that it waits
+        # By request id: asked about in every step that it waits.
+        self._tickets: dict[str, Ticket | Meet | Relay | None] = {}
         self.first_tokens = Seeding(engine, self.tally, vocabulary, self._listen, self._first_token, self._answer)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:

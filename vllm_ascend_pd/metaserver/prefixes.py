@@ -55,9 +55,8 @@ class Prompts:
 
     def __init__(self, most_tokens: int) -> None:
         self._most = most_tokens
-        self._held: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # tokens that each mark adds, in the order of their last use
+        # Tokens that each mark adds, in the order of their last use.
+        self._held: OrderedDict[bytes, int] = OrderedDict()
         self.tokens = 0
 
     def has(self, marks: Marks) -> int:

@@ -148,10 +148,10 @@ class Offers:
         return self._open.pop(transfer, None)
 
     def _end(self, transfer: TransferId, failure: Failure) -> None:
-        found = self._close(transfer)
+        found = self._open[transfer]
+        self._close(transfer)
         code = failure.code if failure.code in CATALOGUE else "PD-META-006"
-        push = found.push if found is not None else ""
-        self._effects.append(Answered(transfer, "failed", code, failure.detail, push))
+        self._effects.append(Answered(transfer, "failed", code, failure.detail, found.push))
 
 
 def _gone(peer: str) -> Failure:

@@ -137,6 +137,12 @@ class Instance:
             self._life_of_prompts = self.life
         return self.prompts.has(marks)
 
+    def sent(self, marks: Marks) -> int:
+        """It is sent this prompt: how much of it was there before."""
+        there = self.has(marks)
+        self.prompts.add(marks)
+        return there
+
     def condition(self) -> Condition:
         return condition(self.circuit, self.answered, self.draining)
 

@@ -249,8 +249,8 @@ class Front(Shared):
     def _params(self, attempt: Attempt) -> dict[str, Any] | None:
         """What D is told about its prefill; None: it prefills by itself. Raises AttemptFailed."""
         exchange = attempt.exchange
-        request, there = exchange.request, attempt.decode.has(exchange.request.marks)
-        attempt.decode.prompts.add(request.marks)
+        request = exchange.request
+        there = attempt.decode.sent(request.marks)
         if not request.remote:
             return None
         alone = self.settings.decode_alone

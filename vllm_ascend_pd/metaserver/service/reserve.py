@@ -197,8 +197,7 @@ class Reservations:
         while True:
             number += 1
             prefill = self._choose(attempt, posted, cost)
-            there = prefill.has(exchange.request.marks)
-            prefill.prompts.add(exchange.request.marks)
+            there = prefill.sent(exchange.request.marks)
             METRICS.prompt_tokens.inc(cost)
             METRICS.prompt_tokens_there.inc(there)
             attempt.sources[posted.transfer] = prefill, time.monotonic()
