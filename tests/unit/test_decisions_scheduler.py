@@ -19,6 +19,7 @@ from geometry_reference import geometry
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
+from watching import Steps, until
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import Bind, LoadEnd
@@ -238,7 +239,7 @@ def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
 
 
 class Metaserver:
-    """Takes what D posts and says `prefilled`, at once or when it is told to."""
+    """Takes what D posts and says `prefilled`, at once or when `answers` is set."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -281,18 +282,20 @@ def ticket(url: str, **more: Any) -> dict[str, Any]:
     return {"do_remote_prefill": True, "metaserver": url, "ticket": "t", **more}
 
 
-def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None:
-    from runtime_pair import until
-
-    server = Metaserver()
+@pytest.mark.parametrize("answer", ["before the step with the bind", "after it"])
+def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: str) -> None:
+    server = Metaserver(answers=answer != "after it")
     scheduler = decode(server.url, secrets=SECRETS)
+    steps = Steps(scheduler)
     try:
         asked = request(params=ticket(server.url, send_tokens=True))
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
-        step = scheduler.build_step()
-        (bind,) = step.binds
+        if server.answers:
+            until(lambda: scheduler._outcomes, "the answer")
+        bind, step = steps.bound(), steps.taken[0]
         assert bind.blocks[0].tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
+        assert step.settles == ((bind.transfer,) if server.answers else ())
         until(lambda: server.bodies, "the POST")
         (body,) = server.bodies
         told = unseal(base64.b64decode(body["reservation"]), SECRETS)
@@ -301,11 +304,8 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers() -> None
         assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
         assert body["decode"] == scheduler._engine.incarnation
         assert body["fingerprint"] == scheduler._engine.fingerprint != ""
-
-        def settled() -> bool:
-            return bind.transfer in scheduler.build_step().settles
-
-        until(settled, "the outcome in a step")
+        server.answers = True
+        steps.settled(bind.transfer)
         assert scheduler.wanted(asked, 0) == 0
         assert scheduler.received("r") and not scheduler.received("r") and scheduler.open_loads() == 0
     finally:
@@ -338,8 +338,6 @@ PUSH = push_id("p" * 16, "u" * 32)
 def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     codes: tuple[str, str], counts: dict[str, Any]
 ) -> None:
-    from runtime_pair import until
-
     server = Metaserver(answers=False)  # P's HTTP answer is not waited for
     scheduler, asked, bind = loading(server)
     try:
@@ -429,8 +427,6 @@ def test_a_d_on_loopback_whose_metaserver_is_elsewhere_says_so(
 
 
 def test_a_metaserver_that_is_down_cancels_the_load() -> None:
-    from runtime_pair import until
-
     from scripts.support.process import free_port
 
     url = f"http://127.0.0.1:{free_port()}"
@@ -442,18 +438,14 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
         asked = request(params=ticket(url))
         scheduler.wanted(asked, 0)
         scheduler.allocated(asked, [[1, 2, 3]], 10)
-        (bind,) = scheduler.build_step().binds
-        cancels: list[Any] = []
-        until(lambda: cancels.extend(scheduler.build_step().cancels) or cancels, "the cancel", 20.0)
-        assert cancels[0].transfer == bind.transfer and cancels[0].code.startswith("PD-")
+        steps = Steps(scheduler)
+        assert steps.cancelled(steps.bound().transfer).startswith("PD-")
     finally:
         scheduler.close()
 
 
 def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
     """The predecessor had 32 threads, each blocked for a whole prefill."""
-    from runtime_pair import until
-
     server = Metaserver(answers=False)
     scheduler = decode(server.url)
     try:
@@ -465,10 +457,10 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
             scheduler.allocated(asked, [[1, 2, 3]], len(TOKENS))
         until(lambda: len(server.bodies) == count, "all of them posted while none is answered")
         assert {thread.name for thread in threading.enumerate()} <= threads
-        assert len(scheduler.build_step().binds) == count
+        steps = Steps(scheduler)
+        assert len(steps.take().binds) == count
         server.answers = True
-        settles: list[Any] = []
-        until(lambda: settles.extend(scheduler.build_step().settles) or len(settles) == count, "all outcomes")
+        until(lambda: steps.take() and sum(len(step.settles) for step in steps.taken) == count, "all outcomes")
     finally:
         server.answers = True
         scheduler.close()
@@ -556,8 +548,6 @@ def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
 
 def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
     """What D posts of a request that samples at will."""
-    from runtime_pair import until
-
     server = Metaserver()
     scheduler = seeded(server.url, vocabulary)
     try:

@@ -15,10 +15,9 @@ import pytest
 from fake_engine import Served
 from test_decisions_scheduler import CACHE, SECRETS, decode, engine, request
 from test_rendezvous import D_ID
-from watching import until
+from watching import Steps, until
 
 from vllm_ascend_pd.decode.decisions import Bind
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metaserver import client
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
@@ -54,16 +53,17 @@ class Router:
 
 
 @contextmanager
-def loading(status: int = 200, name: str = D_ID, query: str = "") -> Iterator[tuple[Router, DecodeScheduler, Bind]]:
+def loading(status: int = 200, name: str = D_ID, query: str = "") -> Iterator[tuple[Router, Steps, Bind]]:
     router = Router(status)
     scheduler = decode(router.url, secrets=SECRETS)
     try:
         asked = request(name, {**GIVEN, "metaserver": router.url + "/v1/metaserver" + query})
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
-        (bind,) = scheduler.build_step().binds
+        steps = Steps(scheduler)
+        bind = steps.bound()
         until(lambda: router.posts, "the POST")
-        yield router, scheduler, bind
+        yield router, steps, bind
     finally:
         scheduler.close()
         router.served.stop()
@@ -72,7 +72,7 @@ def loading(status: int = 200, name: str = D_ID, query: str = "") -> Iterator[tu
 def test_what_d_posts_is_what_p_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is no failure: such a router says nothing until P has ended."""
     monkeypatch.setattr(client, "HEARTBEAT_S", 0.1)
-    with loading() as (router, scheduler, bind):
+    with loading() as (router, steps, bind):
         ((path, body),) = router.posts
         assert path == "/v1/metaserver" and body["request_id"] == "cmpl-router-1-0", "as its own dictionary has it"
         assert unseal(base64.b64decode(body["reservation"]), SECRETS).transfer == bind.transfer
@@ -81,33 +81,26 @@ def test_what_d_posts_is_what_p_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = request("cmpl-router-1-0-aaaaaaaa", body)
         p.allocated(asked)
         assert is_prefill(body) and p._book.tracks(asked.request_id)
-        steps, begun = [], time.monotonic()
+        begun = time.monotonic()
         while time.monotonic() < begun + 2.0:  # of silence, in which a metaserver would have been given up
-            steps.append(scheduler.build_step())
+            steps.take()
             time.sleep(0.05)
-        assert not any(step.cancels for step in steps)
+        assert not steps.codes(bind.transfer)
         router.ended = True
-        until(lambda: bind.transfer in scheduler.build_step().settles, "the end of P's request")
-        assert scheduler.received(D_ID) and not router.left
+        steps.settled(bind.transfer)
+        assert steps.scheduler.received(D_ID) and not router.left
         assert len(router.posts) == 1, "nothing is reported to who has not asked"
 
 
 def test_a_router_that_could_not_send_it_fails_the_load_at_once() -> None:
-    with loading(status=500) as (router, scheduler, bind):
+    with loading(status=500) as (router, steps, bind):
         router.ended = True
-        found: list[str] = []
-
-        def cancelled() -> bool:
-            found.extend(cancel.code for cancel in scheduler.build_step().cancels)
-            return bool(found)
-
-        until(cancelled, "the failure")
-        assert found == ["PD-META-003"] and bind is not None
+        assert steps.cancelled(bind.transfer) == "PD-META-003"
 
 
 def test_it_is_hung_up_when_the_request_ends() -> None:
-    with loading() as (router, scheduler, _):
-        scheduler.finished(D_ID)
+    with loading() as (router, steps, _):
+        steps.scheduler.finished(D_ID)
         until(lambda: router.left, "the end of the call")
 
 

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from runtime_pair import until
 from test_decisions_scheduler import CACHE, ENDPOINTS, SECRETS, engine, output, request
 from vllm.v1.request import Request, RequestStatus
+from watching import Steps, until
 
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.patience import Patience
@@ -38,13 +37,13 @@ P_ID, D_ID = "cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb"
 class Pair:
     def __init__(self, secrets: Secrets | None, p_keys: dict[str, Any], d_keys: dict[str, Any]) -> None:
         self.news = 0
-        self.steps: list[DecodeStep] = []
         keys = {"hold_sources": 4, "hold_s": 60.0, **p_keys}
         self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100)
         self.p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
         made = engine(secrets, **({"prefill_listeners": ["127.0.0.1"]} if secrets is None else {}), **d_keys)
         self.d = DecodeScheduler(made, Patience(lambda: 0))
         self.d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
+        self.steps = Steps(self.d)
 
     def _rung(self) -> None:
         self.news += 1
@@ -60,28 +59,7 @@ class Pair:
         asked = request(name, params)
         assert self.d.wanted(asked, 4) == 6
         self.d.allocated(asked, [[40, 41, 42, 43]], 6)
-        (bind,) = self._step().binds
-        return bind
-
-    def _step(self) -> DecodeStep:
-        """What P has said may be in any step, the first one too."""
-        self.steps.append(self.d.build_step())
-        return self.steps[-1]
-
-    def settled(self, bind: Bind) -> None:
-        until(lambda: self._step() and any(bind.transfer in step.settles for step in self.steps), "P's word: computed")
-
-    def cancelled(self, bind: Bind) -> str:
-        """The code."""
-        found: list[str] = []
-
-        def there() -> bool:
-            self._step()
-            found.extend(c.code for step in self.steps for c in step.cancels if c.transfer == bind.transfer)
-            return bool(found)
-
-        until(there, "the end of the load")
-        return found[0]
+        return self.steps.bound()
 
     def address(self) -> dict[str, Any]:
         assert self.p._reception is not None
@@ -112,7 +90,7 @@ def test_p_first_its_answer_brings_d_to_it(secrets: Secrets | None) -> None:
         assert start.ended and start.reservation.transfer == bind.transfer
         ((piece,), slices) = step.computed, step.slices
         assert (piece.before, piece.after, piece.final) == (0, 10, True) and not slices
-        both.settled(bind)
+        both.steps.settled(bind.transfer)
         assert both.p.released(P_ID) and not both.p.released(P_ID)
 
 
@@ -135,7 +113,7 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
         held, answer = both.p.finished(asked, True)
         assert held and answer is not None and "source" not in answer
-        both.settled(bind)
+        both.steps.settled(bind.transfer)
 
 
 def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
@@ -147,14 +125,14 @@ def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
         asked.status = RequestStatus.FINISHED_ABORTED
         held, answer = both.p.finished(asked, False)
         assert not held and answer is not None and "source" not in answer
-        assert both.cancelled(bind) == "PD-XFER-002"
+        assert both.steps.cancelled(bind.transfer) == "PD-XFER-002"
 
 
 def test_a_source_of_a_p_that_is_gone_fails_the_load_at_once() -> None:
     with pair() as both:
         _, _, answer = both.prefilled()
         both.p.close()
-        assert both.cancelled(both.load(answer)) == "PD-XFER-004"
+        assert both.steps.cancelled(both.load(answer).transfer) == "PD-XFER-004"
 
 
 def test_what_is_held_too_long_is_freed_in_a_step_of_its_own() -> None:
@@ -162,7 +140,7 @@ def test_what_is_held_too_long_is_freed_in_a_step_of_its_own() -> None:
         _, _, answer = both.prefilled()
         until(both.p.must_step, "the end of the hold")
         assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
-        assert both.cancelled(both.load(answer)) == "PD-META-027"
+        assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
 
 
 @pytest.mark.parametrize("how", ["cached", "aborted"])

@@ -111,7 +111,7 @@ def test_who_goes_to_p_first_has_its_answer_fetched(shape: Serial) -> None:
         until(lambda: both.news, "the offer at P")
         (start,) = both.p.build_step(output()).starts
         assert start.reservation.transfer == bind.transfer and start.ended
-        both.settled(bind)
+        both.steps.settled(bind.transfer)
 
 
 @each_serial
@@ -174,7 +174,7 @@ def test_smg_is_mooncake_s_words_in_the_order_p_first(site: Bootstrapped) -> Non
     to_p, to_d = legs(site, site.ask().json()["0"]["engine_id"])
     held, _ = prefilled(site, to_p, OTHER_FRONT_END[0])
     assert held
-    site.settled(site.load(to_d, OTHER_FRONT_END[1]))
+    site.steps.settled(site.load(to_d, OTHER_FRONT_END[1]).transfer)
 
 
 def test_smg_with_vllm_s_own_id_of_p_is_refused_with_a_code(
@@ -192,7 +192,7 @@ def test_smg_with_vllm_s_own_id_of_p_is_refused_with_a_code(
 def test_motor_s_trigger_passes_on_what_d_posts() -> None:
     """`dispatch_profile: trigger`. Its address has the attempt as a query; it looks for its own id inside ours; P's request has D's
     words, with the direction written again and without a metaserver."""
-    with loading(query="?attempt=3") as (router, scheduler, bind):
+    with loading(query="?attempt=3") as (router, steps, bind):
         ((path, body),) = router.posts
         assert path == "/v1/metaserver?attempt=3"
         assert body["request_id"].removeprefix("cmpl-").removesuffix("-0") == "router-1"
@@ -205,12 +205,10 @@ def test_motor_s_trigger_passes_on_what_d_posts() -> None:
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
         assert p.finished(asked, True)[1] is not None
         router.ended = True
-        until(lambda: bind.transfer in scheduler.build_step().settles, "the end of P's request")
+        steps.settled(bind.transfer)
 
 
 def test_motor_that_knows_the_attempt_no_more_fails_the_load_at_once() -> None:
-    with loading(status=409, query="?attempt=1") as (router, scheduler, _):
+    with loading(status=409, query="?attempt=1") as (router, steps, bind):
         router.ended = True
-        found: list[str] = []
-        until(lambda: found.extend(c.code for c in scheduler.build_step().cancels) or found, "the failure")  # type: ignore[func-returns-value]
-        assert found == ["PD-META-003"]
+        assert steps.cancelled(bind.transfer) == "PD-META-003"

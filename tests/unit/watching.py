@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines-without-vLLM of the tests share: looking until something is so, the stage events, a short quiet time,
-silent listeners."""
+"""What the engines-without-vLLM of the tests share: looking until something is so, D's steps, the stage events, a short quiet
+time, silent listeners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol.identity import TransferId
 
 LOOPBACK = "127.0.0.1"
 Events = list[tuple[str, Mapping[str, Any]]]
@@ -24,6 +27,37 @@ def until(reached: Callable[[], object], what: str = "", seconds: float = 30.0) 
     while not reached():
         assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what or reached}"
         time.sleep(0.002)
+
+
+class Steps:
+    """The steps of D's scheduler, all kept: an answer may be in any of them, in the one with its bind too."""
+
+    def __init__(self, scheduler: DecodeScheduler) -> None:
+        self.scheduler = scheduler
+        self.taken: list[DecodeStep] = []
+
+    def take(self) -> DecodeStep:
+        self.taken.append(self.scheduler.build_step())
+        return self.taken[-1]
+
+    def bound(self) -> Bind:
+        """The one load that this step begins."""
+        (bind,) = self.take().binds
+        return bind
+
+    def codes(self, transfer: TransferId) -> list[str]:
+        """Why it was cancelled, as far as the steps taken say so."""
+        return [cancel.code for step in self.taken for cancel in step.cancels if cancel.transfer == transfer]
+
+    def settled(self, transfer: TransferId) -> None:
+        """Until P's request has ended well."""
+        until(lambda: self.take() and any(transfer in step.settles for step in self.taken), "the end of P's request")
+
+    def cancelled(self, transfer: TransferId) -> str:
+        """Until the load is cancelled: the code."""
+        until(lambda: self.take() and self.codes(transfer), "the end of the load")
+        (code,) = self.codes(transfer)
+        return code
 
 
 @contextmanager
