@@ -28,7 +28,7 @@ UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read wha
 class Flight:
     """One batch on its way. It reads its source when it lands."""
 
-    __slots__ = ("claims", "landed", "lost", "outcome", "peer", "pieces", "session", "source", "target")
+    __slots__ = ("claims", "landed", "lost", "outcome", "peer", "pieces", "session", "source", "submitted", "target")
 
     def __init__(self, source: PrefillRank, target: DecodeRank, peer: Endpoint, session: str) -> None:
         self.source = source
@@ -37,6 +37,7 @@ class Flight:
         self.session = session
         self.claims: list[Claim] = []
         self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
+        self.submitted = source.process.ran_s()
         self.landed = False
         self.outcome = WriteState.PENDING
         self.lost: bytes | None = None  # what its staging slots held when its source gave it up
@@ -68,7 +69,8 @@ class Wire:
         self._stop = stop
         self._timeout_s = timeout_s
         # T is the transport's timeout and the tail after it: nothing of a write lands later than that after its
-        # submission, or after its writer's death, as long as both sides run. M is for their stops.
+        # submission, counted while both sides run. Its writer's death adds nothing: a sooner one leaves the tail only. M is
+        # for their stops.
         self._physical_s = quiet_s - margin_s
         self._error = faults.write_error
         self._slow = faults.write_slow
@@ -139,12 +141,13 @@ class Wire:
         flight.target.process.post(self._world.rng.uniform(0, UNHURRIED_S), self.land, flight, partly)
 
     def source_died(self, source: PrefillRank) -> None:
-        """What was on its way when the writer died still arrives, or does not."""
+        """What was on its way when the writer died still arrives in what is left of its time, or does not."""
         rng = self._world.rng
         for flight in source.flights:
             if not flight.landed and rng.random() < 0.5:
                 self._world.fault("write lands after its writer's death")
-                after = rng.choice((0.001, rng.uniform(0, self._physical_s), self._physical_s))
+                left = max(0.001, flight.submitted + self._physical_s - source.process.ran_s())
+                after = rng.choice((0.001, rng.uniform(0, left), left))
                 self._world.after(after, self._reach, flight, rng.random() < 0.3)
         source.flights.clear()
 

@@ -106,6 +106,10 @@ class Process:
         """This process's monotonic clock."""
         return self._offset + self.world.now * self._rate
 
+    def ran_s(self) -> float:
+        """How long it has run: without the times in which it was stopped."""
+        return (self._paused_at if self.paused else self.world.now) - self.stopped_s
+
     def when(self, local: float) -> float:
         """The true time at which its clock shows `local`."""
         return (local - self._offset) / self._rate
