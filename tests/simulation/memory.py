@@ -60,12 +60,15 @@ class Planes:
         self.at = [0, *itertools.accumulate(self.sizes)]  # where they begin in their layer
         self.layer = self.at[-1]
         self.end = start + layers * self.layer
+        self._begins, self._borders = np.array(self.at[:-1]), np.array(self.at[1:-1])
         self._strides = np.array([region.block_stride for region in self.regions])
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         inside = (addresses - self.start) % self.layer
-        region = np.searchsorted(self.at, inside, side="right") - 1
-        return (inside - np.asarray(self.at)[region]) // self._strides[region]
+        if len(self.regions) == 1:
+            return inside // self.regions[0].block_stride
+        region = self._borders.searchsorted(inside, side="right")
+        return (inside - self._begins[region]) // self._strides[region]
 
     def by_block(self, memory: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Of each region the bytes of all layers: by layer, by block."""
@@ -132,6 +135,7 @@ class Memory:
         self.bytes = np.zeros(end, dtype=np.uint8)
         some = [planes for planes in self.kinds if planes.end > planes.start]  # other stages have the rest
         self._apart = list({planes.start: planes for planes in some}.values())
+        self._ends = np.array([planes.end for planes in self._apart])
         self._by_block = [view for planes in self._apart for view in planes.by_block(self.bytes)]
         self._groups = len(geometry.tables)
         self.bases = tuple(
@@ -150,8 +154,8 @@ class Memory:
         """The block in which each byte lies."""
         if len(self._apart) == 1:
             return self._apart[0].block_of(addresses)
-        which = np.searchsorted([planes.end for planes in self._apart], addresses, side="right")
-        return np.choose(which, [planes.block_of(addresses) for planes in self._apart])
+        which = self._ends.searchsorted(addresses, side="right")
+        return which.choose([planes.block_of(addresses) for planes in self._apart])
 
     def layer(self, index: int) -> NDArray[np.uint8]:
         """All regions of one layer."""

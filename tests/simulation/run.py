@@ -77,13 +77,15 @@ class Sum:
         self.violations += other.violations
 
 
-def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1) -> Sum:
-    """Consecutive seeds in this process."""
+def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1, plain: bool = False) -> Sum:
+    """Consecutive seeds in this process; those of plain worlds alone, if asked for."""
     total = Sum()
     gc.disable()  # a cluster lives for a tenth of a second; what it leaves is collected between seeds
     gc.freeze()  # and nothing else is looked through for it
     try:
         for seed in range(first, first + count):
+            if plain and not draw(seed).plain:
+                continue
             found = run_seed(seed, ALL[mutation] if mutation else None)
             violations = [found] if found.violation else []
             total.add(Sum(1, found.transfers, violations, found.faults, found.stats, found.reasons))
@@ -97,12 +99,19 @@ def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1) -> Su
 
 
 def run_seeds(
-    first: int, count: int, mutation: str = "", *, jobs: int = 1, progress_s: float = 5.0, stop_at: int = 1
+    first: int,
+    count: int,
+    mutation: str = "",
+    *,
+    jobs: int = 1,
+    progress_s: float = 5.0,
+    stop_at: int = 1,
+    plain: bool = False,
 ) -> Sum:
     """Consecutive seeds on `jobs` cores; says every `progress_s` seconds how far it is."""
     total = Sum()
     began = said = time.monotonic()
-    for part in _parts(first, count, mutation, jobs, stop_at):
+    for part in _parts(first, count, mutation, jobs, stop_at, plain):
         total.add(part)
         for result in part.violations:
             print(f"seed {result.seed}: {result.violation}", flush=True)
@@ -119,9 +128,10 @@ def run_seeds(
     return total
 
 
-def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int) -> Iterator[Sum]:
+def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int, plain: bool) -> Iterator[Sum]:
     """A few seeds at a time."""
-    chunks = [(at, min(CHUNK, first + count - at), mutation, stop_at) for at in range(first, first + count, CHUNK)]
+    starts = range(first, first + count, CHUNK)
+    chunks = [(at, min(CHUNK, first + count - at), mutation, stop_at, plain) for at in starts]
     if jobs == 1:
         yield from (run_some(*chunk) for chunk in chunks)
         return
@@ -170,6 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
     parser.add_argument("--lines", type=int, default=60, help="lines of the trace shown for a violation (default 60)")
     parser.add_argument("--mutation", choices=sorted(ALL), help="take this rule out of the protocol")
+    parser.add_argument("--plain", action="store_true", help="only worlds of one group, without drafts, D always first")
     parser.add_argument("--violations", type=int, default=1, help="stop after so many (default 1)")
     args = parser.parse_args(argv)
     mutation = ALL[args.mutation] if args.mutation else Mutation()
@@ -179,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         print(result.violation or f"seed {args.seed}: {result.transfers} transfers, no violation")
         return 1 if result.violation else 0
     wall = time.monotonic()
-    total = run_seeds(args.first, args.seeds, mutation.name, jobs=args.jobs, stop_at=args.violations)
+    total = run_seeds(args.first, args.seeds, mutation.name, jobs=args.jobs, stop_at=args.violations, plain=args.plain)
     times = os.times()
     tell(total, times.user + times.system + times.children_user + times.children_system, time.monotonic() - wall)
     for result in total.violations[:1]:

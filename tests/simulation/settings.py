@@ -124,6 +124,12 @@ class Settings:
         soon = t.recv_deadline_s if not (self.p_first or self.at_once) else min(t.recv_deadline_s, t.hold_s, t.meet_s)
         return self.faults == Faults() and soon >= 600.0 and t.preempt_drain_s >= 1.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it has one group of plain attentions, no drafts, and requests that go to D first, as the first simulator had."""
+        more = self.first, self.indexed, self.quantised, self.windows, self.scales, self.p_first, self.at_once
+        return not any(more) and not any(shape.drafts for shape in (*self.prefill, *self.decode))
+
     def push(self) -> PushConfig:
         """What P's workers are configured with."""
         wire = WireConfig(transfer_timeout_s=self.transfer_timeout_s, fuse_layers=FUSED)
