@@ -265,7 +265,7 @@ class PrefillEngine:
 
     def _chunk(self, prompt: Prompt, count: int) -> Fill:
         if prompt.leg is not None:
-            if not self.meetings.knows(prompt.name):
+            if prompt.fresh and not self.meetings.knows(prompt.name):  # asked when it is scheduled out of the queue alone
                 self._begin(prompt, prompt.leg)
         elif not self.book.knows(prompt.name) and (r := prompt.reservation) is not None:
             self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
