@@ -137,6 +137,11 @@ def dp_rank(parallel: Any) -> int:
     return int(parallel.data_parallel_index)
 
 
+def ranks_here(parallel: Any) -> int:
+    """Data-parallel ranks behind one address on this host. Those of a dense model do not know of each other."""
+    return int(parallel.data_parallel_size_local) if parallel.data_parallel_size > 1 else 1
+
+
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     """The cache's sizes by the engine's own word; the tensors are read against them."""
     made = kv_cache_config.kv_cache_groups

@@ -48,6 +48,7 @@ class Engine:
     secrets: Secrets | None
     listeners_before: int = 0  # of the data-parallel ranks before this one
     both: bool = False  # roles: then P's scheduler listens before D's workers
+    ranks_here: int = 1  # data-parallel ranks that this one's address stands for
 
     @classmethod
     def of(cls, vllm_config: Any) -> Engine:
@@ -70,6 +71,7 @@ class Engine:
             secrets=load_secrets(push.channel),
             listeners_before=admission.listening_ports(parallel)[0],
             both=transfer.kv_role == admission.BOTH,
+            ranks_here=admission.ranks_here(parallel),
         )
 
     def port_of(self, worker: int) -> int:
@@ -82,6 +84,13 @@ class Engine:
         """Where P's scheduler listens; 0: the kernel chooses."""
         port = self.config.channel.side_channel_port
         return port and port + int(dp_rank_of(self.incarnation) or 0)
+
+    def listeners(self, port: int) -> tuple[Endpoint, ...]:
+        """Where the schedulers of P's ranks take offers, from the first rank on, which listens on `port`."""
+        ranks = (
+            self.ranks_here if self.config.channel.side_channel_port else 1
+        )  # else only a rank itself knows its port
+        return tuple(Endpoint(self.known_as, port + rank) for rank in range(ranks))
 
     def create_target(self, attach_thread: Callable[[], None]) -> Target:
         """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""

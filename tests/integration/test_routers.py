@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pairs import Pair, failures, fresh_prompt, settled_free_blocks, wait_for_free_blocks
@@ -29,6 +30,7 @@ BLOCK = 32
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 HOLD_S = 20.0  # also on a busy machine D comes before that
 HELD = 24
+EXPERTS = Path(__file__).parent / "plugins" / "experts"
 
 
 @dataclass
@@ -128,6 +130,32 @@ def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site:
     before = time.monotonic(), len(failures(site.decode))
     post(site.decode.url, forgotten)  # another prompt than the source's: D computes it itself
     assert len(failures(site.decode)) == before[1] + 1
+
+
+@pytest.mark.slow
+def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Cluster, tally: Tally) -> None:
+    listener, bootstrap = cluster.ports(2), cluster.port()
+    held = {"hold_sources": HELD, "hold_s": HOLD_S, "side_channel_port": listener, "bootstrap_port": bootstrap}
+    allowed = {"prefill_listeners": [f"127.0.0.1:{listener + rank}" for rank in range(2)]}
+    experts: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16}
+    p, d = cluster.start(
+        EngineSpec("ranks-p", ensure("moe"), role="kv_producer", dp=2, extra=cluster.push_config(**held), **experts),
+        EngineSpec(
+            "ranks-d", ensure("moe"), role="kv_consumer", policy="fail", extra=cluster.push_config(**allowed), **experts
+        ),
+    )
+    site = Site(cluster, tally, p, d, listener, bootstrap, [])
+    router, pair = site.behind(mooncake)
+    try:
+        free = pair.free_counts()
+        for n in LENGTHS:
+            pair.check([fresh_prompt(n)], name="ranks behind Mooncake's proxy")
+        ranks = p.by_rank("vllm:prompt_tokens_total")
+        assert len(ranks) == 2 and all(ranks.values()), ranks
+        assert pair.free_counts() == free
+    finally:
+        router.stop()
+        cluster.stop(d, p)
 
 
 @pytest.mark.slow

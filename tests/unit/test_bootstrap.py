@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from collections.abc import Iterator
@@ -84,6 +85,15 @@ def test_nothing_else_is_told_and_nothing_changes(site: Site) -> None:
 def test_what_is_no_question_is_answered_shortly(site: Site, sent: bytes, status: int) -> None:
     head, _, body = site.raw(sent).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status}".encode()) and json.loads(body) == {}
+
+
+@pytest.mark.parametrize(("port", "ranks"), [(5600, 3), (0, 1)], ids=["ports by rank", "ports that the kernel chose"])
+def test_the_ranks_behind_one_address_are_told_where_their_ports_are_known(port: int, ranks: int) -> None:
+    of_three = dataclasses.replace(engine(SECRETS, side_channel_port=port), ranks_here=3)
+    told = json.loads(
+        bootstrap.answer(b"GET /query HTTP/1.1\r\n\r\n", of_three.listeners(5600)).partition(b"\r\n\r\n")[2]
+    )
+    assert told == {str(n): {"engine_id": f"127.0.0.1:{5600 + n}"} for n in range(ranks)}
 
 
 def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

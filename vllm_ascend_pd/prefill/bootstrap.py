@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where routers that speak Mooncake's dialect ask a prefill engine who it is: one question over HTTP, once.
 
-They hand the id that they get to D, unread. So the id is the address under which P's scheduler takes offers
-(protocol/dialects.py reads it). Nothing else is told, and nothing that is sent here changes anything.
+They hand the id of the data-parallel rank that they choose to D, unread. So the id is the address under which that rank's scheduler
+takes offers (protocol/dialects.py reads it). Nothing else is told, and nothing that is sent here changes anything.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Sequence
 from http import HTTPStatus
 
 from vllm_ascend_pd.errors import PdError
@@ -20,8 +21,8 @@ MOST_OPEN = 64  # connections; more are closed unheard
 PATIENCE_S = 5.0  # for one question and its answer
 
 
-def answer(head: bytes, listener: Endpoint) -> bytes:
-    """To one request's head: by data-parallel rank, of which the first one answers for itself."""
+def answer(head: bytes, listeners: Sequence[Endpoint]) -> bytes:
+    """To one request's head: by data-parallel rank."""
     words = head.partition(b"\r\n")[0].split(b" ")
     if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
         return _response(HTTPStatus.BAD_REQUEST, {})
@@ -29,7 +30,7 @@ def answer(head: bytes, listener: Endpoint) -> bytes:
         return _response(HTTPStatus.METHOD_NOT_ALLOWED, {})
     if words[1].partition(b"?")[0] != b"/query":
         return _response(HTTPStatus.NOT_FOUND, {})
-    return _response(HTTPStatus.OK, {"0": {"engine_id": str(listener)}})
+    return _response(HTTPStatus.OK, {str(rank): {"engine_id": str(it)} for rank, it in enumerate(listeners)})
 
 
 def _response(status: HTTPStatus, told: object) -> bytes:
@@ -41,8 +42,8 @@ def _response(status: HTTPStatus, told: object) -> bytes:
 class Bootstrap:
     """All of it runs on the loop that starts it."""
 
-    def __init__(self, host: str, port: int, listener: Endpoint) -> None:
-        self._host, self._port, self._listener = host, port, listener
+    def __init__(self, host: str, port: int, listeners: Sequence[Endpoint]) -> None:
+        self._host, self._port, self._listeners = host, port, listeners
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -77,5 +78,5 @@ class Bootstrap:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             head = b""
-        writer.write(answer(head, self._listener))
+        writer.write(answer(head, self._listeners))
         await writer.drain()

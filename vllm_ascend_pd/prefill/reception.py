@@ -65,7 +65,7 @@ class Reception:
         endpoint = Endpoint(self._engine.known_as, bound.port)
         port = self._engine.config.meet.bootstrap_port
         if port and not dp_rank_of(self._engine.incarnation):
-            self._bootstrap = Bootstrap(self._engine.host, port, endpoint)
+            self._bootstrap = Bootstrap(self._engine.host, port, self._engine.listeners(bound.port))
             try:
                 await self._bootstrap.start()
             except PdError:
