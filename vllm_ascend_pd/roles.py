@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.first_token import Around
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
+from vllm_ascend_pd.metadata import DecodeStep, Exchanged, LoadEnd, PrefillStep
 
 if TYPE_CHECKING:
     import torch

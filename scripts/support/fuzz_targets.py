@@ -44,6 +44,7 @@ from vllm_ascend_pd.decode.core.offers import Offers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
+from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.metaserver import answers, bodies, http1
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import reserve
@@ -54,7 +55,7 @@ from vllm_ascend_pd.prefill.bootstrap import answer
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Table
-from vllm_ascend_pd.prefill.decisions import PushBook, PushStart
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import Meet, read_meet
@@ -798,7 +799,7 @@ def _bootstrap() -> Run:
     """Whatever is asked, the answer is whole, and the one thing that there is to know."""
 
     def run(data: bytes) -> str:
-        head, _, body = answer(data, SOURCE.listens).partition(b"\r\n\r\n")
+        head, _, body = answer(data, [SOURCE.listens]).partition(b"\r\n\r\n")
         if f"Content-Length: {len(body)}".encode() not in head:
             raise AssertionError("an answer of another length than it says")
         return READ if msgspec.json.decode(body) else REFUSED

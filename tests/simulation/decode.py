@@ -27,8 +27,9 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, Say
 from vllm_ascend_pd.decode.core.seeds import Start, Wanted
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, Ticket, read_ticket
+from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
 from vllm_ascend_pd.geometry.layout import ALL, Group
+from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.first import First, Seed

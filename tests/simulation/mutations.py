@@ -16,16 +16,17 @@ from simulation.prefill import SimulatedWriter
 from simulation.settings import STATES, Faults, FirstFaults, Settings
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted
-from vllm_ascend_pd.decode.decisions import Bind, LoadBook, LoadEnd
+from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record, Target
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, StepPlan, Sums, Writable
-from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook, PushSlice, PushStart
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send

@@ -25,9 +25,9 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.geometry.regroup import Room
+from vllm_ascend_pd.metadata import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.writer import News, Sealed, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send

@@ -18,8 +18,8 @@ from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
+from vllm_ascend_pd.metadata import Exchanged
 from vllm_ascend_pd.prefill.core.meetings import Holding
-from vllm_ascend_pd.prefill.decisions import Exchanged
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
@@ -265,7 +265,9 @@ class PrefillEngine:
 
     def _chunk(self, prompt: Prompt, count: int) -> Fill:
         if prompt.leg is not None:
-            if prompt.fresh and not self.meetings.knows(prompt.name):  # asked when it is scheduled out of the queue alone
+            if prompt.fresh and not self.meetings.knows(
+                prompt.name
+            ):  # asked when it is scheduled out of the queue alone
                 self._begin(prompt, prompt.leg)
         elif not self.book.knows(prompt.name) and (r := prompt.reservation) is not None:
             self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)

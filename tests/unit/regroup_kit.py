@@ -25,11 +25,11 @@ from watching import parsed
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep, LoadCancel
 from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.transport.base import WriteState

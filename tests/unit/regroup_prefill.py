@@ -23,8 +23,9 @@ from watching import until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metadata import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.core.pushes import PushSite
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep, PushBook
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import Place, RegroupParts, assembled

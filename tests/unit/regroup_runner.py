@@ -17,7 +17,7 @@ from regroup_prefill import HOOKS, Answer, Layer, Parts, PrefillRank, Share
 
 from vllm_ascend_pd.device.caches import Caches, CacheShape
 from vllm_ascend_pd.engine import Engine
-from vllm_ascend_pd.prefill.decisions import PrefillStep
+from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.roles import StepMetadata

@@ -27,8 +27,8 @@ from regroup_prefill import Answer, PrefillRank, PrefillSite, Share
 from regroup_runner import AscendRank
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.prefill.decisions import PrefillStep
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.parts import allocate
 

@@ -24,11 +24,12 @@ from watching import parsed, until
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
-from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook
+from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.decode.worker import DecodeWorker
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.engine import Engine, merge_geometries
-from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint

@@ -22,11 +22,10 @@ from watching import until
 from vllm_ascend_pd import admission, compat, first_token
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.decode.decisions import DecodeStep, LoadEnd
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.decisions import PrefillStep
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 

@@ -22,9 +22,9 @@ from vllm.v1.request import Request
 from watching import Steps, until
 
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.decisions import Bind, LoadEnd
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
+from vllm_ascend_pd.metadata import Bind, LoadEnd
 from vllm_ascend_pd.metaserver.reports import ROUTE, LoadReport, read_posted
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler

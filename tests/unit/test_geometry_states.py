@@ -33,8 +33,9 @@ from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import contributors, exchanged, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
+from vllm_ascend_pd.metadata import PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.push import Push
-from vllm_ascend_pd.prefill.decisions import PushBook, PushSlice, PushStart
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal

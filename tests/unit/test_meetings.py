@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_decisions_push import reservation
 
+from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.core.meetings import Holding, MeetingEvent, Meetings, MeetingState
-from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, SourceId, Waits
 

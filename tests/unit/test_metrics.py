@@ -14,9 +14,10 @@ from test_decisions_scheduler import engine, prefill, request
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.decode.decisions import LoadEnd, Ticket
+from vllm_ascend_pd.decode.decisions import Ticket
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _Asked
 from vllm_ascend_pd.geometry.layout import Group
+from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.tally import METRICS, MOST_TIMES, PREFIX, Tally
 from vllm_ascend_pd.patience import Patience

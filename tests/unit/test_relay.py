@@ -17,8 +17,8 @@ from test_decisions_scheduler import CACHE, SECRETS, decode, engine, request
 from test_rendezvous import D_ID
 from watching import Steps, until
 
-from vllm_ascend_pd.decode.decisions import Bind
 from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.metadata import Bind
 from vllm_ascend_pd.metaserver import client
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import unseal

@@ -15,9 +15,9 @@ from runtime_wires import SlowWire
 from watching import traced, until
 
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.metadata import PushSlice
 from vllm_ascend_pd.prefill.core.push import Push, Table
 from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
-from vllm_ascend_pd.prefill.decisions import PushSlice
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import WriteState

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.decisions import Bind, DecodeStep
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import TransferId
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
-from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
+from vllm_ascend_pd.protocol.identity import TransferId
 
 MAX_TICKET = 256
 
@@ -31,51 +30,6 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Bind:
-    """A transfer whose blocks a step has allocated."""
-
-    request_id: str
-    transfer: TransferId
-    first: int
-    end: int
-    blocks: tuple[NDArray[np.int32], ...]  # by group, from the block with the first token that is wanted of it
-    deadline_s: float
-
-    def reservation(
-        self,
-        model: str,
-        geometry: CacheGeometry,
-        endpoints: tuple[Endpoint, ...],
-        prompt_length: int,
-        prompt_hash: str,
-    ) -> Reservation:
-        """What P is told of it."""
-        return Reservation(
-            version=PROTOCOL_VERSION,
-            transfer=self.transfer,
-            model=model,
-            first=self.first,
-            end=self.end,
-            blocks=tuple(ids.astype("<i4").tobytes() for ids in self.blocks),
-            geometry=geometry,
-            endpoints=endpoints,
-            deadline_s=self.deadline_s,
-            prompt_length=prompt_length,
-            prompt_hash=prompt_hash,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnd:
-    """How one rank's part of a load ended; data of the worker's, for the scheduler."""
-
-    request_id: str
-    code: str  # empty: the KV is complete here
-    push: str  # empty: no P began to push here
-    cached: int = 0  # tokens of the prompt that P did not compute
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """How a load ended as a whole."""
 
@@ -87,30 +41,6 @@ class Verdict:
     def hangs_up(self) -> bool:
         """Whether the metaserver's call is of no use any more. That of a complete load ends by itself: P is finishing."""
         return bool(self.code)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCancel:
-    transfer: TransferId
-    code: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """One step's metadata for D's workers."""
-
-    binds: tuple[Bind, ...] = ()
-    cancels: tuple[LoadCancel, ...] = ()
-    settles: tuple[TransferId, ...] = ()
-    overs: tuple[TransferId, ...] = ()
-    wake: tuple[str, int] | None = None
-    incarnation: str = ""  # of the scheduler: what its transfers are named after
-    engine: CacheGeometry | None = None  # with binds: the cache of all stages
-
-    @property
-    def empty(self) -> bool:
-        return not (self.binds or self.cancels or self.settles or self.overs)
 
 
 @dataclass(slots=True)

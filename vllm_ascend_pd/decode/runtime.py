@@ -18,11 +18,11 @@ from typing import ClassVar
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
-from vllm_ascend_pd.decode.decisions import DecodeStep
 from vllm_ascend_pd.decode.verifier import Verifier
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import PdError, one_line
+from vllm_ascend_pd.metadata import DecodeStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
-from vllm_ascend_pd.decode.decisions import DecodeStep, LoadBook, LoadEnd, Ticket, read_ticket
+from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.decode.offering import Offering
 from vllm_ascend_pd.decode.seeding import Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
 from vllm_ascend_pd.metaserver.reports import LoadReport, params_of
 from vllm_ascend_pd.observe import trace

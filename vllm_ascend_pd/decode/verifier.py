@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from vllm_ascend_pd.decode.decisions import Bind
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheBytes, Caches
 from vllm_ascend_pd.geometry.digest import cache_digest
+from vllm_ascend_pd.metadata import Bind
 
 
 class Verifier:

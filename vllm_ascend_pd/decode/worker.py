@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from vllm_ascend_pd.decode.core.loads import Loaded
-from vllm_ascend_pd.decode.decisions import LoadEnd
 from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 
 

@@ -11,75 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
+from vllm_ascend_pd.metadata import Blocks, Exchanged, PrefillStep, PushAbort, PushSlice, PushStart
 from vllm_ascend_pd.protocol.first import First, LogProb, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.versions import OURS
 
-Blocks = NDArray[np.int32]
-
 LOOKS = 8  # steps that follow catch-up exchanges at once: their slots are free again soon, for what else was missed
-
-
-@dataclass(frozen=True, slots=True)
-class PushStart:
-    """A transfer that the workers hear of for the first time."""
-
-    request_id: str
-    push: str
-    reservation: Reservation
-    cached: int = 0  # tokens of its prompt that were in P's cache: D tells its client
-    ended: bool = False  # vLLM has finished the request before
-
-
-@dataclass(frozen=True, slots=True)
-class PushSlice:
-    """What one step adds to a push: its watermark goes from `before` to `after` tokens."""
-
-    push: str
-    before: int
-    after: int
-    new_blocks: tuple[Blocks, ...]  # by group; appended to what the workers know. Of a state its one, at the end
-    restart: bool  # the workers forget blocks and coverage first (preemption)
-    final: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PushAbort:
-    push: str
-    code: str
-    detail: str
-
-
-Exchanged = tuple[int, int, int]  # step, layer, sub-step of an exchange that some rank missed
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStep:
-    """One step's metadata for P's workers. `rotation` is the step's sequence number. What was computed before a push had a
-    target is pushed as by a step of its own, `before`, whose layers are all there already."""
-
-    rotation: int
-    engine: CacheGeometry | None = None
-    starts: tuple[PushStart, ...] = ()
-    slices: tuple[PushSlice, ...] = ()
-    aborts: tuple[PushAbort, ...] = ()
-    preempted: tuple[str, ...] = ()
-    ended: tuple[str, ...] = ()  # nothing of these pushes is exchanged any more
-    catch_ups: tuple[Exchanged, ...] = ()
-    computed: tuple[PushSlice, ...] = ()  # of earlier steps
-    before: int = 0  # sequence number of those
-    freed: tuple[str, ...] = ()  # requests whose blocks were held for nobody
-
-    @property
-    def empty(self) -> bool:
-        news = self.starts or self.slices or self.aborts or self.preempted or self.ended
-        return not (news or self.catch_ups or self.computed or self.freed)
 
 
 @dataclass(slots=True)

@@ -21,10 +21,10 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.metadata import Exchanged, PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Told, Writable
-from vllm_ascend_pd.prefill.decisions import Exchanged, PrefillStep
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.sums import Summer

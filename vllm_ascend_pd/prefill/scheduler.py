@@ -15,11 +15,12 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, not_held
-from vllm_ascend_pd.prefill.decisions import PrefillStep, PushBook
+from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.reception import Reception
 from vllm_ascend_pd.prefill.telling import Telling
 from vllm_ascend_pd.protocol.auth import seal_source, unseal

@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from vllm_ascend_pd.geometry.layout import attention_of
+from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.core.exchanges import Run
 from vllm_ascend_pd.prefill.core.push import Unit
 from vllm_ascend_pd.prefill.core.pushes import StepPlan
-from vllm_ascend_pd.prefill.decisions import PrefillStep
 from vllm_ascend_pd.prefill.writer import Computed, Deciding, News, Sealed
 from vllm_ascend_pd.shared.event import Event
 

@@ -16,8 +16,8 @@ from vllm_ascend_pd.geometry.pairing import destinations, exchanged, pairings
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
+from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.prefill.core.push import Push
-from vllm_ascend_pd.prefill.decisions import PushStart
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.messages import Reservation

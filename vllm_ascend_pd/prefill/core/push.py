@@ -18,7 +18,7 @@ from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.pairing import Pairing
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
-from vllm_ascend_pd.prefill.decisions import PushSlice, PushStart
+from vllm_ascend_pd.metadata import PushSlice, PushStart
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.pair import Pair

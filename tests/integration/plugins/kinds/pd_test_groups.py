@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.metadata import PushSlice
 from vllm_ascend_pd.prefill.core.push import Push
 from vllm_ascend_pd.prefill.core.pushes import Pushes
-from vllm_ascend_pd.prefill.decisions import PushSlice
 
 _WHAT, _, _NUMBER = os.environ.get("PD_TEST_LEAVES_OUT", "").partition(" ")
 _leaving = Pushes._leaving

@@ -11,8 +11,8 @@ from typing import Any
 from pd_test_tuples import TupleConnector
 
 from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.metadata import PushSlice
 from vllm_ascend_pd.prefill.core.pushes import Pushes
-from vllm_ascend_pd.prefill.decisions import PushSlice
 
 _WHAT = os.environ.get("PD_TEST_SCALES", "")
 _SCALE = 2  # latent, key, scale
