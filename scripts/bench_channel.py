@@ -11,7 +11,9 @@ import asyncio
 import multiprocessing
 import statistics
 import time
+from collections.abc import Hashable
 from multiprocessing.connection import Connection as Pipe
+from typing import Any
 
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.listener import Listener
@@ -20,7 +22,7 @@ from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Ack, Done
 
 
-def _secrets(with_secret: bool):
+def _secrets(with_secret: bool) -> Secrets | None:
     if not with_secret:
         return None
     return Secrets(b"benchmark" * 4)
@@ -42,7 +44,7 @@ def _done(seq: int) -> Done:
 
 def _serve(pipe: Pipe, with_secret: bool) -> None:
     async def run() -> None:
-        def answer(peer, message) -> None:
+        def answer(peer: Hashable, message: Any) -> None:
             head = {name: getattr(message, name) for name in Ack.__struct_fields__ if name != "kind"}
             listener.send(peer, Ack(kind="done", **head))
 

@@ -43,7 +43,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
 
     push = config(**{"transport": "mooncake", "mooncake_protocol": "tcp", "transfer_timeout_s": 30, **keys})
 
-    class Site(DecodeSite):
+    class Site(DecodeSite):  # type: ignore[misc]
         def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]
             return RankMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
 
@@ -86,7 +86,8 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
             for d, prompt in zip(sites, prompts, strict=True):
                 d.pool.give(prompt.d_blocks)
                 d.prompts.remove(prompt)
-        after = tuple(map(max, after, used()))
+        now = used()
+        after = max(after[0], now[0]), max(after[1], now[1]), max(after[2], now[2])
     later = statistics.median(times[1:])
     rss, threads, sockets = (a - b for a, b in zip(after, before, strict=True))
     return {

@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -131,7 +132,8 @@ def cpu(process: psutil.Process) -> float:
 def load(port: int, **flags: float) -> dict[str, float]:
     words = [f"--{name.replace('_', '-')}={value:g}" for name, value in flags.items()]
     command = pinned(1, [sys.executable, str(PARTS / "load.py"), str(port), *words])
-    return json.loads(subprocess.check_output(command, cwd=PARTS))
+    told: dict[str, float] = json.loads(subprocess.check_output(command, cwd=PARTS))
+    return told
 
 
 def measured(system: System, process: psutil.Process | None, **flags: float) -> dict[str, float]:
@@ -231,7 +233,7 @@ def running(chosen: list[System]) -> Iterator[list[Running]]:
             process = None
             if system.command:
                 process = stack.enter_context(started(0, system.command, system.port, system.root))
-                until(lambda s=system: serves(s.port), f"{system.name} does not serve")
+                until(partial(serves, system.port), f"{system.name} does not serve")
             processes.append((system, process))
         yield processes
 

@@ -215,7 +215,7 @@ def main() -> None:
     for shape in SHAPES:
         case = Case(shape, args.megabytes, seed=1)
         case.check()
-        runs = {
+        runs: dict[str, Callable[[], None]] = {
             "memcpy": functools.partial(memcpy, case.send, case.source),
             "gather": case.gather,
             "torch gather": case.torch_gather,

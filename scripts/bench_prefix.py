@@ -13,6 +13,7 @@ import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -73,7 +74,13 @@ def main() -> int:
         ports = [cluster.port(), cluster.port()]
         config = cluster.push_config(verify="off")
         d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}" for port in ports]}
-        common = {"max_len": 2624, "chunk": 2560, "kv_bytes": KV_BYTES, "max_seqs": 8, "block_size": 128}
+        common: dict[str, Any] = {
+            "max_len": 2624,
+            "chunk": 2560,
+            "kv_bytes": KV_BYTES,
+            "max_seqs": 8,
+            "block_size": 128,
+        }
         model = ensure(MODEL)
         *prefills, decode = cluster.start(
             EngineSpec("prefill-1", model, role="kv_producer", extra=config, **common),

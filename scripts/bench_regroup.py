@@ -107,8 +107,8 @@ def main() -> None:
     print(f"{'model':12} {'P -> D':>8}   {'never':23} {'always':23} {'exchanged':>10}   auto")
     for model, p_tp, d_tp in CASES:
         p, d = (cache(model, tp, args.block, args.layout) for tp in (p_tp, d_tp))
-        tables = [scattered(args.tokens, args.block, seed) for seed in (1, 2)]
-        job = Job(d, 0, 0, args.tokens, *tables)
+        p_blocks, d_blocks = (scattered(args.tokens, args.block, seed) for seed in (1, 2))
+        job = Job(d, 0, 0, args.tokens, p_blocks, d_blocks)
         loads = [max(how(p, job), key=lambda load: load.descriptors) for how in (direct, regrouped)]
         decision = decide(p, d)
         print(

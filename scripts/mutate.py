@@ -220,10 +220,10 @@ def _changes(source: _Source, node: ast.AST) -> Iterator[Mutant]:
         found = source.between(node.values[0], node.values[1], f" {word} ", f" {other} ")
         if found is not None:
             yield found
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        yield source.swap(node, repr(node.value + 1))
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield source.swap(node, repr(not node.value))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield source.swap(node, repr(node.value + 1))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield source.swap(node, f"({source.of(node.operand)})")
     elif isinstance(node, ast.If | ast.IfExp | ast.While):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import uuid
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import uvicorn
@@ -19,7 +21,7 @@ def build(prefill: str, decode: str, own: str, way: str) -> FastAPI:
     app = FastAPI()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     clients = {url: httpx.AsyncClient(base_url=url, timeout=None, limits=limits) for url in (prefill, decode)}
-    waiting: dict[str, dict] = {}
+    waiting: dict[str, dict[str, Any]] = {}
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> StreamingResponse:
@@ -29,7 +31,7 @@ def build(prefill: str, decode: str, own: str, way: str) -> FastAPI:
         params = {"do_remote_prefill": True, "metaserver": own, "ticket": ticket}
         sent = {**body, "kv_transfer_params": params} if way == "full" else body
 
-        async def pieces():
+        async def pieces() -> AsyncIterator[bytes]:
             async with clients[decode].stream("POST", "/v1/completions", json=sent) as answer:
                 async for piece in answer.aiter_bytes():
                     yield piece
@@ -38,7 +40,7 @@ def build(prefill: str, decode: str, own: str, way: str) -> FastAPI:
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
     @app.post("/v1/metaserver")
-    async def metaserver(request: Request) -> dict:
+    async def metaserver(request: Request) -> dict[str, str]:
         posted = await request.json()
         body = {**waiting[posted["ticket"]], "max_tokens": 1, "stream": False}
         body["kv_transfer_params"] = {"do_remote_decode": True, "reservation": posted["reservation"]}
@@ -55,5 +57,7 @@ if __name__ == "__main__":
         parser.add_argument(name, type=int)
     parser.add_argument("way", choices=("full", "relay"))
     args = parser.parse_args()
-    urls = [f"http://127.0.0.1:{port}" for port in (args.prefill, args.decode, args.port)]
-    uvicorn.run(build(*urls, args.way), host="127.0.0.1", port=args.port, log_level="error", access_log=False)
+    prefill, decode, own = (f"http://127.0.0.1:{port}" for port in (args.prefill, args.decode, args.port))
+    uvicorn.run(
+        build(prefill, decode, own, args.way), host="127.0.0.1", port=args.port, log_level="error", access_log=False
+    )

@@ -66,7 +66,13 @@ def ask(url: str, size: int, times: int, line: Connection) -> None:
             body = make(size)
             line.send("begin")
             line.recv()
-            line.send([http.post(route, content=body).status_code if body else time.sleep(0.3) for _ in range(times)])
+            statuses = []
+            for _ in range(times):
+                if body:
+                    statuses.append(http.post(route, content=body).status_code)
+                else:
+                    time.sleep(0.3)
+            line.send(statuses)
 
 
 async def measure(port: int, engine: int, line: Connection, names: list[str]) -> None:

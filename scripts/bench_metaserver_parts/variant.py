@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import Any
 
 import aiohttp
 import httpx
@@ -16,12 +17,14 @@ from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
+Headers = list[tuple[bytes, bytes]]
+
 
 class AiohttpReply:
-    async def __aenter__(self):
+    async def __aenter__(self) -> AiohttpReply:
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
@@ -45,7 +48,16 @@ class AiohttpReply:
 class AiohttpUpstream:
     _session: aiohttp.ClientSession | None = None
 
-    async def send(self, origin, method, path, headers, body, timeout_s, repeatable=True):
+    async def send(
+        self,
+        origin: Any,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: bytes,
+        timeout_s: float,
+        repeatable: bool = True,
+    ) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
@@ -66,10 +78,10 @@ class AiohttpUpstream:
 
 
 class HttpxReply:
-    async def __aenter__(self):
+    async def __aenter__(self) -> HttpxReply:
         return self
 
-    async def __aexit__(self, *_):
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def __init__(self, response: httpx.Response) -> None:
@@ -98,7 +110,16 @@ class HttpxUpstream:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4)
         self._client = httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
 
-    async def send(self, origin, method, path, headers, body, timeout_s, repeatable=True):
+    async def send(
+        self,
+        origin: Any,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: bytes,
+        timeout_s: float,
+        repeatable: bool = True,
+    ) -> Any:
         url = f"{origin.scheme}://{origin.netloc}{path.decode()}"
         request = httpx.Request(method, url, headers=[*headers, (b"host", origin.netloc.encode())], content=body)
         try:
@@ -123,7 +144,7 @@ def main() -> None:
         canary=False,
     )
     worker = Worker(settings, f"http://127.0.0.1:{args.port}")
-    upstream = AiohttpUpstream() if args.library == "aiohttp" else HttpxUpstream()
+    upstream: Any = AiohttpUpstream() if args.library == "aiohttp" else HttpxUpstream()
     worker.upstream = worker.front.upstream = worker._prober._upstream = upstream
     uvicorn.run(
         worker.app(),

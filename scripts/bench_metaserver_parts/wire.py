@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import httptools
 
@@ -20,7 +21,7 @@ class ServerProtocol(asyncio.Protocol):
         self._task: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -50,9 +51,10 @@ class ClientProtocol(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._done: asyncio.Future[None] | None = None
+        self.status = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self.loop = asyncio.get_running_loop()
 
     async def ask(self, request: bytes) -> int:

@@ -100,7 +100,7 @@ class _Parser(FlexibleArgumentParser):
 
 @lru_cache(maxsize=1)
 def _parser() -> _Parser:
-    parser = _Parser()
+    parser = _Parser()  # type: ignore[no-untyped-call]
     make_arg_parser(parser)
     return parser
 
@@ -373,8 +373,9 @@ def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, 
 def _graphs(parsed: Any) -> Any:
     """The mode that vLLM settles on: none where eager, else what is told, else the default of its optimization level; in place
     of full graphs those that the connector can have."""
-    eager = OPTIMIZATION_LEVEL_TO_CONFIG[0]["compilation_config"]["cudagraph_mode"]
-    default = OPTIMIZATION_LEVEL_TO_CONFIG[int(parsed.optimization_level)]["compilation_config"]["cudagraph_mode"]
+    levels: Any = OPTIMIZATION_LEVEL_TO_CONFIG
+    eager = levels[0]["compilation_config"]["cudagraph_mode"]
+    default = levels[int(parsed.optimization_level)]["compilation_config"]["cudagraph_mode"]
     told = parsed.compilation_config.cudagraph_mode
     mode = eager if parsed.enforce_eager else default if told is None else told
     extra = parsed.kv_transfer_config.kv_connector_extra_config
@@ -392,7 +393,7 @@ def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[
     """As vLLM makes them: layers of unlike shapes that need equally many blocks are one group, of a spec for each layer."""
     tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
     names = model.layers(drafts=config.speculative_config is not None and not draft)
-    groups = []
+    groups: list[SimpleNamespace] = []
     for kind in model.facts["caches"]:
         spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8)
         if kind == "gdn":  # vLLM keeps a state more for each drafted token

@@ -47,6 +47,7 @@ from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
 from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.metaserver import answers, bodies, http1
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
+from vllm_ascend_pd.metaserver.gathered import Payload
 from vllm_ascend_pd.metaserver.service import reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -62,7 +63,7 @@ from vllm_ascend_pd.protocol.dialects import Meet, read_meet
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
 from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
-from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, Source, SourceId, Unwanted, Waits
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Source, SourceId, Unwanted, Waits
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -232,7 +233,7 @@ def _machines() -> Run:
             message = decode_guarded(data)
         except RemoteProtocolError:
             return REFUSED
-        if not isinstance(message, Proof | Leaving):
+        if isinstance(message, Message):
             receiver.message(now, "peer", message)
             sender.message(now, ENDPOINTS[0], message)
             receiver.tick(now)
@@ -503,7 +504,8 @@ def _schedulers() -> Run:
             meetings.unwanted(now, message.source, message.meets)
         elif isinstance(message, Gone):
             meetings.withdrawn(now, "d", message.transfer)
-        offers.heard(now, SOURCE.listens, message)
+        if isinstance(message, Meeting):
+            offers.heard(now, SOURCE.listens, message)
         meetings.tick(now)
         offers.tick(now)
         meetings.finished(now, f"request-{now}", well=False)
@@ -515,7 +517,11 @@ def _schedulers() -> Run:
 
 
 def _unsigned() -> list[bytes]:
-    changed = [{"first": 16}, {"end": 33, "prompt_length": 33}, {"geometry": msgspec.structs.replace(D, tp_size=2)}]
+    changed: list[dict[str, Any]] = [
+        {"first": 16},
+        {"end": 33, "prompt_length": 33},
+        {"geometry": msgspec.structs.replace(D, tp_size=2)},
+    ]
     return [seal(msgspec.structs.replace(RESERVATION, **each), None) for each in ({}, *changed)]
 
 
@@ -618,7 +624,7 @@ def _clients() -> Run:
             bodies.for_prefill(request, mine, msgspec.Raw(b"[1]")),
         ):
             try:
-                sent = json.loads(made)
+                sent = json.loads(_whole(made))
             except (ValueError, RecursionError):
                 continue  # what a client wrote inside a field is the engine's to refuse
             if sent.pop("kv_transfer_params") != mine or not route.startswith("/v1/"):
@@ -629,10 +635,14 @@ def _clients() -> Run:
     return run
 
 
-def _free_of_parameters(body: bytes) -> None:
+def _whole(payload: Payload) -> bytes:
+    return b"".join(payload) if isinstance(payload, list) else bytes(payload)
+
+
+def _free_of_parameters(payload: Payload) -> None:
     """As an engine would read it."""
     try:
-        read = json.loads(body)
+        read = json.loads(_whole(payload))
     except (ValueError, RecursionError):
         return
     for place in read if isinstance(read, list) else [read]:
@@ -668,7 +678,7 @@ def _http_server() -> Run:
 
     def run(data: bytes) -> str:
         wire = _Wire()
-        protocol: Any = Protocol(config, ServerState(), {}, loop)  # type: ignore[no-untyped-call]
+        protocol: Any = Protocol(config, ServerState(), {}, loop)
         protocol.logger.disabled = True
         protocol.connection_made(wire)
         step = len(data) // 5 + 1

@@ -326,6 +326,8 @@ class Cluster:
 
     def sampled(self, prompt: Prompt) -> int:
         """A token for a sample of P's: another one each time, so that it tells whose it is."""
+        if prompt.reservation is None:
+            raise Violation(f"{prompt.name} has a token for nobody")
         self._sampled.append((prompt.reservation.transfer, prompt.push))
         return len(self._sampled)
 

@@ -95,7 +95,7 @@ class DecodeRank:
             lambda: self.memory.addresses(self.session),
             verify=settings.verify,
         )
-        self.core.receiver_type = cluster.mutation.receiver  # type: ignore[assignment,misc]
+        self.core.receiver_type = cluster.mutation.receiver  # type: ignore[assignment]
         self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
 
     # -- what the engine and the world tell it

@@ -64,11 +64,14 @@ class Planes:
         self._strides = np.array([region.block_stride for region in self.regions])
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        inside = (addresses - self.start) % self.layer
+        block: NDArray[np.int64] = (addresses - self.start) % self.layer
         if len(self.regions) == 1:
-            return inside // self.regions[0].block_stride
-        region = self._borders.searchsorted(inside, side="right")
-        return (inside - self._begins[region]) // self._strides[region]
+            block //= self.regions[0].block_stride
+        else:
+            region = self._borders.searchsorted(block, side="right")
+            block -= self._begins[region]
+            block //= self._strides[region]
+        return block
 
     def by_block(self, memory: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Of each region the bytes of all layers: by layer, by block."""
@@ -107,7 +110,8 @@ class Planes:
         else:
             start = blocks[cells // size] * region.block_stride + cells % size * region.token_stride
         heads = np.arange(len(self.heads)) * region.head_stride
-        return start[:, None, None] + heads[None, :, None] + np.arange(region.cell_bytes)
+        found: NDArray[np.int64] = start[:, None, None] + heads[None, :, None] + np.arange(region.cell_bytes)
+        return found
 
 
 class Memory:
@@ -146,7 +150,7 @@ class Memory:
     def addresses(self, session: str) -> messages.Memory:
         return messages.Memory(session, (self.blocks,) * self._groups, self.bases)
 
-    def clear(self, blocks: list[int]) -> None:
+    def clear(self, blocks: NDArray[np.int32]) -> None:
         for planes in self._by_block:
             planes[:, blocks] = NOISE
 

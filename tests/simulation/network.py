@@ -5,14 +5,17 @@ the end of a connection may or may not be noticed."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from simulation.world import Process, World
+from vllm_ascend_pd.protocol.meeting import Meeting
 from vllm_ascend_pd.protocol.messages import Message
 
 if TYPE_CHECKING:
     from simulation.decode import DecodeRank
     from simulation.settings import Faults
+
+M = TypeVar("M", Message, Meeting)
 
 
 class Network:
@@ -24,8 +27,8 @@ class Network:
         self,
         sender: Process,
         receiver: Callable[[], Process | None],
-        deliver: Callable[[Message], None],
-        message: Message,
+        deliver: Callable[[M], None],
+        message: M,
     ) -> None:
         """`receiver` and `deliver` are asked on arrival: by then another incarnation may live at that address."""
         world, faults, rng = self._world, self._faults, self._world.rng
@@ -50,8 +53,8 @@ class Network:
         self,
         meant: Process | None,
         receiver: Callable[[], Process | None],
-        deliver: Callable[[Message], None],
-        message: Message,
+        deliver: Callable[[M], None],
+        message: M,
     ) -> None:
         process = receiver()
         if meant is not None and process is not meant and process is not None:

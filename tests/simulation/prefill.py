@@ -165,8 +165,8 @@ class PrefillRank:
         self.index = stage * engine.shape.tp + rank
         self.stage = stage
         self.process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
-        self.memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
-        self.contributor = Contributor(stage, rank)
+        self.memory: Memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
+        self.contributor: Contributor = Contributor(stage, rank)
         self.flights: dict[Flight, None] = {}
         self.trouble = -1e9  # when a write last failed or was slow
         self.serials: dict[str, int] = {}
@@ -185,7 +185,7 @@ class PrefillRank:
             room,
             tracing=lambda: False,
         )
-        self.core.sender_type = cluster.mutation.sender  # type: ignore[assignment,misc]
+        self.core.sender_type = cluster.mutation.sender  # type: ignore[assignment]
         self.wire = RankWire(self)
         self.writer: SimulatedWriter = cluster.mutation.writer(self.deciding, self.wire, self.process.clock)
         self.writer.rank = self
@@ -271,7 +271,7 @@ class PrefillRank:
         for layer in layers:
             at += step.layer_s * world.rng.uniform(0.5, 1.5)
             if names[layer] in states:
-                self.process.post(at, self._call, step, layer)  # no hook
+                self.process.post(at, self._unhooked, step, layer)
             elif names[layer] != DRAFT:
                 self.process.post(at, self._hook, step, layer)
             elif world.chance(self.engine.cluster.settings.faults.undrafted):
@@ -284,6 +284,9 @@ class PrefillRank:
                     at += step.layer_s
                     self.process.post(at, self._steps.computed, DRAFT)
         self.process.post(at + 1e-6, self._end, step)
+
+    def _unhooked(self, step: Step, layer: int) -> None:
+        self._call(step, layer)
 
     def _hook(self, step: Step, layer: int) -> None:
         """The model's call of a layer has returned, and its hook fires."""

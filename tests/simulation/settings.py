@@ -166,13 +166,13 @@ class Settings:
             sections = {word: tuple(name for name in names if name.endswith(f"/{word}")) for word in (HEADS, GROUPS)}
             indexers = tuple(name for name in names if ".indexer." in name)
             attentions = tuple(n for n in names if "/" not in n and n not in indexers)
-            of = (
+            of: tuple[tuple[tuple[str, ...], int, str, str, tuple[Region, ...]], ...] = (
                 (attentions, self.kv_heads, words, packing, self._regions(shape, group.block_size, page)),
                 (indexers, 1, "bf16", "key", (keys,)),
                 (sections[HEADS], self.kv_heads, "bf16", "state", self._states(shape, self.kv_heads, 2)),
                 (sections[GROUPS], 1, "bf16", "state", self._states(shape, 1, 1)),
             )
-            kinds += [Kind(heads, *facts, some, index) for some, heads, *facts in of if some]  # type: ignore[arg-type]
+            kinds += [Kind(heads, word, pack, regions, some, index) for some, heads, word, pack, regions in of if some]
         first = next(kind for kind in kinds if self.names()[0] in kind.layers)
         others = [kind for kind in kinds if kind is not first]
         return CacheGeometry(

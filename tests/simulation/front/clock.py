@@ -65,7 +65,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """At once: there are no threads."""
         done = self.create_future()
         try:
@@ -74,7 +76,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             done.set_exception(problem)
         return done
 
-    async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **more: Any) -> Any:
+    async def create_connection(  # type: ignore[override]
+        self, factory: Any, host: Any = None, port: Any = None, **more: Any
+    ) -> Any:
         if self.connect is None:
             raise OSError("no network")
         return await self.connect(factory, host, port)

@@ -378,7 +378,7 @@ class Decode(Engine):
             "reservation": base64.b64encode(sealed).decode(),
         }  # fmt: skip
         if params.get("send_tokens"):
-            posted["prompt_token_ids"] = ids_of(prompt)  # type: ignore[assignment]
+            posted["prompt_token_ids"] = ids_of(prompt)
         await asyncio.sleep(self.speed())
         app = self.apps[params["metaserver"]]
         self.own(self._call(app, json.dumps(posted).encode(), load), "D's post")

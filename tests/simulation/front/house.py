@@ -346,7 +346,7 @@ class House:
 
     def _check_end(self, standing: set[Any]) -> None:
         always = ("Prober._watch", "Engine.", "Upstream.", "Canary._", "create_connection", "VirtualLoop.", "Decode.", "Prefill.", "Call._run", "Call.more", "Event.wait")  # fmt: skip
-        works = [t.get_coro().__qualname__ for t in asyncio.all_tasks() - standing]
+        works = [getattr(t.get_coro(), "__qualname__", "") for t in asyncio.all_tasks() - standing]
         if left := [work for work in works if not work.startswith(always)]:
             raise Violation(f"promise 4: tasks are left: {left[:5]}")
         finished: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from simulation.front.engines import Kind
 from simulation.front.house import Plan, Result, draw, run_seed
-from vllm_ascend_pd.metaserver import bodies, http1, resume
+from vllm_ascend_pd.metaserver import bodies, http1, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
 from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
 from vllm_ascend_pd.metaserver.resume import Kept
@@ -107,7 +107,7 @@ def _always(*_: Any) -> bool:
     return True
 
 
-_ASK: Callable[..., Awaitable[None]] = reserve.Reservations._ask
+_ASK: Callable[..., Awaitable[object]] = reserve.Reservations._ask
 
 
 async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: Any, prefill: Any) -> None:
@@ -142,7 +142,7 @@ def _breaking(plan: Plan) -> Plan:
 
 
 _POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
-    *(Kept.point, Kept.next_request, resume.continued, Kept._framed, Kept._note_head),
+    *(Kept.point, Kept.next_request, resumable.continued, Kept._framed, Kept._note_head),
     front.Front._decode,
 )
 
@@ -153,7 +153,8 @@ def _one_less(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room
 
 def _limit_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
     asked = _CONTINUED(terms, prompt, tokens, answer, at, room)
-    return structs.replace(asked, fields={**asked.fields, "max_tokens": asked.fields["max_tokens"] + at})
+    fields: dict[str, Any] = {**asked.fields}
+    return structs.replace(asked, fields={**fields, "max_tokens": fields["max_tokens"] + at})
 
 
 def _least_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
