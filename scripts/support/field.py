@@ -330,6 +330,7 @@ def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingP
         pipeline_parallel_size=parsed.pipeline_parallel_size,
         data_parallel_size=parsed.data_parallel_size,
         data_parallel_index=rank,
+        data_parallel_size_local=parsed.data_parallel_size_local or parsed.data_parallel_size,
         prefill_context_parallel_size=parsed.prefill_context_parallel_size,
         decode_context_parallel_size=parsed.decode_context_parallel_size,
         use_ubatching=parsed.enable_dbo or (parsed.ubatch_size or 0) > 1,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver and the HTTP calls around it, by the production rules of metaserver/decisions.py: whom to choose, when
-a POST may be repeated, when a leg may be tried again, which circuits are open. Answers are lost, late, or errors."""
+"""Stands for the metaserver and the HTTP calls around it: any P is chosen, answers are lost, late, or errors. When a POST may be
+repeated and a leg tried again is the package's; how P's are chosen and judged is simulated as it ships in front/."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from simulation.settings import VOCABULARY, FirstFaults
 from simulation.world import Process
 from vllm_ascend_pd.metaserver.decisions import (
     Backoff,
-    Candidate,
-    Circuit,
-    Evidence,
     Failure,
     RetryBudget,
     RetryPolicy,
-    choose,
     post_again,
-    prefer,
 )
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.first import First
@@ -57,7 +52,7 @@ class Call:
     prefill_incarnation: str = ""
     mute: bool = False  # the answer will be lost
     tried: int = 0  # prefill legs
-    bad: set[str] = field(default_factory=set)  # P's that failed it
+    bad: set[int] = field(default_factory=set)  # P's that failed it
 
 
 class Broker:
@@ -65,8 +60,6 @@ class Broker:
         self.cluster = cluster
         self.process = Process(cluster.world, "M")
         self.calls: dict[TransferId, Call] = {}
-        self.circuits = [Circuit() for _ in cluster.settings.prefill]
-        self.trials: dict[tuple[int, TransferId], int] = {}  # what each leg is to its circuit
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
         self._dice = random.Random(f"first/{cluster.settings!r}")
@@ -158,8 +151,6 @@ class Broker:
     def _boot(self) -> None:
         self.process = Process(self.cluster.world, "M")
         self._forgotten = self.cluster.world.now
-        self.circuits = [Circuit() for _ in self.circuits]
-        self.trials.clear()
 
     def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
         """P has answered its request."""
@@ -175,38 +166,20 @@ class Broker:
                 delay = self.cluster.world.rng.uniform(0.001, 0.3)
                 self.cluster.world.after(delay, self._leg_ended, engine, transfer, "prefill died")
 
-    def _candidates(self) -> list[Candidate]:
-        """P's whose circuits let a request through; all of them if none does."""
-        world = self.cluster.world
-        for engine, circuit in zip(self.cluster.prefill, self.circuits, strict=True):
-            probe = Evidence.PROBE_OK if engine.alive else Evidence.PROBE_FAILED
-            if circuit.open:
-                circuit.seen(world.now, probe, world.rng.random())  # the prober looks every second
-        admitted = [
-            e for e, circuit in zip(self.cluster.prefill, self.circuits, strict=True) if circuit.admits(world.now)
-        ]
-        return [Candidate(str(e.index), float(e.load())) for e in admitted or self.cluster.prefill]
-
     def _dispatch(self, transfer: TransferId) -> None:
-        """Choose a P by load and send it the request."""
+        """Send it to a P: to any, but to another one than before. One in ten is dead for all that is known here."""
         call = self.calls.get(transfer)
         if call is None or not self.process.alive:
             return
         world = self.cluster.world
-        candidates = self._candidates()
-        names = prefer((c.name for c in candidates), frozenset(call.bad))
-        chosen = choose([c for c in candidates if c.name in names], float(call.request.tokens), world.rng.random())
+        others = [engine for engine in self.cluster.prefill if engine.index not in call.bad] or self.cluster.prefill
+        living = [engine for engine in others if engine.alive]
+        engine = world.rng.choice(living if living and world.rng.random() < 0.9 else others)
         call.tried += 1
-        engine = self.cluster.prefill[int(chosen or 0)]
-        circuit = self.circuits[engine.index]
-        self.trials[engine.index, transfer] = circuit.sent(world.now)
         call.prefill, call.prefill_incarnation = engine, engine.scheduler.incarnation
         if not engine.alive or world.chance(self.cluster.settings.faults.http / 2):
             failure = Failure.REFUSED if engine.alive else Failure.CONNECT
             world.fault("http prefill refuses" if engine.alive else "http prefill unreachable")
-            if not engine.alive:
-                circuit.seen(world.now, Evidence.UNREACHED, world.rng.random())
-            circuit.returned(world.now, self.trials.pop((engine.index, transfer)))
             self._try_another(call, engine, failure)
             return
         reservation = unseal(call.sealed, SECRETS)
@@ -219,7 +192,7 @@ class Broker:
 
     def _try_another(self, call: Call, engine: PrefillEngine, failure: Failure) -> None:
         world, transfer = self.cluster.world, call.reservation.transfer
-        call.bad.add(str(engine.index))
+        call.bad.add(engine.index)
         delay = self.retry.again(failure, call.tried, False, self.budget, world.rng.random())
         if delay is not None:
             world.after(delay, self._dispatch, transfer)
@@ -227,15 +200,11 @@ class Broker:
             self._outcome(transfer, "no prefill")
 
     def _leg_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
-        world = self.cluster.world
-        circuit = self.circuits[engine.index]
-        circuit.seen(world.now, _EVIDENCE.get(kind, Evidence.SERVED), world.rng.random())
-        circuit.returned(world.now, self.trials.pop((engine.index, transfer), 0))
         call = self.calls.get(transfer)
         if call is None or call.prefill is not engine or call.mute:
             return
         if kind == "prefill died" and call.tried < 2 and self.cluster.settings.faults.double_dispatch:
-            world.fault("dispatched again after a death")  # by a router that is not ours
+            self.cluster.world.fault("dispatched again after a death")  # by a router that is not ours
             self._dispatch(transfer)
         else:
             self._outcome(transfer, kind, first)
@@ -285,4 +254,3 @@ _FAILURES = {
     "5xx": Failure.SERVER,
     "503": Failure.REFUSED,
 }
-_EVIDENCE = {"prefill died": Evidence.BROKE, "prefill broke": Evidence.BROKE}

@@ -24,6 +24,7 @@ from simulation.settings import (
 )
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
+from vllm_ascend_pd.decode.core.desk import Desk, Way
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, Say
 from vllm_ascend_pd.decode.core.seeds import Start, Wanted
@@ -32,6 +33,7 @@ from vllm_ascend_pd.geometry.layout import ALL, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
+from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
@@ -242,7 +244,8 @@ class DecodeEngine:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
-        self.book = self.cluster.mutation.loads(self.incarnation)
+        self.desk = Desk(self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.seeds(FIRST_WAIT_S))
+        self.book, self.seeds = self.desk.book, self.desk.seeds
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)
@@ -250,7 +253,6 @@ class DecodeEngine:
         self.loading: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
         self.held: dict[str, Request] = {}  # by their book of first tokens
-        self.seeds = self.cluster.mutation.seeds(FIRST_WAIT_S)
         self.outcomes: deque[tuple[TransferId, str, First | None]] = deque()
         self._by_transfer: dict[TransferId, Request] = {}
         self._stepping = False
@@ -288,18 +290,19 @@ class DecodeEngine:
         request.left = True
         if request in self.waiting:
             self.waiting.remove(request)
-            self._spare(request)
+            self._finish(request)
             self._end(request, "left")
-        elif request.name in self.loading:
-            self.seeds.forget(request.name)
-            transfer = self.book.request_finished(request.name)
-            if transfer is not None:
-                self._hang_up(transfer)
+        elif request.name in self.loading or request.name in self.held:
+            self._finish(request)
             self._poke()
-        elif request.name in self.held:
-            self.seeds.forget(request.name)
-            self.book.request_finished(request.name)
-            self._poke()
+
+    def _finish(self, request: Request) -> None:
+        """The request ends, as vLLM tells its connector."""
+        self._way(request)
+        ended = self.desk.finished(request.name)
+        self._spare(ended.unwanted)
+        if ended.open is not None:
+            self._hang_up(ended.open)
 
     def _hang_up(self, transfer: TransferId) -> None:
         self.cluster.broker.hung_up(transfer)
@@ -308,10 +311,20 @@ class DecodeEngine:
 
     # -- offers
 
-    def _spare(self, request: Request) -> None:
-        """P need not hold anything for a request that loads nothing."""
-        if request.leg is not None and not self.book.has_loaded(request.name):
-            self.offers.spare(request.leg.listener, Unwanted(self.incarnation, request.source, request.leg.name))
+    def _way(self, request: Request) -> Way | None:
+        """Where its KV is to be had: what a router sent with it, or a ticket of the metaserver."""
+
+        def read() -> Way | None:
+            if (leg := request.leg) is not None:
+                return Meet(leg.listener, request.source, "" if request.source is not None else leg.name)
+            ticket = read_ticket(request.params, frozenset({URL}))
+            return ticket if isinstance(ticket, Ticket) else None
+
+        return self.desk.way(request.name, read)
+
+    def _spare(self, meet: Meet | None) -> None:
+        if meet is not None:
+            self.offers.spare(meet.listener, Unwanted(self.incarnation, meet.source, meet.name))
             self._offered()
 
     def heard(self, endpoint: Endpoint, message: Meeting) -> None:
@@ -344,18 +357,12 @@ class DecodeEngine:
 
     def _step(self) -> None:
         self._stepping = False
-        while self.outcomes:
-            transfer, kind, first = self.outcomes.popleft()
-            if kind != "again":
-                self.book.answered(transfer, kind, "PD-META-006", kind)
-            self.seeds.told(transfer, first)
-            if kind not in ("prefilled", "again") and (request := self._by_transfer.get(transfer)) is not None:
-                request.hopeless = self.cluster.world.now
-        for start in self.seeds.take(self.cluster.world.now):
-            self._go_on(start)
         while self.waiting and self._start(self.waiting[0]):
             self.waiting.popleft()
+        self._listen()
         step = self.book.take_step(None, self.geometry)
+        for start in self.seeds.take(self.cluster.world.now):
+            self._go_on(start)
         if step.empty:
             return
         world = self.cluster.world
@@ -365,6 +372,18 @@ class DecodeEngine:
             at = max(self._bound_at[rank.index] + 1e-6, world.now + world.rng.uniform(0.0001, 0.01))
             self._bound_at[rank.index] = at
             rank.process.post(at - world.now, rank.apply, step, requests)
+
+    def _listen(self) -> None:
+        while self.outcomes:
+            transfer, kind, first = self.outcomes.popleft()
+            if kind == "again":
+                self.desk.token(transfer, first)
+                continue
+            code = "" if kind == "prefilled" else "PD-META-006"
+            self.desk.heard(transfer, kind, code, kind)
+            self.desk.token(transfer, first, code)
+            if code and (request := self._by_transfer.get(transfer)) is not None:
+                request.hopeless = self.cluster.world.now
 
     def _start(self, request: Request) -> bool:
         """Allocate and reserve, as update_state_after_alloc does."""
@@ -377,15 +396,13 @@ class DecodeEngine:
         request.tables.grow(0, request.tokens, self.free, world.rng)
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
-        ticket = read_ticket(request.params, frozenset({URL}))
-        remote = isinstance(ticket, Ticket) or request.leg is not None
-        leaves = self.geometry.leaves_last
-        count = self.book.wanted(request.name, request.tokens, computed, leaves_last=leaves) if remote else 0
+        way, leaves = self._way(request), self.geometry.leaves_last
+        count = self.desk.wanted(request.name, request.tokens, computed, leaves_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
-            self._spare(request)
+            self._spare(self.desk.spare(request.name))
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s
@@ -397,16 +414,16 @@ class DecodeEngine:
         request.serial = self.cluster.new_transfer(bind.transfer)
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
-        if request.leg is None:
-            if self.cluster.settings.first and not leaves:
-                wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY)
-                if self.seeds.ask(request.name, wanted, len(request.outputs)):
-                    reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST))
-            self.cluster.broker.reserve(self, request, reservation)
-        else:
-            offer = Offer(bind.transfer, seal(reservation, SECRETS), request.source, request.leg.name)
-            self.offers.offer(self.scheduler.clock(), request.leg.listener, offer)
+        if self.cluster.settings.first and self.desk.seeds_come(request.name):
+            wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY)
+            if not self.desk.ask(request.name, wanted, len(request.outputs), leaves_last=leaves):
+                reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST))
+        if isinstance(way, Meet):
+            offer = Offer(bind.transfer, seal(reservation, SECRETS), way.source, way.name)
+            self.offers.offer(self.scheduler.clock(), way.listener, offer)
             self._offered()
+        else:
+            self.cluster.broker.reserve(self, request, reservation)
         return True
 
     def reported(self, loaded: Loaded, rank: int) -> None:
@@ -420,10 +437,11 @@ class DecodeEngine:
             request.hopeless = None
         if len(request.reports) < len(self.ranks):
             return
-        verdict, transfer = self.book.verdict(request.name), self.book.received(request.name)
-        if transfer is None or transfer != request.transfer:
-            raise Violation(f"D{self.index}: {request.name} is reported under {transfer}, loads {request.transfer}")
-        if verdict.hangs_up or request.leg is not None:
+        received = self.desk.received(self.cluster.world.now, request.name, starts=True)
+        if received is None or received.transfer != request.transfer:
+            raise Violation(f"D{self.index}: {request.name} is reported under {received}, loads {request.transfer}")
+        transfer, verdict = received.transfer, received.verdict
+        if received.hangs_up:
             self._hang_up(transfer)
         del self.loading[request.name]
         del self._by_transfer[transfer]
@@ -434,10 +452,6 @@ class DecodeEngine:
         else:
             self.cluster.world.stats["transfers failed"] += 1
         self._poke()
-        if verdict.code:
-            self.seeds.forget(request.name)
-        else:
-            self.seeds.complete(request.name, verdict.push, self.cluster.world.now)
         if self.seeds.holds(request.name):
             request.push, request.held, request.state = verdict.push, self.cluster.world.now, "held"
             request.stopped_before = self.stopped_s()
@@ -481,8 +495,7 @@ class DecodeEngine:
             self.waiting.append(request)
             self._poke()
             return
-        self.seeds.forget(request.name)
-        self.book.request_finished(request.name)
+        self._finish(request)
         if len(request.outputs) != 1:
             raise Violation(f"promise 6: the client of {request.name} got {len(request.outputs)} first tokens")
         self._end(request, "ended")

@@ -21,6 +21,7 @@ from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Batch
+from vllm_ascend_pd.prefill.core.desk import Desk
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record, Target
 from vllm_ascend_pd.prefill.core.orders import OrderBook
@@ -62,9 +63,9 @@ class Mutation:
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
     meetings: Callable[..., Meetings] = Meetings
+    prefill_desk: Callable[..., Desk] = Desk
     seeds: Callable[..., SeedBook] = SeedBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
-    uncut: bool = False  # P computes the last token of a prompt whose window D will need with it
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
@@ -78,6 +79,13 @@ def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any
         state: {event: replace(cell, effect=getattr(machine, cell.effect.__name__)) for event, cell in cells.items()}
         for state, cells in table.items()
     }
+
+
+class Uncut(Desk):
+    """P computes the last token of a prompt, though D needs what is there before it."""
+
+    def cuts(self, request_id: str) -> bool:
+        return False
 
 
 class FreeBeforeFence(Receiver):
@@ -1047,12 +1055,12 @@ MORE = (
     Mutation("a layer found by its address", core=FoundByAddress, world=_windows),
     Mutation("another group's blocks", core=WrongGroup, world=_windows),
     Mutation("the last token is loaded too", loads=LastTokenLoaded, world=_windows),
-    Mutation("P computes the last token", uncut=True, world=_windows_in_need),
+    Mutation("P computes the last token", prefill_desk=Uncut, world=_windows_in_need),
     Mutation("a state pushed before it was computed", steps=StateTooEarly, world=_states),
     Mutation("a state one token early", book=StateOfOneTokenLess, world=_states_alone),
     Mutation("an older state over a newer one", book=ToldWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
     Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
-    Mutation("P computes the last token of a state", uncut=True, world=_states),
+    Mutation("P computes the last token of a state", prefill_desk=Uncut, world=_states),
     Mutation("any first token is taken", seeds=AnyToken, world=_first),
     Mutation("another push's first token is taken", seeds=AnyPush, world=_first),
     Mutation("a first token is taken twice", seeds=TokenTakenTwice, world=_first),

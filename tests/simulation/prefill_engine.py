@@ -7,6 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simulation.broker import SECRETS
 from simulation.exchange import Group
 from simulation.memory import Content
@@ -19,9 +22,9 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import Exchanged
+from vllm_ascend_pd.prefill.core.desk import Asked, Sample, opened
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -51,6 +54,19 @@ class Prompt:
     leg: Leg | None = None  # of a source: whose answer it is
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a step computes of a prompt, as vLLM's scheduler has decided it."""
+
+    prompt: Prompt
+    computed: int
+    count: int
+    new: list[list[int]]
+    ids: list[list[int]]
+    tables: tuple[NDArray[np.int64], ...]
+    fresh: bool
+
+
 class PrefillEngine:
     """One slot for a P engine; its incarnations come and go."""
 
@@ -65,12 +81,14 @@ class PrefillEngine:
     def boot(self) -> None:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
-        self.book = self.cluster.mutation.book(model=MODEL)
+        book = self.cluster.mutation.book(model=MODEL)
         self.free = pool(self.geometry, self.shape.blocks)
         t = self.cluster.settings.timers
         holding = Holding(256, self._spare(), t.hold_s, t.meet_s)
-        self.meetings = self.cluster.mutation.meetings(self.book, self.scheduler.incarnation, holding)
-        self.meetings.engine = self.geometry
+        meetings = self.cluster.mutation.meetings(book, self.scheduler.incarnation, holding)
+        meetings.engine = self.geometry
+        self.desk = self.cluster.mutation.prefill_desk(book, meetings)
+        self.book, self.meetings = self.desk.book, self.desk.meetings
         self._alarm = Alarm(self.scheduler, self.meetings.next_wake, self._tick)
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
@@ -80,6 +98,7 @@ class PrefillEngine:
         self._stepping = False
         self._poked = False
         self._preempted = False
+        self._lost: list[str] = []  # preempted, and the step that says so is not built yet
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
         self._finished: list[str] = []
@@ -125,12 +144,13 @@ class PrefillEngine:
 
     def accept(self, reservation: Reservation, content: Content) -> None:
         """A request came in over HTTP, with its reservation."""
-        world = self.cluster.world
-        tokens = reservation.prompt_length - (self.geometry.leaves_last and not self.cluster.mutation.uncut)
-        groups = self.geometry.tables
+        world, groups, tokens = self.cluster.world, self.geometry.tables, reservation.prompt_length
         prompt = Prompt(
             world.name("prompt"), world.name("push"), reservation, content, tokens, Tables(groups), [0] * len(groups)
         )
+        if self.geometry.leaves_last:
+            self._take(prompt)
+            prompt.tokens -= self.desk.cuts(prompt.name)
         self.waiting.append(prompt)
         self._by_transfer[reservation.transfer] = prompt
         self._poke()
@@ -153,14 +173,11 @@ class PrefillEngine:
     # -- what D's schedulers say
 
     def heard(self, peer: str, message: Meeting) -> None:
-        now = self.scheduler.clock()
-        if isinstance(message, Offer):
-            self.meetings.offer(now, peer, message, unseal(message.reservation, SECRETS))
-        elif isinstance(message, Gone):
-            self.meetings.withdrawn(now, peer, message.transfer)
-        elif isinstance(message, Unwanted):
-            self.cluster.world.stats["unwanted"] += 1
-            self.meetings.unwanted(now, message.source, message.meets)
+        reservation = opened(message, lambda sealed: unseal(sealed, SECRETS)) if isinstance(message, Offer) else None
+        if isinstance(reservation, Gone):
+            raise Violation(f"P{self.index} cannot read {message}")
+        self.cluster.world.stats["unwanted"] += isinstance(message, Unwanted)
+        self.desk.heard(self.scheduler.clock(), peer, message, reservation)
         self._met()
 
     def decode_gone(self, peer: str) -> None:
@@ -187,9 +204,6 @@ class PrefillEngine:
             prompt.aborted = True
             self._poke()
 
-    def load(self) -> int:
-        return sum(prompt.tokens for prompt in (*self.waiting, *self.running))
-
     # -- stepping
 
     def _poke(self) -> None:
@@ -206,16 +220,28 @@ class PrefillEngine:
         if self.running and self.cluster.world.chance(self.cluster.settings.faults.preempt):
             self.cluster.world.fault("prefill preempted")
             self._preempt(self.running[-1])
-        fills = self._schedule()
+        chunks = self._schedule()
+        self._stepping = True
+        if self.cluster.world.rng.random() < 0.2:  # what D's schedulers say may come between the two
+            self.scheduler.post(self.cluster.world.rng.uniform(0.0, 0.003), self._build, chunks)
+        else:
+            self._build(chunks)
+
+    def _build(self, chunks: list[Chunk]) -> None:
+        """The step's metadata, at the end of vLLM's `schedule`."""
+        lost, self._lost = self._lost, []
+        for name in lost:
+            self.desk.preempted(name)
+        fills = [self._told(chunk) for chunk in chunks]
         preempted, self._preempted = self._preempted, False
         meta = self.book.take_step(self.geometry)
         if meta.empty and not fills:
+            self._stepping = False
             if preempted:
                 self._poke()
             elif self.book.must_step() or any(rank.owed() for rank in self.ranks):
                 self._look_soon()
             return
-        self._stepping = True
         self._left = set(range(len(self.ranks)))
         world = self.cluster.world
         finished, self._finished = tuple(self._finished), []
@@ -225,9 +251,9 @@ class PrefillEngine:
             delay = rank.stage * step.layer_s + world.rng.uniform(0.0001, 0.002)
             rank.process.post(delay, rank.run_step, step)
 
-    def _schedule(self) -> list[Fill]:
-        """Chunks for what runs, then for what waits, as long as tokens and blocks last."""
-        budget, fills = self.cluster.settings.chunk, []
+    def _schedule(self) -> list[Chunk]:
+        """For what runs, then for what waits, as long as tokens and blocks last."""
+        budget, chunks = self.cluster.settings.chunk, []
         self._scheduled = []
         for prompt in list(self.running):
             count = min(budget, prompt.tokens - prompt.computed)
@@ -242,7 +268,7 @@ class PrefillEngine:
                     self.scheduler.post(5.0, self._poke)
                     break
             if prompt in self.running:
-                fills.append(self._chunk(prompt, count))
+                chunks.append(self._chunk(prompt, count))
                 budget -= count
         rests = self.cluster.world.now < self._resting_until
         while budget > 0 and self.waiting and not self._preempted and not rests:
@@ -255,38 +281,41 @@ class PrefillEngine:
                 break
             self.waiting.popleft()
             self.running.append(prompt)
-            fills.append(self._chunk(prompt, count))
+            chunks.append(self._chunk(prompt, count))
             budget -= count
-        return fills
+        return chunks
 
     def _allocate(self, prompt: Prompt, tokens: int) -> bool:
         self.free.extend(prompt.tables.let_go(prompt.computed))
         return prompt.tables.grow(prompt.computed, tokens, self.free, self.cluster.world.rng)
 
-    def _chunk(self, prompt: Prompt, count: int) -> Fill:
-        if prompt.leg is not None:
-            if prompt.fresh and not self.meetings.knows(
-                prompt.name
-            ):  # asked when it is scheduled out of the queue alone
-                self._begin(prompt, prompt.leg)
-        elif not self.book.knows(prompt.name) and (r := prompt.reservation) is not None:
-            self.book.admit(prompt.name, r, r.prompt_length, r.prompt_hash, prompt.push, self.geometry)
-        ids = prompt.tables.ids
-        news = zip(self.geometry.tables, ids, prompt.known, strict=True)
-        new = [table if prompt.fresh or group.stateful else table[known:] for group, table, known in news]
-        if self.meetings.collects(prompt.name):
-            self.meetings.computes(prompt.name, prompt.computed + count, new, replaces=prompt.fresh)
-        else:
-            self.book.scheduled(prompt.name, prompt.computed, count, *new, replaces=prompt.fresh)
-        # A prefix hit: what is cached was computed before this step.
-        first = 0 if prompt.fresh else prompt.computed
+    def _chunk(self, prompt: Prompt, count: int) -> Chunk:
+        if prompt.fresh:  # vLLM tells of a request when it leaves the queue
+            self._take(prompt)
+        ids = [list(table) for table in prompt.tables.ids]
+        new = [table if prompt.fresh else table[known:] for table, known in zip(ids, prompt.known, strict=True)]
+        chunk = Chunk(prompt, prompt.computed, count, new, ids, prompt.tables.arrays(), prompt.fresh)
         prompt.known, prompt.fresh = [len(table) for table in ids], False
         self._scheduled.append((prompt, count))
-        return Fill(prompt.push, prompt.content, prompt.tables.arrays(), first, prompt.computed + count)
+        return chunk
 
-    def _begin(self, prompt: Prompt, leg: Leg) -> None:
-        facts = prompt.push, leg.name, self.cluster.world.name("uuid"), (leg.tokens, str(leg.seed))
-        self.meetings.source(self.scheduler.clock(), prompt.name, *facts, len(self.geometry.tables))
+    def _told(self, chunk: Chunk) -> Fill:
+        told = chunk.prompt.name, chunk.computed, chunk.count, chunk.new
+        self.desk.scheduled(*told, lambda: chunk.ids, replaces=chunk.fresh)
+        # A prefix hit: what is cached was computed before this step.
+        first, last = 0 if chunk.fresh else chunk.computed, chunk.computed + chunk.count
+        return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, last)
+
+    def _take(self, prompt: Prompt) -> None:
+        if self.desk.knows(prompt.name):
+            return
+        if (r := prompt.reservation) is not None:
+            asked = Asked(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r)
+        else:
+            name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")
+            uuid = self.cluster.world.name("uuid")
+            asked = Asked(prompt.name, (prompt.tokens, text), prompt.push, meets=name, uuid=uuid)
+        self.desk.take(self.scheduler.clock(), asked)
         self._met()
 
     def _preempt(self, prompt: Prompt) -> None:
@@ -296,8 +325,7 @@ class PrefillEngine:
         self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
         self.free.extend(prompt.tables.clear())
         prompt.known, prompt.computed, prompt.fresh = [0] * len(prompt.known), 0, True
-        self.meetings.preempted(prompt.name)
-        self.book.preempted(prompt.name)
+        self._lost.append(prompt.name)
 
     def _look_soon(self) -> None:
         """An engine whose only work are held blocks steps now and then; its workers are asked what they missed."""
@@ -352,13 +380,11 @@ class PrefillEngine:
         if r is not None and self._by_transfer.get(r.transfer) is prompt:
             del self._by_transfer[r.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
-        error = self.book.refusal(prompt.name)
         self.free.extend(prompt.tables.let_go(prompt.computed))
-        waits = self.meetings.finished(self.scheduler.clock(), prompt.name, well=why == "ended")
-        record = self.meetings.told(prompt.name)
-        source = record.source if record is not None else None
-        first = self._first(prompt) if why == "ended" else None
-        held = self.book.finished(prompt.name, holds_blocks=any(prompt.tables.ids), why=why) or waits
+        first = self.desk.first(prompt.name, prompt.tokens, lambda: self._sample(prompt)) if why == "ended" else None
+        how = {"holds_blocks": any(prompt.tables.ids), "well": why == "ended"}
+        ending = self.desk.finished(self.scheduler.clock(), prompt.name, **how, why=why)
+        held, source = ending.held, ending.source.source if ending.source is not None else None
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
         else:
@@ -372,14 +398,12 @@ class PrefillEngine:
             self._met()
             self.cluster.router.answered(self, prompt.leg, source)
         elif why == "ended" and r is not None:
-            kind = "prefilled" if error is None else error.code
+            kind = "prefilled" if ending.refusal is None else ending.refusal.code
             self.cluster.broker.prefill_ended(self, r.transfer, kind, first)
 
-    def _first(self, prompt: Prompt) -> First | None:
-        """What it says of the token that it has sampled: no two samples have the same."""
-        if self.book.asks(prompt.name) is None:
-            return None
-        return self.book.first(prompt.name, prompt.tokens, self.cluster.sampled(prompt), DIGEST, ())
+    def _sample(self, prompt: Prompt) -> Sample:
+        """No two samples have the same token."""
+        return self.cluster.sampled(prompt), DIGEST, ()
 
     def sent(self, request: str, rank: int) -> None:
         """One worker's finished_sending; vLLM acts when all have reported."""

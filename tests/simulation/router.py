@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from simulation.memory import Content
-from vllm_ascend_pd.prefill.core.meetings import not_held
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.meeting import SourceId
 
@@ -72,7 +71,7 @@ class Router:
             world.after(late_d, self._to_decode, decode, request)
 
     def _to_prefill(self, engine: PrefillEngine, leg: Leg) -> None:
-        if not engine.alive or not_held(engine.geometry):
+        if not engine.alive:
             self._pass_on(leg, None)
             return
         self.legs[leg] = engine

@@ -235,7 +235,7 @@ def test_p_computes_what_is_before_the_last_token() -> None:
     scheduler, request = arrived(TWO)
     assert request.num_prompt_tokens == request.num_tokens == 100 and len(request.prompt_token_ids or ()) == 100
     scheduler.allocated(request)  # later, when it is scheduled: its reservation was taken already
-    assert scheduler._book.tracks("r") and scheduler._book.refusal("r") is None
+    assert scheduler._desk.book.tracks("r") and scheduler._desk.book.refusal("r") is None
     assert request.num_prompt_tokens == 100
 
 
@@ -243,7 +243,7 @@ def test_p_computes_all_of_what_it_does_not_push_and_of_a_plain_cache() -> None:
     _, request = arrived(TWO, prompt_hash="another")
     assert request.num_prompt_tokens == 101
     scheduler, request = arrived(PLAIN)
-    assert request.num_prompt_tokens == 101 and not scheduler._book.knows("r")
+    assert request.num_prompt_tokens == 101 and not scheduler._desk.book.knows("r")
 
 
 # -- the engine's tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -14,7 +15,9 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
-from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, read_ticket
+from vllm_ascend_pd.decode.core.desk import Desk, Way
+from vllm_ascend_pd.decode.core.seeds import SeedBook
+from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
 from vllm_ascend_pd.decode.offering import Offering
 from vllm_ascend_pd.decode.seeding import Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
@@ -45,7 +48,7 @@ EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 class _Asked:
     """A load as its report will tell it."""
 
-    ticket: Ticket | Meet | Relay
+    way: Way
     tokens: int
     request: Any  # vLLM's
     there: int  # tokens of its prompt that are in D's own cache
@@ -92,16 +95,15 @@ class DecodeScheduler(SchedulerRole):
         self._engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
-        self._book = LoadBook(engine.incarnation)
         self._recomputes = recomputes
         self._asked: dict[str, _Asked] = {}  # by request id, until request and load are over
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
-        # By request id: asked about in every step that it waits.
-        self._tickets: dict[str, Ticket | Meet | Relay | None] = {}
-        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._listen, self._first_token, self._answer)
+        self._desk = Desk(LoadBook(engine.incarnation), SeedBook(engine.config.timers.first_token_wait_s))
+        told = self._listen, self._first_token, self._answer
+        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._desk, *told)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -123,27 +125,24 @@ class DecodeScheduler(SchedulerRole):
         """Tokens to load remotely beyond `computed`. Repeatable, without side effects that count."""
         if self._online is None or request.prompt_token_ids is None:
             return 0
-        if self._ticket(request) is None:
-            return 0
+        self._way(request)
         leaves = self._online.geometry.leaves_last
-        return self._book.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
+        return self._desk.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """vLLM allocated blocks and will load `count` tokens: reserve them and ask the metaserver for a prefill."""
-        online, ticket = self._online, self._ticket(request)
+        online, way = self._online, self._way(request)
         if count <= 0:
-            self._spare(request.request_id)
-        if count <= 0 or online is None or ticket is None:
+            self._spare(self._desk.spare(request.request_id))
+        if count <= 0 or online is None or way is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
         groups = online.geometry.tables
-        bind = self._book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
+        bind = self._desk.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
-        self._asked[request.request_id] = _Asked(ticket, count, request, bind.first)
-        asks = None
-        if isinstance(ticket, Ticket):  # no other router's word brings the token
-            asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
+        self._asked[request.request_id] = _Asked(way, count, request, bind.first)
+        asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
         if asks is not None:
             reservation = msgspec.structs.replace(reservation, seed=asks[0])
         sealed = seal(reservation, self._engine.secrets)
@@ -151,21 +150,21 @@ class DecodeScheduler(SchedulerRole):
             "reserved",
             transfer=str(bind.transfer),
             request=request.request_id,
-            ticket=ticket.ticket,
+            ticket=way.ticket,
             first=bind.first,
             end=bind.end,
             blocks=sum(map(len, bind.blocks)),
         )
-        if isinstance(ticket, Meet):
-            self._offer(online, ticket, bind.transfer, sealed)
+        if isinstance(way, Meet):
+            self._offer(online, way, bind.transfer, sealed)
             return
         encoded = base64.b64encode(sealed).decode()
-        if isinstance(ticket, Relay):
-            asked_for = bind.transfer, ticket.router, ticket.body(encoded), deadline
-            online.client.reserve(*asked_for, query=ticket.query, silent_s=deadline)
+        if isinstance(way, Relay):
+            asked_for = bind.transfer, way.router, way.body(encoded), deadline
+            online.client.reserve(*asked_for, query=way.query, silent_s=deadline)
             return
         body: dict[str, Any] = {
-            "ticket": ticket.ticket,
+            "ticket": way.ticket,
             "transfer": str(bind.transfer),
             "decode": self._engine.incarnation,
             "fingerprint": self._engine.fingerprint,
@@ -173,21 +172,23 @@ class DecodeScheduler(SchedulerRole):
         }
         if asks is not None:
             body["first_token"] = asks[1]
-        if ticket.send_tokens:
+        if way.send_tokens:
             body["prompt_token_ids"] = list(request.prompt_token_ids)
-        online.client.reserve(bind.transfer, ticket.metaserver, body, deadline)
+        online.client.reserve(bind.transfer, way.metaserver, body, deadline)
 
-    def _ticket(self, request: Any) -> Ticket | Meet | Relay | None:
+    def _way(self, request: Any) -> Way | None:
         """Where the request's KV is to be had; None where it is prefilled locally, and why is logged once."""
-        known = self._tickets
-        if request.request_id not in known:
-            ticket = self._read(request)
-            if isinstance(ticket, str):
-                log.warning("request %s is prefilled locally: %s", request.request_id, ticket)
-            known[request.request_id] = None if isinstance(ticket, str) else ticket
-        return known[request.request_id]
 
-    def _read(self, request: Any) -> Ticket | Meet | Relay | str | None:
+        def read() -> Way | None:
+            way = self._read(request)
+            if isinstance(way, str):
+                log.warning("request %s is prefilled locally: %s", request.request_id, way)
+                return None
+            return way
+
+        return self._desk.way(request.request_id, read)
+
+    def _read(self, request: Any) -> Way | str | None:
         params = request.kv_transfer_params
         ticket = read_ticket(params, self._allowed)
         if not isinstance(ticket, str):
@@ -208,17 +209,15 @@ class DecodeScheduler(SchedulerRole):
         else:
             online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
 
-    def _spare(self, request_id: str) -> None:
-        """If P computes or holds anything for a request that loads nothing (all of it is here, or it has ended), let it know."""
-        meet = self._tickets.get(request_id)
-        if isinstance(meet, Meet) and self._online is not None and not self._book.has_loaded(request_id):
-            self._tickets[request_id] = None
+    def _spare(self, meet: Meet | None) -> None:
+        """Let P know, which computes or holds what nobody will fetch."""
+        if meet is not None and self._online is not None:
             unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
             self._online.offering.spare(meet.listener, unwanted)
 
-    def _hang_up(self, transfer: TransferId, ticket: Ticket | Meet | Relay) -> None:
+    def _hang_up(self, transfer: TransferId, way: Way) -> None:
         """Nothing more is wanted of whoever was asked."""
-        if self._online is not None and isinstance(ticket, Meet):
+        if self._online is not None and isinstance(way, Meet):
             self._online.offering.forget(transfer)
         elif self._online is not None:
             self._online.client.forget(transfer)
@@ -232,27 +231,28 @@ class DecodeScheduler(SchedulerRole):
     def build_step(self) -> DecodeStep:
         self._listen()
         online = self._online
-        return self._book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
+        return self._desk.book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
 
     def _listen(self) -> None:
         """Take in what the loop thread has heard."""
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
-            self._book.answered(transfer, outcome.kind, outcome.code, outcome.detail)
+            self._desk.heard(transfer, outcome.kind, outcome.code, outcome.detail)
             self.first_tokens.heard(transfer, outcome.first, outcome.code)
 
     def heard(self, news: WorkerNews) -> None:
         self.ended(news.ends)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
-        self._book.ended(ends)
+        self._desk.book.ended(ends)
 
     def received(self, request_id: str) -> bool:
         """All workers have reported this request: whether it was a load of ours, which is over now."""
-        verdict = self._book.verdict(request_id)
-        transfer, asked, code = self._book.received(request_id), self._asked.get(request_id), verdict.code
-        if transfer is None or asked is None:
+        asked = self._asked.get(request_id)
+        received = self._desk.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
+        if received is None or asked is None:
             return False
+        transfer, verdict, code = received.transfer, received.verdict, received.verdict.code
         if code:
             self.tally.count("num_failed_recvs", code)
             if code == EXPIRED:
@@ -260,16 +260,17 @@ class DecodeScheduler(SchedulerRole):
             if self._recomputes:
                 self.tally.count("num_recomputed_reqs", code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
-        if verdict.hangs_up or isinstance(asked.ticket, Meet):
-            self._hang_up(transfer, asked.ticket)
+        if received.hangs_up:
+            self._hang_up(transfer, asked.way)
         if asked.request_over:
             del self._asked[request_id]
             return True
         tell_cached(asked.request, asked.there if code else verdict.cached)
-        self.first_tokens.complete(request_id, verdict.push, code)
+        if received.unseeded:
+            self.first_tokens.unseeded(request_id, received.unseeded)
         asked.report = LoadReport(
             transfer=str(transfer),
-            ticket=asked.ticket.ticket,
+            ticket=asked.way.ticket,
             decode=self._engine.incarnation,
             received=0 if code else asked.tokens,
             recomputed=asked.tokens if code else 0,
@@ -279,15 +280,15 @@ class DecodeScheduler(SchedulerRole):
             first_token=asked.first_token,
             cached=verdict.cached,
         )
-        if self._online is not None and asked.ticket.metaserver:
-            self._online.client.report(asked.ticket.metaserver, asked.report)
+        if self._online is not None and asked.way.metaserver:
+            self._online.client.report(asked.way.metaserver, asked.report)
         return True
 
     def around(self) -> Seeding:
         return self.first_tokens
 
     def holds(self, request_id: str) -> bool:
-        return self.first_tokens.holds(request_id)
+        return self._desk.seeds.holds(request_id)
 
     def _first_token(self, request_id: str, whose: str) -> None:
         if (asked := self._asked.get(request_id)) is not None:
@@ -300,16 +301,15 @@ class DecodeScheduler(SchedulerRole):
         return params_of(asked.report) if asked is not None and asked.report is not None else None
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
+        self._way(request)  # P may hold something for one that never left the queue
         return False, self.finished(request.request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """The request ended: what its answer says of the load."""
-        self._spare(request_id)
-        self._tickets.pop(request_id, None)
-        self.first_tokens.over(request_id)
-        transfer = self._book.request_finished(request_id)
-        if transfer is not None:
-            self._hang_up(transfer, self._asked[request_id].ticket)
+        ended = self._desk.finished(request_id)
+        self._spare(ended.unwanted)
+        if ended.open is not None:
+            self._hang_up(ended.open, self._asked[request_id].way)
             self._asked[request_id].request_over = True
             return None
         answer = self._answer(request_id)
@@ -317,12 +317,12 @@ class DecodeScheduler(SchedulerRole):
         return answer
 
     def stats(self) -> dict[str, Any] | None:
-        self.tally.level("reservations_open", self._book.open_count())
-        self.tally.level("blocks_quarantined", self._book.fencing_blocks())
+        self.tally.level("reservations_open", self._desk.book.open_count())
+        self.tally.level("blocks_quarantined", self._desk.book.fencing_blocks())
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._book.open_count() + self.first_tokens.held_count()
+        return self._desk.book.open_count() + self._desk.seeds.held_count()
 
     def close(self) -> None:
         """Idempotent. Cancels open calls, so that the metaserver and P learn of it at once."""

@@ -20,11 +20,10 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.bootstrap import Bootstrap
-from vllm_ascend_pd.prefill.core.meetings import Meetings, failure_of
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.core.desk import Desk, opened
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of
-from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer
 from vllm_ascend_pd.shared.loop import LoopThread
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ CLOSE_GRACE_S = 5.0
 class Reception:
     """Raises PD-CTRL-001 where it cannot listen. `news` may be called from any thread."""
 
-    def __init__(self, engine: Engine, book: PushBook, meetings: Meetings, news: Callable[[], None]) -> None:
-        self._engine, self._book, self._meetings, self._news = engine, book, meetings, news
+    def __init__(self, engine: Engine, desk: Desk, news: Callable[[], None]) -> None:
+        self._engine, self._desk, self._meetings, self._news = engine, desk, desk.meetings, news
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None  # for which it is set
@@ -83,7 +82,7 @@ class Reception:
         """Hold the lock while the books are asked, with the time; what they say is sent once it is free."""
         with self._lock:
             yield time.monotonic()
-            said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._book.must_step()
+            said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._desk.book.must_step()
             moved, self._wake = wake != self._wake, wake
         for peer, message in said:
             if isinstance(message, Bound | Gone):
@@ -107,25 +106,15 @@ class Reception:
     # -- the loop thread
 
     def _heard(self, peer: Hashable, message: Meeting) -> None:
-        if isinstance(message, Gone):
-            with self.deciding() as now:
-                self._meetings.withdrawn(now, peer, message.transfer)
-        elif isinstance(message, Unwanted):
-            with self.deciding() as now:
-                self._meetings.unwanted(now, message.source, message.meets)
-        elif isinstance(message, Offer):
-            self._offered(peer, message)
-
-    def _offered(self, peer: Hashable, offer: Offer) -> None:
-        try:
-            reservation = unseal(offer.reservation, self._engine.secrets)
-            if reservation.transfer != offer.transfer:
-                raise PdError("PD-CTRL-002", why="an offer of another transfer than its reservation's")
-        except PdError as refused:
-            self._listener.send(peer, Gone(offer.transfer, failure_of(refused)))
-            return
+        reservation = None
+        if isinstance(message, Offer):
+            found = opened(message, lambda sealed: unseal(sealed, self._engine.secrets))
+            if isinstance(found, Gone):
+                self._listener.send(peer, found)
+                return
+            reservation = found
         with self.deciding() as now:
-            self._meetings.offer(now, peer, offer, reservation)
+            self._desk.heard(now, peer, message, reservation)
 
     def _gone(self, incarnation: str) -> None:
         with self.deciding() as now:

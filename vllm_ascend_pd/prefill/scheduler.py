@@ -14,12 +14,12 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, not_held
+from vllm_ascend_pd.prefill.core.desk import Asked, Desk
+from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.reception import Reception
 from vllm_ascend_pd.prefill.telling import Telling
@@ -45,20 +45,19 @@ class PrefillScheduler(SchedulerRole):
         self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0, *, tells: bool = False
     ) -> None:
         self._engine, self._news = engine, news
-        self._book = PushBook(model=engine.model)
+        book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
-        self._meetings = Meetings(self._book, engine.incarnation, holding)
+        self._desk = Desk(book, Meetings(book, engine.incarnation, holding))
         self._reception: Reception | None = None
-        self._geometry: CacheGeometry | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
         self.first_tokens = Telling(engine.secrets) if tells else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        self._geometry = self._meetings.engine = merge_geometries(workers)
+        self._desk.meetings.engine = merge_geometries(workers)
         if self._engine.config.meet.hold_sources:
-            self._reception = Reception(self._engine, self._book, self._meetings, self._news)
+            self._reception = Reception(self._engine, self._desk, self._news)
 
     def _deciding(self) -> AbstractContextManager[float]:
         """Of the books, which a reception shares."""
@@ -67,10 +66,11 @@ class PrefillScheduler(SchedulerRole):
     def arrived(self, request: Any) -> None:
         """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
         the prompt that is computed here ends before that token, and no token is decoded behind it: a state would change in its place."""
-        if self._geometry is None or not self._geometry.leaves_last:
+        engine = self._desk.engine
+        if engine is None or not engine.leaves_last:
             return
         self.allocated(request)
-        if self._book.tracks(request.request_id):
+        if self._desk.cuts(request.request_id):
             for tokens in (request.prompt_token_ids, request._all_token_ids):
                 tokens.pop()
             request.num_prompt_tokens -= 1
@@ -78,34 +78,30 @@ class PrefillScheduler(SchedulerRole):
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """vLLM schedules the request: take its reservation, once."""
-        request_id = request.request_id
         params = request.kv_transfer_params
         if not is_prefill(params) or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
         with self._deciding() as now:
-            if self._book.knows(request_id) or self._meetings.knows(request_id):
+            if self._desk.knows(request.request_id):
                 return
-            collects = self._reception is not None and params.get("reservation") is None
-            error = self._collect(now, request) if collects else self._admit(request, params)
+            asked = self._asked(request, params)
+            if isinstance(asked, PdError):
+                error: PdError | None = self._desk.book.refuse(request.request_id, asked)
+            else:
+                error = self._desk.take(now, asked)
+                if error is None:
+                    self._taken(asked)
             if error is not None:
-                self._book.refuse(request_id, error)
-                log.warning("request %s is prefilled but not pushed: %s", request_id, error)
+                log.warning("request %s is prefilled but not pushed: %s", request.request_id, error)
 
-    def _collect(self, now: float, request: Any) -> PdError | None:
-        """A request without a reservation: its blocks are kept together for a target that may come."""
-        if self._geometry is None or (why := not_held(self._geometry)):
-            return PdError("PD-META-031", why=why if self._geometry is not None else "no worker has told its cache")
-        if request.prompt_token_ids is None:
-            return PdError("PD-META-005", why="the prompt came as embeddings")
-        push, prompt = self._new_push(), (request.num_prompt_tokens, request_hash(request))
-        name = meets_under(request.kv_transfer_params, request.request_id)
-        facts = request.request_id, push, name, uuid.uuid4().hex, prompt
-        source = self._meetings.source(now, *facts, len(self._geometry.tables))
-        trace.emit("collecting", request=request.request_id, push=push, source=str(source))
-        return None
-
-    def _new_push(self) -> str:
-        return push_id(self._engine.incarnation, uuid.uuid4().hex)
+    def _taken(self, asked: Asked) -> None:
+        facts = {"request": asked.request_id, "push": asked.push}
+        if asked.reservation is None:
+            trace.emit("collecting", **facts)
+            return
+        trace.emit("attached", transfer=str(asked.reservation.transfer), **facts)
+        if self.first_tokens is not None:
+            self.first_tokens.attached(asked.request_id, asked.reservation.seed)
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
@@ -117,8 +113,7 @@ class PrefillScheduler(SchedulerRole):
 
     def _build_step(self, output: Any) -> PrefillStep:
         for request_id in output.preempted_req_ids or ():
-            self._meetings.preempted(request_id)
-            self._book.preempted(request_id)
+            self._desk.preempted(request_id)
         for new in output.scheduled_new_reqs:
             self._scheduled(output, new.req_id, new.num_computed_tokens, new.block_ids, replaces=True)
         cached = output.scheduled_cached_reqs
@@ -127,28 +122,20 @@ class PrefillScheduler(SchedulerRole):
         ):
             replaces = request_id in cached.resumed_req_ids
             self._scheduled(output, request_id, computed, more, replaces=replaces)
-        return self._book.take_step(self._geometry)
+        return self._desk.book.take_step(self._desk.engine)
 
     def _scheduled(
         self, output: Any, request_id: str, computed: int, new: Sequence[Sequence[int]] | None, *, replaces: bool
     ) -> None:
-        count, collects = output.num_scheduled_tokens[request_id], self._meetings.collects(request_id)
-        if not collects and not self._book.tracks(request_id):
-            return
-        blocks = self._blocks(output, request_id, new)
-        if collects:
-            self._meetings.computes(request_id, computed + count, blocks, replaces=replaces)
-        else:
-            self._book.scheduled(request_id, computed, count, *blocks, replaces=replaces)
-
-    def _blocks(self, output: Any, request_id: str, new: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
-        """A request's new blocks of each group. Entries of states move in their table, so of these it is the table as it is now."""
-        groups = self._geometry.tables if self._geometry is not None else ()
-        new = new or ((),) * max(1, len(groups))
-        if not any(group.stateful for group in groups):
-            return new
-        exact = output.kv_connector_block_state.get_block_ids(request_id)
-        return [table if group.stateful else ids for group, table, ids in zip(groups, exact, new, strict=True)]
+        count = output.num_scheduled_tokens[request_id]
+        self._desk.scheduled(
+            request_id,
+            computed,
+            count,
+            new,
+            lambda: output.kv_connector_block_state.get_block_ids(request_id),
+            replaces=replaces,
+        )
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)
@@ -159,26 +146,20 @@ class PrefillScheduler(SchedulerRole):
             return self._finished(now, request, holds_blocks)
 
     def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        request_id = request.request_id
-        error, pushed = self._book.refusal(request_id), self._book.tracks(request_id)
-        first = self.first_tokens.told(request, self._book) if self.first_tokens is not None else ""
-        collected = self._meetings.collects(request_id)
-        well = holds_blocks and request.status in _WELL
-        waits = self._meetings.finished(now, request_id, well=well)
-        held = self._book.finished(request_id, holds_blocks=holds_blocks, why="the request ended on prefill") or waits
-        if waits:
-            return held, self._source(request)
-        if collected and well:
-            error = PdError("PD-META-028", count=self._meetings.counts()["held"])
-            log.warning("request %s is prefilled but not held: %s", request_id, error)
-        if error is not None:
-            return held, params_of(self._report(error.code, error.sentence))
-        return held, params_of(self._report(first=first)) if pushed else None
+        first = self.first_tokens.told(request, self._desk) if self.first_tokens is not None else ""
+        how = {"holds_blocks": holds_blocks, "well": request.status in _WELL}
+        ending = self._desk.finished(now, request.request_id, **how, why="the request ended on prefill")
+        if ending.source is not None:
+            return ending.held, self._source(request, ending.source)
+        if (error := ending.refusal) is not None:
+            if error.code == "PD-META-028":
+                log.warning("request %s is prefilled but not held: %s", request.request_id, error)
+            return ending.held, params_of(self._report(error.code, error.sentence))
+        return ending.held, params_of(self._report(first=first)) if ending.pushed else None
 
-    def _source(self, request: Any) -> dict[str, Any]:
+    def _source(self, request: Any, record: Record) -> dict[str, Any]:
         """What P's answer says of blocks that it holds: routers hand it to D as it is."""
-        record = self._meetings.told(request.request_id)
-        if record is None or record.source is None or self._reception is None:
+        if record.source is None or self._reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
         source, prompt = record.source, (record.prompt_length, record.prompt_hash)
         hold_s = self._engine.config.timers.hold_s
@@ -197,14 +178,14 @@ class PrefillScheduler(SchedulerRole):
     def released(self, request_id: str) -> bool:
         """All workers have reported this request. If it was a push of ours, its blocks are free now."""
         with self._deciding():
-            free = self._book.released(request_id)
+            free = self._desk.book.released(request_id)
         if free:
             trace.emit("released", request=request_id)
         return free
 
     def heard(self, news: WorkerNews) -> None:
         with self._deciding():
-            self._book.missed(news.missed)
+            self._desk.book.missed(news.missed)
         self.failed(news.failures)
 
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
@@ -221,11 +202,11 @@ class PrefillScheduler(SchedulerRole):
 
     def stats(self) -> dict[str, Any] | None:
         with self._deciding():
-            self.tally.level("blocks_held", self._meetings.counts()["held_blocks"])
+            self.tally.level("blocks_held", self._desk.meetings.counts()["held_blocks"])
         return self.tally.take()
 
     def must_step(self) -> bool:
-        return self._book.must_step()
+        return self._desk.book.must_step()
 
     def open_loads(self) -> int:
         return -1 if self.must_step() else 0
@@ -235,22 +216,23 @@ class PrefillScheduler(SchedulerRole):
         if self._reception is not None:
             self._reception.close()
 
-    def _admit(self, request: Any, params: Mapping[str, Any]) -> PdError | None:
-        encoded = params.get("reservation")
-        if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
-            return PdError("PD-META-005", why="the request carries no reservation")
+    def _asked(self, request: Any, params: Mapping[str, Any]) -> Asked | PdError:
+        encoded, reservation = params.get("reservation"), None
+        if encoded is not None or self._reception is None:
+            if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
+                return PdError("PD-META-005", why="the request carries no reservation")
+            try:
+                reservation = unseal(base64.b64decode(encoded, validate=True), self._engine.secrets)
+            except ValueError:
+                return PdError("PD-META-005", why="it is not base64")
+            except RemoteProtocolError as refused:
+                return refused
         if request.prompt_token_ids is None:
             return PdError("PD-META-005", why="the prompt came as embeddings")
-        try:
-            reservation = unseal(base64.b64decode(encoded, validate=True), self._engine.secrets)
-        except ValueError:
-            return PdError("PD-META-005", why="it is not base64")
-        except RemoteProtocolError as refused:
-            return refused
-        push, prompt = self._new_push(), (request.num_prompt_tokens, request_hash(request))
-        error = self._book.admit(request.request_id, reservation, *prompt, push, self._geometry)
-        if error is None and self.first_tokens is not None:
-            self.first_tokens.attached(request.request_id, reservation.seed)
-        if error is None:
-            trace.emit("attached", transfer=str(reservation.transfer), request=request.request_id, push=push)
-        return error
+        push, prompt = (
+            push_id(self._engine.incarnation, uuid.uuid4().hex),
+            (request.num_prompt_tokens, request_hash(request)),
+        )
+        return Asked(
+            request.request_id, prompt, push, reservation, meets_under(params, request.request_id), uuid.uuid4().hex
+        )

@@ -7,7 +7,7 @@ import base64
 from typing import Any
 
 from vllm_ascend_pd import first_token
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.core.desk import Desk, Sample
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first
 from vllm_ascend_pd.protocol.first import LogProb, Seed
@@ -31,18 +31,21 @@ class Telling(first_token.Around):
             if told := first_token.reported(output, request_id, count):
                 self._logprobs[request_id] = told
 
-    def told(self, request: Any, book: PushBook) -> str:
-        """The sealed token, in base64; empty if there is none for D. To be asked before the book hears of the end."""
+    def told(self, request: Any, desk: Desk) -> str:
+        """The sealed token, in base64; empty if there is none for D. To be asked before the desk hears of the end."""
         request_id = request.request_id
         self._counts.pop(request_id, None)
         logprobs = self._logprobs.pop(request_id, ())
-        if book.asks(request_id) is None or len(request.output_token_ids) != 1 or first_token.barred(request):
-            return ""
-        if request.get_finished_reason() not in first_token.well_finished():
-            return ""
-        given = first_token.given(request.sampling_params)
-        if sampling.refusal(given):
-            return ""
-        token, digest = int(request.output_token_ids[0]), sampling.digest(given)
-        first = book.first(request_id, request.num_prompt_tokens, token, digest, logprobs)
+        first = desk.first(request_id, request.num_prompt_tokens, lambda: _sampled(request, logprobs))
         return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
+
+
+def _sampled(request: Any, logprobs: tuple[LogProb, ...]) -> Sample | None:
+    if len(request.output_token_ids) != 1 or first_token.barred(request):
+        return None
+    if request.get_finished_reason() not in first_token.well_finished():
+        return None
+    given = first_token.given(request.sampling_params)
+    if sampling.refusal(given):
+        return None
+    return int(request.output_token_ids[0]), sampling.digest(given), logprobs
