@@ -430,7 +430,7 @@ class DecodeEngine:
         """One worker's finished_recving, and what it says of it; vLLM acts when all have reported."""
         request = self.loading.get(loaded.request_id)
         if request is None or rank in request.reports:
-            raise Violation(f"D{self.index}: rank {rank} reported {loaded.request_id} twice")
+            raise Violation(f"promise 5: D{self.index}: rank {rank} reported {loaded.request_id} twice")
         request.reports.add(rank)
         self.book.ended((loaded.end,))
         if loaded.push:

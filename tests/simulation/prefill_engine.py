@@ -409,7 +409,7 @@ class PrefillEngine:
         """One worker's finished_sending; vLLM acts when all have reported."""
         told = self.reports.setdefault(request, set())
         if rank in told:
-            raise Violation(f"P{self.index}: rank {rank} reported {request} twice")
+            raise Violation(f"promise 5: P{self.index}: rank {rank} reported {request} twice")
         told.add(rank)
         if len(told) < len(self.ranks):
             return

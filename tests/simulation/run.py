@@ -184,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--violations", type=int, default=1, help="stop after so many (default 1)")
     args = parser.parse_args(argv)
     mutation = ALL[args.mutation] if args.mutation else Mutation()
+    if args.trace and args.seed is None:
+        parser.error("--trace shows one seed: which one, by --seed")
     if args.seed is not None:
         print(draw(args.seed))
         result = replay(args.seed, mutation, 0) if args.trace else run_seed(args.seed, mutation)

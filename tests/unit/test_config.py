@@ -87,6 +87,15 @@ def test_the_list_of_this_test_is_complete() -> None:
     assert set(KEYS) == set(DECLARED)
 
 
+@pytest.mark.parametrize("key", DECLARED)
+def test_a_default_is_in_its_range(key: str) -> None:
+    declared = DECLARED[key][1]
+    low, high = declared.metadata.get("low"), declared.metadata.get("high")
+    if isinstance(declared.default, int | float) and not isinstance(declared.default, bool):
+        assert low is None or low <= declared.default
+        assert high is None or declared.default <= high
+
+
 def test_without_keys_everything_has_its_default() -> None:
     parsed = PushConfig.parse({})
     assert parsed == PushConfig()

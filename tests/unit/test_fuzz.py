@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -13,6 +14,7 @@ from scripts.support import fuzz_targets
 from scripts.support.fuzz_targets import ACCEPTED, READ, REFUSED, TARGETS, Target
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import unseal
+from vllm_ascend_pd.protocol.messages import Message
 
 INPUTS = 40_000
 
@@ -34,6 +36,10 @@ def test_every_target_sees_both_good_and_bad(ends: dict[str, dict[str, int]], na
         assert ends[name].get(READ, 0) > 0
     if name != "doorbell":
         assert ends[name].get(REFUSED, 0) > 0
+
+
+def test_every_message_is_among_what_is_mutated() -> None:
+    assert {type(message) for message in fuzz_targets._messages()} == set(get_args(Message))
 
 
 def test_inputs_can_be_made_again() -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from vllm_ascend_pd.decode.decisions import Ticket
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _Asked
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.observe import tally as tally_module
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.tally import METRICS, MOST_TIMES, PREFIX, Tally
 from vllm_ascend_pd.patience import Patience
@@ -39,6 +42,33 @@ def added(*stats: PushStats) -> PushStats:
 
 
 # -- the tally
+
+TELLS = {"Told": ("time", "sum", "level"), "time": ("time",), "add": ("sum",), "count": ("count",), "level": ("level",)}
+
+
+def _called(node: ast.Call) -> str:
+    """Told(…), or a method of what is called a tally."""
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    on = node.func.value if isinstance(node.func, ast.Attribute) else None
+    name = on.attr if isinstance(on, ast.Attribute) else on.id if isinstance(on, ast.Name) else ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) and name.endswith("tally") else ""
+
+
+def test_each_metric_is_told_somewhere_and_by_what_fits_its_kind() -> None:
+    """A name that is none would end P's writer thread at the first time that it is told."""
+    package, seen = Path(tally_module.__file__).parents[1], set[str]()
+    for path in [*package.glob("prefill/**/*.py"), *package.glob("decode/**/*.py"), *package.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+                continue
+            kinds = TELLS.get(_called(node))
+            if kinds is not None:
+                name = str(node.args[0].value)
+                assert name in METRICS, f"{path.name}:{node.lineno} tells {name}, which is no metric"
+                assert METRICS[name].kind in kinds, f"{path.name}:{node.lineno} tells {name}, a {METRICS[name].kind}"
+                seen.add(name)
+    assert seen == set(METRICS)
 
 
 def test_a_collection_is_told_once() -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from protocol_rig import (
@@ -45,7 +45,7 @@ from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_DECODE, TO_PREFILL
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Memory, memory_hash
+from vllm_ascend_pd.protocol.messages import Memory, Message, memory_hash
 from vllm_ascend_pd.protocol.push import Claim, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import (
@@ -243,9 +243,10 @@ def straight(r: Receiver, event: ReservationEvent) -> list[Action]:
     return r._taken(record)
 
 
-def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[Action]:
+def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Callable[[], list[Action]]]:
+    """How each event comes in."""
     late = TWO if state is S.FENCING else ONE  # of FENCING's, TWO was never granted anything
-    calls: dict[ReservationEvent, Callable[[], list[Action]]] = {
+    return {
         E.BEGIN: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
         E.RENEW: lambda: r.message(0.1, "p1", renew(ONE)),
         E.FIRST_BEGIN: lambda: r.message(0.1, "p1", begin(ONE)),
@@ -279,7 +280,22 @@ def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[
         E.REVOKED: lambda: r.revoked(0.1, NEW_ADDRESSES),
         E.CUT: lambda: r.revoked(0.1, NEW_ADDRESSES),
     }
-    return calls.get(event, lambda: straight(r, event))()
+
+
+def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[Action]:
+    return calls_of(r, state).get(event, lambda: straight(r, event))()
+
+
+def test_each_message_has_an_event_that_comes_in_as_a_message() -> None:
+    """One that went past the interface would be tested, and never heard."""
+    assert {*TO_DECODE, *TO_PREFILL} == set(get_args(Message))
+    assert set(TO_DECODE.values()) <= calls_of(decode_in(S.OPEN, None), S.OPEN).keys()
+
+
+def test_each_event_has_a_cell() -> None:
+    """A guard that says what no state knows would let a peer end the engine."""
+    assert {event for cells in RESERVATION_TABLE.values() for event in cells} == set(E)
+    assert {event for cells in PAIR_TABLE.values() for event in cells} == set(PairEvent)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(S, E)), ids=lambda x: x.value)

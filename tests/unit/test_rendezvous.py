@@ -143,16 +143,17 @@ def test_what_is_held_too_long_is_freed_in_a_step_of_its_own() -> None:
         assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
 
 
-@pytest.mark.parametrize("how", ["cached", "aborted"])
+@pytest.mark.parametrize("how", ["cached", "aborted", "aborted in the queue"])
 def test_p_holds_nothing_for_a_d_that_loads_nothing(how: str) -> None:
     with pair() as both:
         _, _, answer = both.prefilled()
         asked = request(D_ID, answer)
-        assert both.d.wanted(asked, 9 if how == "cached" else 4) == (0 if how == "cached" else 6)
+        if how != "aborted in the queue":
+            assert both.d.wanted(asked, 9 if how == "cached" else 4) == (0 if how == "cached" else 6)
         if how == "cached":
             both.d.allocated(asked, [[40, 41, 42]], 0)
         else:
-            both.d.finished(D_ID)
+            both.d.request_finished(asked, False)
         until(both.p.must_step, "D's word that it comes for nothing")
         assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -56,6 +56,10 @@ MESSAGES: dict[str, Message] = {
     "cancel": cancel(),
     "ack": ack("done", 3),
 }
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(message) for message in MESSAGES.values()} == set(get_args(Message))
 
 
 def recorded(version: int, what: str) -> bytes:
