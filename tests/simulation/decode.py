@@ -416,7 +416,7 @@ class DecodeEngine:
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
         if self.cluster.settings.first and self.desk.seeds_come(request.name):
             wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY)
-            if not self.desk.ask(request.name, wanted, len(request.outputs), leaves_last=leaves):
+            if not self.desk.ask(request.name, lambda: wanted, len(request.outputs), leaves_last=leaves):
                 reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST))
         if isinstance(way, Meet):
             offer = Offer(bind.transfer, seal(reservation, SECRETS), way.source, way.name)

@@ -50,15 +50,17 @@ class Seeding(first_token.Around):
         if not self._vocabulary or not self._desk.seeds_come(request.request_id):
             return None
         given = first_token.given(request.sampling_params) if request.sampling_params is not None else {}
-        refusal = first_token.barred(request) or ("" if leaves_last else sampling.refusal(given))
-        seed = Seed(sampling.digest(given), given.get("logprobs"))
-        wanted = Wanted(transfer, request.num_prompt_tokens, seed.digest, seed.logprobs, self._vocabulary)
+
+        def wanted() -> Wanted | str:  # of what is refused no digest is made: its lists have no bound
+            why, place = sampling.refusal(given), request.num_prompt_tokens
+            return why or Wanted(transfer, place, sampling.digest(given), given.get("logprobs"), self._vocabulary)
+
         asked = request.request_id, wanted, request.num_output_tokens
-        why = self._desk.ask(*asked, leaves_last=leaves_last, refusal=refusal)
+        why = first_token.barred(request) or self._desk.ask(*asked, leaves_last=leaves_last)
         if why:
             self.unseeded(request.request_id, why)
             return None
-        return seed, sampling.sent(given)
+        return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
 
     def heard(self, transfer: TransferId, sealed: str, failed: str) -> None:
         """The metaserver's last word: P's token in its envelope, or nothing."""

@@ -66,10 +66,12 @@ class Desk:
         """Whether P's first token can come on the way of its KV: no other router's word brings it."""
         return isinstance(self._ways.get(request_id), Ticket)
 
-    def ask(self, request_id: str, wanted: Wanted, produced: int, *, leaves_last: bool, refusal: str = "") -> str:
-        """Ask P for its first token with the reservation; else why not."""
-        why = refusal or ("window" if leaves_last else "")
-        return why or ("" if self.seeds.ask(request_id, wanted, produced) else "preempted")
+    def ask(self, request_id: str, wanted: Callable[[], Wanted | str], produced: int, *, leaves_last: bool) -> str:
+        """Ask P for its first token with the reservation; else why not. `wanted` may say why not, too."""
+        found = "window" if leaves_last else wanted()
+        if isinstance(found, str):
+            return found
+        return "" if self.seeds.ask(request_id, found, produced) else "preempted"
 
     def heard(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """The call for a prefill has ended, as P's request did."""
