@@ -317,10 +317,15 @@ class PrefillSite:
     def stats(self) -> list[dict[str, int | float]]:
         return [worker.stats() for worker in self.workers]
 
-    def is_quiet(self) -> bool:
-        """Nothing of any exchange is held."""
-        held = ("steps", "missing", "slots_taken", "pieces", "unsealed")
-        return not any(stats[name] for stats in self.stats() for name in held)
+    def holds_nothing(self) -> None:
+        """Wait until nothing of any exchange is held. A push that failed is let go of before an exchange that was under
+        way for it has given its slots back."""
+        names = ("steps", "missing", "slots_taken", "pieces", "unsealed")
+
+        def held() -> list[dict[str, Any]]:
+            return [left for stats in self.stats() if any((left := {name: stats[name] for name in names}).values())]
+
+        until(lambda: not held(), held)
 
     def close(self) -> None:
         for worker in self.workers:

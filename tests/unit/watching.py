@@ -21,11 +21,12 @@ LOOPBACK = "127.0.0.1"
 Events = list[tuple[str, Mapping[str, Any]]]
 
 
-def until(reached: Callable[[], object], what: str = "", seconds: float = 30.0) -> None:
-    """Look until it is reached; fails when the deadline passes."""
+def until(reached: Callable[[], object], what: str | Callable[[], object] = "", seconds: float = 30.0) -> None:
+    """Look until it is reached; fails when the deadline passes and says what was waited for."""
     deadline = time.monotonic() + seconds
     while not reached():
-        assert time.monotonic() < deadline, f"not reached within {seconds:g} s: {what or reached}"
+        late = time.monotonic() >= deadline
+        assert not late, f"not reached within {seconds:g} s: {what() if callable(what) else what or reached}"
         time.sleep(0.002)
 
 
