@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
+import stagger
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,15 @@ if str(ROOT) not in sys.path:
 
 settings.register_profile("any machine", deadline=None)  # how fast an example is says nothing about the code
 settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stagger", type=int, metavar="SEED", help="let the package's threads stand still now and then")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (seed := config.getoption("--stagger")) is not None:
+        stagger.start(seed)
 
 
 @pytest.hookimpl(wrapper=True)

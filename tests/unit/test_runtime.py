@@ -62,6 +62,24 @@ def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_t
         assert p.released == {request.p_name for request in requests}
 
 
+def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
+    model = Model("opaque", 2)
+    p, d = PrefillSite(model, 2, pp=2), DecodeSite(model, 1)
+    with sites(p, d):
+        requests = [d.reserve(f"r{n}", 20) for n in range(2)]
+        d.step()
+        for request in requests:
+            p.prefill(request, 12, 8)
+            assert p.finish(request)
+        d.received(*requests)
+        p.released_blocks_of(*requests)
+        told = {place: (worker.stats() or {"times": {}})["times"] for place, worker in p.workers.items()}
+    first = told.pop((0, 0))
+    assert not [times for times in told.values() if {"xfer_time_seconds", "exposed_time_seconds"} & set(times)]
+    spans = list(zip(first["exposed_time_seconds"], first["xfer_time_seconds"], strict=True))
+    assert len(spans) == len(requests) and all(0 < exposed < whole for exposed, whole in spans)
+
+
 STAGES = [
     pytest.param("opaque", 2, (1, ()), (1, (2,)), id="planes, 1 to two stages"),
     pytest.param("opaque", 2, (1, (3,)), (1, (2,)), id="planes, 3+2 to 2+3"),

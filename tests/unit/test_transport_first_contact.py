@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from watching import address_of, listening
+from watching import address_of, listening, until
 
 from vllm_ascend_pd.transport.engine import Engine
 from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer, watched
@@ -49,7 +49,7 @@ def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 0.2, time.monotonic)
         assert answer(introducer, address_of(listener)) is Answer.NO
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("pd-introduce")]
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-introduce")])
 
 
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
@@ -146,6 +146,22 @@ def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(
     engine = object.__new__(Engine)
     engine._raw = Silent()  # type: ignore[assignment]
     assert not engine.answers(address)
+
+
+def test_nobody_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next connection to the same peer is another one's."""
+    inside, over = threading.Event(), threading.Event()
+
+    def slow(address: str) -> int:
+        inside.set()
+        over.wait(0.2)  # the contact ends meanwhile
+        over.set()
+        return 0
+
+    monkeypatch.setattr("vllm_ascend_pd.transport.introducer.hang_up", slow)
+    with watched("a:1", 0.0):
+        assert inside.wait(10)
+    assert over.is_set(), "the watching thread is still at it"
 
 
 def test_hanging_up_cuts_only_connections_to_that_address() -> None:

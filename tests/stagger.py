@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of the package that stand still now and then, as on a machine with other work.
+
+`pytest --stagger SEED` finds tests that hold only while answers come in the usual order. At random calls and returns in the
+package's own code a thread sleeps for some milliseconds. A test's own thread runs as always, so what it looks at too early shows.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PACKAGE = str(Path(__file__).resolve().parents[1] / "vllm_ascend_pd")
+SHARE = 0.001  # of all calls and returns
+LONGEST_S = 0.05
+
+
+def start(seed: int) -> None:
+    """From now on, for every thread that starts."""
+    own = threading.local()
+
+    def called(frame: FrameType, event: str, _: Any) -> None:
+        if not frame.f_code.co_filename.startswith(PACKAGE) or event not in ("call", "return"):
+            return
+        if not hasattr(own, "chance"):
+            own.chance = random.Random(f"{seed} {threading.current_thread().name}")
+        if own.chance.random() < SHARE:
+            time.sleep(own.chance.random() * LONGEST_S)
+
+    threading.setprofile(called)
