@@ -29,7 +29,13 @@ from vllm_ascend_pd.protocol.versions import OURS, Release
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
 FAST = ChannelLimits(
-    greeting_s=3.0, frame_s=0.5, linger_s=0.5, sweep_s=0.02, backoff_first_s=0.01, backoff_max_s=0.05, message_ttl_s=1.0
+    greeting_s=3.0,
+    frame_s=0.5,
+    linger_s=0.5,
+    sweep_s=0.02,
+    backoff_first_s=0.01,
+    backoff_max_s=0.05,
+    message_ttl_s=60.0,
 )
 IMPATIENT = replace(FAST, greeting_s=0.3)
 

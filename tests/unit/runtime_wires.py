@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Sequence
 
 from vllm_ascend_pd.transport.base import WriteState
@@ -25,10 +26,15 @@ class SlowWire(MemoryTransport):
 
 
 class LossyWire(MemoryTransport):
-    """Says that a write failed, as Mooncake does while the bytes are still under way."""
+    """Says that a write failed, as Mooncake does while the bytes are still under way. `lost`: when, on the test's clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: list[float] = []
 
     def land(self, write: Write) -> WriteState:
         super().land(write)
+        self.lost.append(time.monotonic())
         return WriteState.FAILED
 
 

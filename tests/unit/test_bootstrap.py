@@ -97,10 +97,11 @@ def test_the_ranks_behind_one_address_are_told_where_their_ports_are_known(port:
 
 
 def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "PATIENCE_S", 0.3)
-    with suppress(ConnectionError):  # by what it had not read yet
-        assert b" 200 " not in site.raw(b"GET /query HTTP/1.1\r\nX: " + b"x" * 4 * bootstrap.MOST_HEAD)
-    assert site.raw(b"GET /query HTTP/1.1\r\n") == b""
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap, "PATIENCE_S", 0.3)
+        with suppress(ConnectionError):  # by what it had not read yet
+            assert b" 200 " not in site.raw(b"GET /query HTTP/1.1\r\nX: " + b"x" * 4 * bootstrap.MOST_HEAD)
+        assert site.raw(b"GET /query HTTP/1.1\r\n") == b""
     assert site.ask().status_code == 200
 
 

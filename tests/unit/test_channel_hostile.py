@@ -248,7 +248,7 @@ async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
 
 
 async def test_a_listener_that_does_not_answer_is_unreachable() -> None:
-    async with Mouth(limits=IMPATIENT) as mouth:
+    async with Mouth(limits=replace(FAST, greeting_s=1.0)) as mouth:
         server = await asyncio.start_server(lambda r, w: asyncio.sleep(60), LOOPBACK, 0)
         mouth.say(Endpoint(LOOPBACK, server.sockets[0].getsockname()[1]))
         await until(lambda: mouth.unreachable)

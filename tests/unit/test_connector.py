@@ -123,12 +123,12 @@ def sockets() -> set[str]:
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_the_scheduler_role_opens_nothing_until_the_workers_are_known(role: str) -> None:
     config = vllm_config(role, {**QUIET, "metaserver_urls": ["http://127.0.0.1:1"]})
-    before = threading.enumerate(), sockets()
+    before = set(threading.enumerate()), sockets()
     made = AscendPushConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     assert made.get_num_new_matched_tokens(request("r", {"do_remote_prefill": True}), 0) == (0, False)
-    assert (threading.enumerate(), sockets()) == before
+    assert set(threading.enumerate()) <= before[0] and sockets() <= before[1]
     with socket.socket():
-        assert sockets() > before[1], "this test would see a socket"
+        assert sockets() - before[1], "this test would see a socket"
     made.shutdown()
 
 

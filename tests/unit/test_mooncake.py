@@ -17,6 +17,7 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: that woul
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from mooncake_child import LOOPBACK, Receiver, settle, target_of, wire_from
+from watching import until
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
@@ -146,7 +147,9 @@ def test_threads_end_with_wire_and_target(receiver, memory) -> None:
         opened.close()
         target.close()
     assert {thread.name for thread in threading.enumerate()} <= names
-    assert len(list(TASKS.iterdir())) <= before
+    until(
+        lambda: len(list(TASKS.iterdir())) <= before
+    )  # the kernel lists a thread that has been joined a little longer
     assert (
         opened.poll(opened.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10])) is WriteState.FAILED
     )

