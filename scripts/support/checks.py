@@ -21,6 +21,14 @@ from scripts.support.engine import Served
 _fresh = itertools.count(1)
 
 
+def eventually(reached: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+    """Look until it is so: what an engine or the metaserver counts may follow its answer."""
+    end = time.monotonic() + deadline_s
+    while not reached():
+        assert time.monotonic() < end, f"after {deadline_s:.0f} s still not so: {what}"
+        time.sleep(0.05)
+
+
 def fresh_prompt(length: int, vocab: int = 512) -> list[int]:
     """A prompt that no engine of this session has seen."""
     return prompt(length, 10_000 + next(_fresh), vocab)
@@ -46,7 +54,7 @@ def loaded_tokens(engine: Served) -> int:
 
 
 def prefilled(url: str) -> float:
-    """Loads whose KV came from P, as D reported them: a whole answer's report comes with it, a stream's before or after."""
+    """Loads whose KV came from P, as D reported them: before the answer, with it, or after."""
     page = httpx.get(url + "/metrics", trust_env=False).text
     name = "ascend_pd_metaserver_loads_total{"
     lines = [line for line in page.splitlines() if line.startswith(name) and 'end="received"' in line]

@@ -36,7 +36,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    daemon_threads = False  # closing it waits for the answers under way
     allow_reuse_address = True
 
     def __init__(self, port: int, script: Script) -> None:
@@ -47,7 +47,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def fake_metaserver(port: int, script: Script) -> Iterator[list[dict[str, Any]]]:
-    """Serve until the block is left; yields the reservations that came."""
+    """Serve until the block is left and what came is answered; yields the reservations that came."""
     server = _Server(port, script)
     thread = threading.Thread(target=server.serve_forever, name="fake-metaserver", kwargs={"poll_interval": 0.05})
     thread.start()

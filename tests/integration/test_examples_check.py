@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from launched import EXAMPLES, Script, launched
-from pairs import prefilled
+from pairs import eventually, prefilled
 
 from scripts.support.cells import Site
 from scripts.support.cluster import Cluster
@@ -37,7 +37,7 @@ def test_check_sh_calls_a_pair_good_and_its_prompt_was_prefilled_elsewhere(fault
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["usage"]["completion_tokens"] >= 1 and answer["choices"][0]["finish_reason"] in ("length", "stop")
-    assert prefilled(faulty.front.url) > before
+    eventually(lambda: prefilled(faulty.front.url) > before, "a load from P")
 
 
 def test_check_sh_fails_for_another_model_and_where_nobody_is(faulty: Site) -> None:
@@ -88,7 +88,7 @@ def test_an_example_runs_as_it_is_written(
         done = check(url, path, tries=120)
         assert done.returncode == 0, done.stderr + "".join(child.tail() for child in children)
         assert json.loads(done.stdout)["usage"]["completion_tokens"] >= 1
-        assert prefilled(url) >= 1
+        eventually(lambda: prefilled(url) >= 1, "a load from P")
     assert cluster.leaks[leaks:] == []
     if arrange is neighbours:
         said = children[0].log.read_text()

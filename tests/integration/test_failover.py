@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pairs import fresh_prompt, prefilled, reference_answers
+from pairs import eventually, fresh_prompt, prefilled, reference_answers
 
 from scripts.support import browser
 from scripts.support.client import Answer, attempt, body_of
@@ -78,7 +78,9 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["completed"] == 24 and told["total_output_tokens"] == 24 * 8
-    assert prefilled(door.url) >= before + 24  # and the request with which it looks whether the server is there
+    eventually(
+        lambda: prefilled(door.url) >= before + 24, "24 loads"
+    )  # and the request with which it looks whether the server is there
 
 
 def until(promise: Callable[[], Any], otherwise: str, timeout_s: float = 60.0) -> None:

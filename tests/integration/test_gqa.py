@@ -20,6 +20,7 @@ from pairs import (
     PairMaker,
     close_traces,
     counter,
+    eventually,
     failures,
     fresh_prompt,
     reference_answers,
@@ -257,15 +258,19 @@ class TestFromTp2:
 
     def test_metrics_tell_each_push_once_whatever_the_tp_sizes(self, two: tuple[Pair, Pair]) -> None:
         lengths = (4 * BLOCK, 10 * BLOCK, 3 * BLOCK)
+        posts = "metaserver_time_seconds_count"  # D hears of the end of its POST beside its answer
         for pair in two:
             engines = (pair.prefill, *pair.decode)
             before = {engine.name: counted(engine) for engine in engines}
             pair.check([fresh_prompt(length) for length in lengths], name="counted")
+            (decode,) = pair.decode
+            told = before[decode.name].get(posts, 0.0) + len(lengths)
+            eventually(lambda decode=decode, told=told: counted(decode)[posts] >= told, "the ends of the POSTs")
             p, d = ({k: v - before[e.name].get(k, 0.0) for k, v in counted(e).items()} for e in engines)
             assert p["xfer_time_seconds_count"] == p["exposed_time_seconds_count"] == len(lengths)
             assert p["bytes_transferred_total"] == sum(lengths) * recipe_of(ensure("gqa")).kv_bytes_per_token()  # type: ignore[union-attr]
             assert p["num_descriptors_total"] > 0
-            assert d["metaserver_time_seconds_count"] == len(lengths)
+            assert d[posts] == len(lengths)
             assert not p.get("num_failed_transfers_total") and not d.get("num_failed_recvs_total")
 
     def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair], cluster: Cluster) -> None:

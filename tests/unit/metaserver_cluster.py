@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import socket
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
-from fake_engine import FakeEngine, Served
+from fake_engine import FakeEngine, Served, words
 
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.intake import Protocol
@@ -53,11 +54,13 @@ def free_port() -> int:
 @contextmanager
 def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
     """`fingerprints`: of the P's and the D's; none: all are of one version."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    engines = [FakeEngine(f"fake-{i}", metaservers=(url,)) for i in range(prefill + decode)]
+    engines = [FakeEngine(f"fake-{i}") for i in range(prefill + decode)]
     for engine, told in zip(engines, fingerprints, strict=False):
         engine.fingerprint = told
+    port = free_port()  # after the engines, one of which might be given it
+    url = f"http://127.0.0.1:{port}"
+    for engine in engines:
+        engine.metaservers(url)
     ps, ds = engines[:prefill], engines[prefill:]
     worker = Worker(
         replace(
@@ -78,12 +81,24 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
     http = httpx.Client(base_url=url, timeout=30, trust_env=False)
     try:
         until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)
+        names = {engine.address for engine in engines}  # one that has not answered is not chosen while others have
+        until(lambda: all(instance.answered for instance in worker.fleet if instance.name in names))
         yield Cluster(worker, served, ps, ds, http)
     finally:
         http.close()
         served.stop()
         for engine in engines:
             engine.stop()
+
+
+def asked_until(c: Cluster, reached: Callable[[], Any]) -> int:
+    """Ask until it is so, each answer being right; how often. Which of two engines is chosen is chance."""
+    for count in itertools.count(1):
+        prompt = f"asked {count}"
+        assert texts(c.complete(prompt)) == ["".join(words(prompt, 3))]
+        if reached():
+            return count
+    raise AssertionError
 
 
 def until(promise: Callable[[], Any], timeout_s: float = math.inf) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_engine import words
-from metaserver_cluster import Cluster, cluster, events, streamed, texts, until
+from metaserver_cluster import Cluster, asked_until, cluster, events, streamed, texts, until
 
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.front import Turnstile
@@ -48,11 +48,12 @@ def test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back() -> No
 def test_d_killed_under_load_loses_no_request_that_had_no_byte_yet() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.before_first_s = 0.5
+            engine.manner.hold = True
         with ThreadPoolExecutor(20) as clients:
             asked = [clients.submit(c.complete, f"p{i}", stream=True) for i in range(20)]
             until(lambda: len(c.decode[0].generations()) > 5)
             c.decode[0].served.kill()
+            c.decode[1].manner.hold = False
             for i, answer in enumerate(asked):
                 assert streamed(answer.result()) == "".join(words(f"p{i}", 3))
 
@@ -94,10 +95,8 @@ def test_a_client_error_is_no_evidence_and_is_not_repeated() -> None:
 def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:
     with cluster(prefill=2) as c:
         c.prefill[0].manner.status = 503
-        for i in range(10):
-            assert c.complete(f"p{i}").status_code == 200
-        tried = len(c.prefill[0].generations())
-        assert tried and len(c.decode[0].generations()) == 10  # no new attempt for D
+        count = asked_until(c, c.prefill[0].generations)
+        assert len(c.decode[0].generations()) == count  # no new attempt for D
         assert c.decode[0].local_prefills == 0
 
 
@@ -112,13 +111,14 @@ def test_d_hears_when_p_answered_well_but_refused_to_push() -> None:
 
 def test_d_that_posts_a_transfer_twice_is_refused() -> None:
     with cluster() as c:
-        c.prefill[0].manner.prefill_s = 1.0
+        c.prefill[0].manner.hold = True
         asking = threading.Thread(target=c.complete, args=("x",), name="client")
         asking.start()
         until(c.legs)
         ticket = next(iter(c.worker.front.journal.tickets.values()))
         body = {"ticket": ticket.ticket, "transfer": next(iter(ticket.seen)), "reservation": ""}
         assert c.http.post("/v1/metaserver", json=body).status_code == 409
+        c.prefill[0].manner.hold = False
         asking.join()
 
 
@@ -127,9 +127,10 @@ def test_a_wedged_d_is_left_out_and_tried_again_by_one_request_at_a_time() -> No
         wedged = c.worker.fleet.get(c.decode[0].address)
         assert wedged is not None
         c.decode[0].manner.status = 500
+        asked_until(c, lambda: wedged.circuit.open)  # though /health says 200 all along
         for i in range(12):
-            assert c.complete(f"p{i}").status_code == 200
-        assert wedged.circuit.open and len(c.decode[0].generations()) < 6  # though /health says 200 all along
+            assert c.complete(f"q{i}").status_code == 200
+        assert len(c.decode[0].generations()) == 3 + wedged.circuit.trials
         c.decode[0].manner.status = 200
         until(lambda: c.complete("again").status_code == 200 and wedged.circuit.state is CircuitState.CLOSED)
 
@@ -155,8 +156,9 @@ def test_an_engine_that_says_it_is_ill_gets_nothing() -> None:
 def test_a_d_that_hangs_is_given_up_in_time() -> None:
     with cluster(first_byte_timeout_s=0.5, retry=RetryPolicy(attempts=1)) as c:
         c.decode[0].manner.hang = True
-        answer = c.complete("x")
-        assert answer.status_code == 504 and answer.json()["error"]["code"] == "PD-META-007"
+        while not c.decode[0].generations():  # else it was given up before D had read it
+            answer = c.complete("x")
+            assert answer.status_code == 504 and answer.json()["error"]["code"] == "PD-META-007"
         until(lambda: c.decode[0].generations()[0].aborted)
 
 
@@ -193,7 +195,6 @@ def test_another_p_beats_ds_own_prefill() -> None:
     with cluster(prefill=2) as c:
         c.prefill[0].manner.status = 500
         c.decode[0].manner.recompute_s = 60
-        until(lambda: all(p.answered for p in c.worker.fleet))  # an untried one is not chosen while others are
 
         def a_bad_one_was_asked() -> bool:  # which of two is chosen is chance
             assert texts(c.complete("p")) == ["".join(words("p", 3))]
@@ -228,9 +229,12 @@ def test_a_d_that_dies_cancels_its_prefill() -> None:
 
 def test_overload_waits_then_says_when_to_come_back() -> None:
     with cluster(max_running=2, max_waiting=2, max_wait_s=20) as c:
-        c.decode[0].manner.before_first_s = 1.0
+        c.decode[0].manner.hold = True
         with ThreadPoolExecutor(6) as clients:
-            answers = [a.result() for a in [clients.submit(c.complete, f"p{i}") for i in range(6)]]
+            asked = [clients.submit(c.complete, f"p{i}") for i in range(6)]
+            until(lambda: sum(a.done() for a in asked) == 2)
+            c.decode[0].manner.hold = False
+        answers = [a.result() for a in asked]
         statuses = sorted(a.status_code for a in answers)
         assert statuses == [200, 200, 200, 200, 429, 429]
         refused = next(a for a in answers if a.status_code == 429)
@@ -343,6 +347,7 @@ def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
             streams = clients.submit(c.complete, "x", stream=True)
             waits = clients.submit(c.complete, "y")
             until(lambda: len(c.decode[0].generations()) == 2)
+            until(lambda: any(exchange.committed for exchange in c.worker.front.journal.exchanges))
             c.served.loop.call(c.worker.front.drain(), 10)
             *_, error, done = events(streams.result())
             assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
@@ -353,12 +358,14 @@ def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
 def test_load_is_counted_in_tokens_not_in_requests() -> None:
     with cluster(prefill=2) as c:
         for engine in c.prefill:
-            engine.manner.prefill_s = 1.0
+            engine.manner.hold = True
         with ThreadPoolExecutor(5) as clients:
             clients.submit(c.complete, "long " * 20_000)
             until(c.legs)
             for i in range(4):
                 clients.submit(c.complete, f"short {i}")
             until(lambda: len(c.legs()) == 5)
+            for engine in c.prefill:
+                engine.manner.hold = False
         assert sorted(len(p.generations()) for p in c.prefill) == [1, 4]
         assert {i.role for i in c.worker.fleet} == set(Role)

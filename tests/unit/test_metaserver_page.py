@@ -125,7 +125,7 @@ def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab
 def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab: browser.Tab) -> None:
     with cluster() as c:
         tab.open(str(c.http.base_url))
-        c.prefill[0].manner.prefill_s = 3.0
+        c.prefill[0].manner.hold = True
         headers = {"x-request-id": "<b>mine</b>"}
         body = {"prompt": "a secret prompt", "max_tokens": 2}
         asking = threading.Thread(
@@ -134,6 +134,7 @@ def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab:
         asking.start()
         tab.until("document.querySelector('#flight').innerText.includes('P computes and pushes')")
         assert "<b>mine</b>" in tab.text("#flight")  # what a client sends is text
+        c.prefill[0].manner.hold = False
         asking.join()
         tab.until("document.querySelector('#last tr.row') !== null")
         tab.ask("document.querySelector('#last tr.row').click()")
@@ -161,11 +162,12 @@ def test_each_refusal_of_the_metaservers_own_has_a_code() -> None:
         c.http.delete(f"/instances/{c.decode[0].address}")
         assert c.complete().json()["error"]["code"] == c.http.get("/v1/models").json()["error"]["code"] == "PD-META-008"
     with cluster(max_running=1, max_waiting=0) as c:
-        c.decode[0].manner.before_first_s = 1.0
+        c.decode[0].manner.hold = True
         asking = threading.Thread(target=c.complete, name="client")
         asking.start()
         until(c.decode[0].generations)
         answer = c.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "PD-META-009")
         assert answer.headers["retry-after"]
+        c.decode[0].manner.hold = False
         asking.join()

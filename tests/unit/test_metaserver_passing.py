@@ -104,8 +104,8 @@ def test_what_an_engine_declines_says_nothing_about_it(status: int) -> None:
 def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[Cluster], httpx.Response]) -> None:
     with cluster(decode=2) as c:
         c.decode[0].manner.status = status
-        assert [ask(c).status_code for _ in range(12)] == [200] * 12
-        assert any(seen.route.startswith("/v1/") for seen in c.decode[0].seen), "it was never asked"
+        while not any(seen.route.startswith("/v1/") for seen in c.decode[0].seen):  # which of two is chosen is chance
+            assert ask(c).status_code == 200
 
 
 def test_an_empty_answer_is_never_passed_on() -> None:
@@ -115,8 +115,10 @@ def test_an_empty_answer_is_never_passed_on() -> None:
         for _ in range(12):
             listed = c.http.get("/v1/models")
             assert listed.status_code == 200 and listed.json()["data"]
-        answers = [embed(c) for _ in range(12)]  # may have been executed: not tried elsewhere
-        assert {answer.status_code for answer in answers} == {200, 502}
+        answers: list[httpx.Response] = []  # may have been executed: not tried elsewhere
+        while {answer.status_code for answer in answers} != {200, 502}:
+            answers.append(embed(c))
+            assert answers[-1].status_code in (200, 502)
         assert {a.json()["error"]["code"] for a in answers if a.status_code == 502} == {"PD-META-007"}
 
 
@@ -149,7 +151,7 @@ def test_polls_are_bounded_too() -> None:
     with cluster(max_running=1) as c:
         c.decode[0].manner.hang = True
         first = Asking(lambda: c.http.get("/v1/models"))
-        until(lambda: c.decode[0].running)
+        until(lambda: c.worker.front.polls.keeper.running)
         assert c.http.get("/v1/models").status_code == 429
         c.decode[0].manner.hang = False
         c.decode[0].served.kill()

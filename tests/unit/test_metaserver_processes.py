@@ -63,14 +63,13 @@ def test_several_workers_serve_on_one_port_and_die_alone() -> None:
         for i in range(20):
             _ask_anew(r, f"p{i}")
         until(lambda: _ask_anew(r, "more") == 2)
-        status = r.http.get("/status").json()
-        assert len(status["workers"]) == 2
+        urls = r.urls()
+        assert len(urls) == 2
         until(lambda: _served(r) >= 20)
 
         spare = f"127.0.0.1:{free_port()}"
         assert r.http.post("/instances", json={"role": "decode", "url": spare}).status_code == 201
         assert r.http.post(f"/instances/{spare}/drain", json={}).json()["state"] == "draining"
-        urls = [w["url"] for w in status["workers"]]
         for url in urls:
             until(lambda url=url: _state(url, spare) == "draining")
 
@@ -109,7 +108,8 @@ def _state(url: str, name: str) -> str:
 
 def test_one_canary_proves_a_pair_for_all_workers_also_for_one_that_comes_later() -> None:
     with running(workers=2, canary=True) as r:
-        urls = [w["url"] for w in r.http.get("/status").json()["workers"]]
+        urls = r.urls()
+        assert len(urls) == 2
         for url in urls:
             until(lambda url=url: _is_ready(url))
         assert len(r.prefill.generations()) == 1

@@ -150,11 +150,13 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
                 assert len(prefill.generations()) == proofs + 1
             decode.manner.hold = True  # a request is under way at each when one of them dies
             got: list[httpx.Response] = []
+            proofs = len(prefill.generations())
             left = threading.Thread(target=lambda: _broken_off(one), name="client of the one")
             stays = threading.Thread(target=lambda: got.append(other.complete("y")), name="client of the other")
             for thread in (left, stays):
                 thread.start()
-            until(lambda: decode.running == 2)
+            until(lambda: sum(seen.finished for seen in prefill.generations()[proofs:]) == 2)
+            assert decode.running == 2
             one.process.kill()
             until(lambda: decode.running == 1)  # D hears of it
             decode.manner.hold = False
