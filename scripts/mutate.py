@@ -45,6 +45,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_versions",
         "test_auth",
         "test_forged_requests",
+        "test_seeds",
         "test_fuzz",
         "test_runtime_*",
     ),

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import seal, unseal
@@ -249,6 +249,15 @@ def test_a_reservation_that_does_not_fit_is_refused_and_leaves_nothing(code: str
     assert refused is not None and refused.code == code
     assert not book.tracks("r") and book.open_count() == 0
     assert book.admit("r", reservation(10), 10, "h", "push", D) is None
+
+
+def test_a_refusal_tells_prefills_and_decodes_value_apart() -> None:
+    decode = msgspec.structs.replace(D, dtype="float32")
+    refused = PushBook(model="m").admit("r", reservation(10, geometry=decode), 10, "h", "push", D)
+    assert (
+        refused is not None
+        and refused.sentence == PdError("PD-GEO-001", field="dtype", prefill=D.dtype, decode="float32").sentence
+    )
 
 
 def test_a_reservation_of_no_engine_is_refused_where_it_is_decoded() -> None:

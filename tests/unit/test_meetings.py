@@ -286,6 +286,17 @@ def test_a_source_that_was_preempted_forgets_its_blocks() -> None:
     assert pushed(house.step()) == [(0, 10, True, [7, 8, 9])]
 
 
+def test_a_source_that_is_met_while_it_is_preempted_has_nothing_to_push() -> None:
+    house = House()
+    house.source()
+    house.compute(count=4, blocks=(1,))
+    house.meetings.preempted("r")
+    house.offer(meets="name")
+    assert house.step().empty
+    house.compute(blocks=(7, 8, 9))
+    assert pushed(house.step()) == [(0, 10, True, [7, 8, 9])]
+
+
 @pytest.mark.parametrize("how", ["withdrawn", "dead"])
 def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
     house = House()

@@ -80,6 +80,15 @@ def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
     assert len(spans) == len(requests) and all(0 < exposed < whole for exposed, whole in spans)
 
 
+def test_the_trace_tells_which_tokens_are_bound() -> None:
+    d = DecodeSite(Model("opaque"), 1)
+    with traced() as events, sites(d):
+        request = d.reserve("tail", 37, first=24)
+        d.step()
+        told = {"transfer": str(request.reservation.transfer), "first": 24, "end": 37}
+        until(lambda: told in [facts for stage, facts in list(events) if stage == "bound"])
+
+
 STAGES = [
     pytest.param("opaque", 2, (1, ()), (1, (2,)), id="planes, 1 to two stages"),
     pytest.param("opaque", 2, (1, (3,)), (1, (2,)), id="planes, 3+2 to 2+3"),

@@ -136,6 +136,12 @@ def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
     lanes.close()
 
 
+def test_a_thread_that_is_free_makes_the_next_call(lanes, engine) -> None:
+    for address in "abc":
+        assert settle(lanes, submit(lanes, engine, address)) is WriteState.LANDED
+        assert own_threads() == 1
+
+
 def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine) -> None:
     clock = Clock()
     lanes = Lanes(10, 1000.0, lambda: None, clock)
