@@ -64,7 +64,7 @@ def same_assemble(rows: np.ndarray, received: torch.Tensor, size: int) -> None:
 @pytest.mark.parametrize(
     ("p_kind", "d_kind"), [("token", "token"), ("head", "head"), ("token", "head"), ("opaque", "opaque")]
 )
-@pytest.mark.parametrize("cells", [(256, 256), (512,), (1024, 128), (72, 40)], ids=str)
+@pytest.mark.parametrize("cells", [(256, 256), (512,), (1024, 128), (72, 40), (64, 64, 32)], ids=str)
 def test_copies_do_what_the_ops_do(p_kind: str, d_kind: str, cells: tuple[int, ...], paged: bool) -> None:
     pages = Pages() if paged else None
     for heads, p_tp, d_tp in [(8, 4, 2), (6, 3, 2), (8, 4, 8), (8, 8, 1)]:
@@ -78,7 +78,7 @@ def test_copies_do_what_the_ops_do(p_kind: str, d_kind: str, cells: tuple[int, .
             for slot in plan.slots:
                 same_gather(cache, slot.own, slot.nbytes, pages)
                 same_assemble(slot.received, received, slot.nbytes)
-    if pages is not None and (p_kind, len(cells)) == ("token", 2):
+    if pages is not None and p_kind == "token" and len(cells) > 1:
         assert pages.calls
     if pages is not None and (p_kind == "opaque" or len(cells) == 1):
         assert not pages.calls
