@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "scripts" / "mutants_equivalent.txt"
 _BOOKS = (
     *("test_meetings", "test_seeds", "test_offers", "test_decisions_*", "test_connector", "test_rendezvous"),
-    *("test_both_roles", "test_groups", "test_runtime", "test_runtime_*"),
+    *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", *_BOOKS, "test_regroup_*")
 # By folder or file of the package: the tests that are its own.
