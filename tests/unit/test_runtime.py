@@ -80,6 +80,22 @@ def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
     assert len(spans) == len(requests) and all(0 < exposed < whole for exposed, whole in spans)
 
 
+def test_a_transfer_that_is_cancelled_before_its_gate_opens_leaves_no_gate() -> None:
+    d = DecodeSite(Model("opaque"), 1, device=HeldDevice())
+    runtime = d.workers[0]._runtime
+    assert runtime is not None
+    with sites(d):
+        request = d.reserve("r", 16)
+        d.step()
+        until(lambda: runtime.core.gates)
+        d.book.request_finished(request.name)
+        (report,) = d.received(request)
+        assert not report.ok
+        d.step()
+        until(lambda: not runtime.core.binds)
+        assert not runtime.core.gates
+
+
 def test_the_trace_tells_which_tokens_are_bound() -> None:
     d = DecodeSite(Model("opaque"), 1)
     with traced() as events, sites(d):
