@@ -14,7 +14,7 @@ from test_ops_regroup import views
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.regroup import ops
-from vllm_ascend_pd.regroup.copies import AssembleCopies, GatherCopies, joined
+from vllm_ascend_pd.regroup.copies import AssembleCopies, GatherCopies, _can_be_paged, joined
 
 
 class Pages:
@@ -113,6 +113,12 @@ def test_what_a_rank_sends_of_a_long_prompt_is_a_handful_of_copies() -> None:
     assert pages.calls == 1
     for slot in plan.slots:
         assert len(AssembleCopies(slot.received)._boxes) == 3  # three sources; V goes on where K ends, on both sides
+
+
+def test_of_one_head_it_does_not_matter_where_the_next_would_be() -> None:
+    caches = [torch.zeros(1, dtype=torch.int8)] * 2
+    one, two = (4, 1, 16, 64, 1024, 999, 64), (4, 2, 16, 64, 2048, 999, 128)
+    assert _can_be_paged([one] * 2, caches) and not _can_be_paged([two] * 2, caches)
 
 
 def test_boxes_are_joined_only_where_both_sides_go_on() -> None:

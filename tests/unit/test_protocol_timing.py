@@ -46,6 +46,13 @@ def test_authority_ends_before_the_lease_lapses_however_the_clocks_drift(
     assert authority_over + quiet <= answered + hold_s(lease, quiet, margin) / d + 1e-9
 
 
+@given(quiet=seconds, rate=rates)
+def test_a_write_is_settled_no_sooner_than_the_transport_promises_however_the_clock_drifts(
+    quiet: float, rate: float
+) -> None:
+    assert settled_s(quiet) / rate >= quiet
+
+
 @given(st.lists(st.floats(0, 100, allow_nan=False), max_size=50))
 def test_the_running_clock_counts_at_most_a_second_of_every_gap(gaps: list[float]) -> None:
     clock, now, expected = RunningClock(), 1000.0, 0.0

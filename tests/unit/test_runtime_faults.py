@@ -25,6 +25,7 @@ from vllm_ascend_pd.prefill.sums import Summer
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -440,6 +441,25 @@ def test_a_word_of_the_scheduler_that_goes_wrong_on_decode_gives_up_its_transfer
             d.book.request_finished(request.name)
         else:
             d.book.prefilled(request.reservation.transfer)
+        (report,) = d.received(request)
+        assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail
+
+
+def test_a_bind_that_went_wrong_is_reported_once_though_its_request_is_cancelled_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    d = DecodeSite(TUPLES, 1)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Receiver, "bind", broken)
+    with sites(d):
+        request = d.reserve("r", 30)
+        (worker,) = d.workers
+        worker.bind(StepMetadata(decode=d.book.take_step(None, d.geometry)))
+        assert d.book.request_finished(request.name) is not None
+        worker.bind(StepMetadata(decode=d.book.take_step(None, d.geometry)))
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail
 
