@@ -19,6 +19,7 @@ from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import seal, unseal
+from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
@@ -40,6 +41,14 @@ def admitted(tokens: int = 10, **changes: Any) -> PushBook:
 
 def step(book: PushBook) -> PrefillStep:
     return book.take_step(D)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_first_token_is_told_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
+    book = admitted(10, seed=Seed("how", 2))
+    book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
+    told = book.first("r", 10, 7, "how", [(7 + n, -1.0, 1) for n in range(count)])
+    assert (told is not None) == (count == 3), "two, and the token's own"
 
 
 # -- the ways of one request

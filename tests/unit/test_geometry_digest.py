@@ -74,6 +74,10 @@ def digest(cache: Cache, table: np.ndarray, first: int = 0, end: int = 10) -> tu
     return cache_digest(cache.memory.__getitem__, cache.geometry, 0, range(2), range(first, end), table)
 
 
+def test_no_tokens_have_the_sum_of_nothing() -> None:
+    assert digest(*one_cache("token"), first=4, end=4) == (0, 0)
+
+
 @pytest.mark.parametrize("kind", ["token", "head"])
 def test_every_wanted_byte_counts_and_no_other_does(kind: str) -> None:
     cache, table = one_cache(kind)
