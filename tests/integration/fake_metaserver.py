@@ -16,6 +16,7 @@ Script = Callable[[dict[str, Any]], Answer]
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    timeout = 30.0  # of a connection on which nothing comes
     server: _Server
 
     def do_POST(self) -> None:
