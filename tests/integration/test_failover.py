@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -78,16 +77,8 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["completed"] == 24 and told["total_output_tokens"] == 24 * 8
-    eventually(
-        lambda: prefilled(door.url) >= before + 24, "24 loads"
-    )  # and the request with which it looks whether the server is there
-
-
-def until(promise: Callable[[], Any], otherwise: str, timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not promise():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.01)
+    # And the request with which it looks whether the server is there.
+    eventually(lambda: prefilled(door.url) >= before + 24, "24 loads")
 
 
 def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
@@ -104,9 +95,9 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
             page.until(shown(gone, "ready"))
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="clients"))
         asking = pool.submit(attempt, door.url, bodies)
-        until(lambda: door.instances()[gone]["requests"] >= 5, "the P that is to be killed has no work")
+        eventually(lambda: door.instances()[gone]["requests"] >= 5, "the P that is to be killed has work", 60)
         assert not door.spare.process.kill()
-        until(lambda: door.instances()[gone]["state"] == "down", "it is not seen to be down")
+        eventually(lambda: door.instances()[gone]["state"] == "down", "it is seen to be down", 60)
         assert door.operator.get("/readiness").status_code == 200, "one P and D are proven, and up"
         if page is not None:
             page.until(shown(gone, "down"))
@@ -114,7 +105,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
         answers = asking.result(240)
         assert [a for a in answers if not isinstance(a, Answer)] == []
         (door.spare,) = cluster.start(restarted(cluster, door.spare))
-        until(lambda: door.instances()[gone]["state"] == "ready", "it does not come back")
+        eventually(lambda: door.instances()[gone]["state"] == "ready", "it comes back", 60)
         if page is not None:
             page.until(shown(gone, "ready"))
             assert not page.complaints

@@ -4,7 +4,6 @@ behave as long as nobody orders a fault."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,17 +43,17 @@ def door(faulty: Site, make_pair: PairMaker) -> Iterator[Door]:
 
 
 @contextmanager
-def prefilled_by_p(door: Door, count: int) -> Iterator[None]:
-    """What is asked inside brings so many loads, all from P. D may report one after it has answered."""
-    wanted = prefilled(door.url) + count
+def prefilled_by_p(url: str, count: int) -> Iterator[None]:
+    """What is asked inside brings so many loads from P. D may report one after it has answered."""
+    wanted = prefilled(url) + count
     yield
-    eventually(lambda: prefilled(door.url) >= wanted, f"{count} loads")
-    assert prefilled(door.url) == wanted
+    eventually(lambda: prefilled(url) >= wanted, f"{count} loads")
+    assert prefilled(url) == wanted
 
 
 def both(door: Door, ask: Callable[[openai.OpenAI], Any], loads: int = 1) -> None:
     """The pair says what one engine says, and the prefill was P's."""
-    with prefilled_by_p(door, loads):
+    with prefilled_by_p(door.url, loads):
         through = ask(door.client)
     assert through == ask(door.single)
 
@@ -66,7 +65,7 @@ def test_completions_and_chat_say_what_one_engine_says(door: Door) -> None:
     stream = {"stream": True, **WORDS}
     both(door, lambda c: [p.choices[0].text for p in c.completions.create(prompt="s" + prompt, **stream)])
     messages = [{"role": "user", "content": "and how are you " * 20}]
-    with prefilled_by_p(door, 1):
+    with prefilled_by_p(door.url, 1):
         answer = door.client.chat.completions.create(messages=messages, **stream)
         pieces = "".join(p.choices[0].delta.content or "" for p in answer)
     assert pieces == door.single.chat.completions.create(messages=messages, **WORDS).choices[0].message.content
@@ -76,16 +75,16 @@ def test_list_prompts_and_several_choices(door: Door) -> None:
     prompts = ["the first prompt " * 20, "the second prompt " * 20]
     both(door, lambda c: [x.text for x in c.completions.create(prompt=prompts, **WORDS).choices], loads=2)
     asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
-    with prefilled_by_p(door, 2):
+    with prefilled_by_p(door.url, 2):
         assert len(door.client.completions.create(prompt="two answers " * 20, **asked).choices) == 2
 
 
 def test_several_choices_of_a_chat_and_of_a_stream(door: Door) -> None:
     asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
     messages = [{"role": "user", "content": "two answers to this, please " * 20}]
-    with prefilled_by_p(door, 2):
+    with prefilled_by_p(door.url, 2):
         assert len(door.client.chat.completions.create(messages=messages, **asked).choices) == 2
-    with prefilled_by_p(door, 2):
+    with prefilled_by_p(door.url, 2):
         pieces = door.client.completions.create(prompt="two streams " * 20, stream=True, **asked)
         assert {choice.index for piece in pieces for choice in piece.choices} == {0, 1}
 
@@ -101,10 +100,7 @@ def test_a_client_that_leaves_ends_the_request_on_d(door: Door) -> None:
     stream = door.client.completions.create(prompt="leave this one " * 20, **{**WORDS, "max_tokens": 1500}, stream=True)
     next(iter(stream))
     stream.close()
-    end = time.monotonic() + 10
-    while _running(door.decode):
-        assert time.monotonic() < end, "the abort did not arrive"
-        time.sleep(0.1)
+    eventually(lambda: not _running(door.decode), "the abort has arrived", 10)
 
 
 def _running(engine: Engine) -> float:
@@ -122,11 +118,13 @@ def test_a_sidecar_of_d_prefills_where_the_header_says(faulty: Site, ports: list
         return httpx.post(f"{url}/v1/completions", json=body_of(prompt, 8), headers=headers, timeout=120)
 
     try:
-        for number, named in ((1, p), (1, ""), (2, p)):
+        for number, named in enumerate((p, "", p)):
             prompt = f"{number} {named} how are you " * 30
-            answer, right = ask(front.url, prompt, named), ask(faulty.prefill.url, prompt)
+            with prefilled_by_p(front.url, 1 if named else 0):  # by D where nobody is named
+                answer = ask(front.url, prompt, named)
+            right = ask(faulty.prefill.url, prompt)
             assert answer.json()["choices"][0]["text"] == right.json()["choices"][0]["text"]
-            eventually(lambda number=number: prefilled(front.url) == number, "by P where it is named, by D otherwise")
+        assert prefilled(front.url) == 2
         refused = ask(front.url, "elsewhere", "127.0.0.1:9")
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "PD-META-032"
     finally:

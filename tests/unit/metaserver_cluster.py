@@ -91,12 +91,12 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
             engine.stop()
 
 
-def asked_until(c: Cluster, reached: Callable[[], Any]) -> int:
-    """Ask until it is so, each answer being right; how often. Which of two engines is chosen is chance."""
+def asked_until(c: Cluster, reached: Callable[[], Any], least: int = 1) -> int:
+    """Ask until it is so, and so often at least, each answer being right; how often. Which of two engines is chosen is chance."""
     for count in itertools.count(1):
         prompt = f"asked {count}"
         assert texts(c.complete(prompt)) == ["".join(words(prompt, 3))]
-        if reached():
+        if count >= least and reached():
             return count
     raise AssertionError
 

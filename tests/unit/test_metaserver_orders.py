@@ -191,7 +191,7 @@ def test_a_p_whose_pushes_never_arrive_is_left_alone_although_all_its_answers_ar
 def test_a_d_that_fails_by_itself_is_blamed_as_before() -> None:
     with cluster(decode=2) as c:
         c.decode[0].manner.wedged = True
-        asked_until(c, lambda: blame(c)[c.decode[0].address] > 0)
+        asked_until(c, lambda: blame(c)[c.decode[0].address] > 0, least=6)
         assert blame(c)[c.prefill[0].address] == 0
 
 

@@ -104,8 +104,12 @@ def test_what_an_engine_declines_says_nothing_about_it(status: int) -> None:
 def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[Cluster], httpx.Response]) -> None:
     with cluster(decode=2) as c:
         c.decode[0].manner.status = status
-        while not any(seen.route.startswith("/v1/") for seen in c.decode[0].seen):  # which of two is chosen is chance
+        count = 0
+        while count < 12 or not any(
+            seen.route.startswith("/v1/") for seen in c.decode[0].seen
+        ):  # which is chosen is chance
             assert ask(c).status_code == 200
+            count += 1
 
 
 def test_an_empty_answer_is_never_passed_on() -> None:
@@ -116,7 +120,7 @@ def test_an_empty_answer_is_never_passed_on() -> None:
             listed = c.http.get("/v1/models")
             assert listed.status_code == 200 and listed.json()["data"]
         answers: list[httpx.Response] = []  # may have been executed: not tried elsewhere
-        while {answer.status_code for answer in answers} != {200, 502}:
+        while len(answers) < 12 or {answer.status_code for answer in answers} != {200, 502}:
             answers.append(embed(c))
             assert answers[-1].status_code in (200, 502)
         assert {a.json()["error"]["code"] for a in answers if a.status_code == 502} == {"PD-META-007"}

@@ -146,7 +146,7 @@ def test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket() -> None:
     with cluster(prefill=2) as c:
         c.decode[0].manner.policy = "fail"
         c.prefill[0].manner.status = 500
-        count = asked_until(c, c.prefill[0].generations)
+        count = asked_until(c, c.prefill[0].generations, least=8)
         failed = len(c.prefill[0].generations())
         tickets = [s.body["kv_transfer_params"]["ticket"] for s in c.decode[0].generations()]
         assert len(tickets) == len(set(tickets)) == count + failed
