@@ -70,6 +70,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         self.first_tokens = self._scheduler.around()
+        if self.first_tokens is not None:
+            self.first_tokens.thinks = first_token.thinks(vllm_config)
 
     def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir
@@ -240,7 +242,8 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     if transfer.is_kv_consumer:
         from vllm_ascend_pd.decode.worker import DecodeWorker
 
-        decode = DecodeWorker(engine, shape, current(), stage, tp)
+        unseeded = first_token.install_on_worker(vllm_config) if engine.config.wire.first_token != "off" else "off"
+        decode = DecodeWorker(engine, shape, current(), stage, tp, unseeded)
         if not transfer.is_kv_producer:
             return decode
     from vllm_ascend_pd.prefill.worker import PrefillWorker

@@ -30,10 +30,11 @@ WILDCARDS = ("0.0.0.0", "::", "*")
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker tells its scheduler through vLLM's handshake: where it listens (D) and how its cache lies."""
+    """What a worker tells its scheduler through vLLM's handshake: where it listens (D), how its cache lies, what it can."""
 
     endpoint: Endpoint | None
     geometry: CacheGeometry
+    unseeded: str = ""  # why it cannot go on behind a token that it has not sampled
 
 
 @dataclass(frozen=True, slots=True)

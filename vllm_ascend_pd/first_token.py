@@ -2,11 +2,14 @@
 """P's first token in vLLM's scheduler: the only file that reaches into it for that.
 
 `Scheduler.update_from_output` is wrapped. On P what the step reports of a token is read before vLLM forgets it. On D a request whose KV
-is complete is started with P's token after the step: the token is given to the client, and D's request takes it as the last one of
-its prompt. So the next step computes that token's KV and samples the second one, by vLLM's own code.
+is complete is started with P's token after the step: it becomes the request's first output, for the client and in the request.
+The next step computes that token's KV and samples the second one, by vLLM's own code.
 
-The wrapper is put on where the version was tried and all that it uses is there as it was found (`install`); elsewhere D computes the
-first token itself, as without this file.
+A worker of vLLM's first model runner knows a new request by its prompt alone. The token comes to it among the request's extra
+arguments, and `InputBatch.add_request` is wrapped: it takes it as an output that was there before, as of a request that comes back.
+
+The wrappers are put on where the version was tried and all that they use is there as it was found (`install`, `install_on_worker`);
+elsewhere D computes the first token itself, as without this file.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ log = logging.getLogger(__name__)
 
 VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32")
 CONNECTOR = "AscendPushConnector"
+GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (
@@ -38,14 +42,16 @@ _OUTPUT = (
     "trace_headers",
     "prefill_stats",
 )
+_STATE = ("sampling_params", "output_token_ids")
 _installed: set[str] = set()
 
 
 class Around:
-    """What a connector does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow."""
+    """What a connector does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `thinks`: a grammar of this
+    engine's begins where the model's reasoning ends."""
 
     def __init__(self) -> None:
-        self.entered = False
+        self.entered = self.thinks = False
 
     def before(self, output: Any) -> None:
         """vLLM has not looked at the step's results yet."""
@@ -80,6 +86,27 @@ def install(vllm_config: Any) -> str:
     return ""
 
 
+def install_on_worker(vllm_config: Any) -> str:
+    """Wrap the workers' batch, once. Returns why not; empty: this worker goes on behind a token that it has not sampled."""
+    why = unproven(vllm_config)
+    if why or "batch" in _installed:
+        return why
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    original = InputBatch.add_request
+
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any) -> Any:
+        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+        if extra and GIVEN in extra and not request.output_token_ids:
+            request.output_token_ids.append(extra[GIVEN])
+        return original(self, request)
+
+    InputBatch.add_request = add_request  # type: ignore[method-assign]
+    _installed.add("batch")
+    return ""
+
+
 def unproven(vllm_config: Any) -> str:
     """Why this engine takes and tells no first tokens."""
     import vllm
@@ -94,8 +121,8 @@ def unproven(vllm_config: Any) -> str:
     if transfer.kv_role == BOTH:
         return f"{BOTH} was not tried"
     if not transfer.is_kv_producer:
-        if vllm_config.speculative_config is not None:
-            return "a draft model of D's was not tried"
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            return "vLLM's second model runner was not tried"
         if model.logits_processors:
             return "logits processors may remember tokens"
     if getattr(vllm_config, "watermark_config", None) is not None:
@@ -110,6 +137,7 @@ def _other_shape(scheduler: type) -> str:
         from vllm.v1.core.sched.utils import check_stop
         from vllm.v1.engine import EngineCoreOutput
         from vllm.v1.request import Request
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     except ImportError as missing:
         return f"this vLLM has {missing.name} elsewhere"
     if not issubclass(scheduler, Scheduler) or scheduler.update_from_output is not Scheduler.update_from_output:
@@ -117,11 +145,13 @@ def _other_shape(scheduler: type) -> str:
     shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
         (Scheduler.update_from_output, ("self", "scheduler_output", "model_runner_output")),
         (check_stop, ("request", "max_model_len")),
+        (InputBatch.add_request, ("self", "request")),
     )
     found = [method.__qualname__ for method, names in shapes if tuple(inspect.signature(method).parameters) != names]
     found += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
     found += [name for name in _REQUEST if not hasattr(Request, name)]
     found += [name for name in _OUTPUT if name not in EngineCoreOutput.__struct_fields__]
+    found += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
     return f"this vLLM's {', '.join(found)} differ" if found else ""
 
 
@@ -141,7 +171,11 @@ def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
     return {name: getattr(usual, name) for name in usual.__struct_fields__}
 
 
-def barred(request: Any) -> str:
+def thinks(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config.structured_outputs_config, "reasoning_parser", ""))
+
+
+def barred(request: Any, *, thinks: bool = False) -> str:
     """Why a request is not seeded, but for its sampling parameters."""
     if request.sampling_params is None or request.prompt_token_ids is None:
         return "prompt"
@@ -149,6 +183,8 @@ def barred(request: Any) -> str:
         return "session"
     if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
         return "multimodal"
+    if thinks and request.structured_output_request is not None:
+        return "reasoning"
     return "LoRA" if request.lora_request is not None else ""
 
 
@@ -176,6 +212,12 @@ def reported(output: Any, request_id: str, count: int) -> tuple[LogProb, ...]:
 # -- D
 
 
+def grammar_bars(request: Any, token: int) -> bool:
+    """Whether the request's grammar does not let it begin with this token. P has sampled under the same one."""
+    asked = request.structured_output_request
+    return asked is not None and asked.grammar.validate_tokens([token]) != [token]
+
+
 def release(scheduler: Any, request_id: str) -> None:
     """Tell vLLM what was kept from it: the KV of the request is complete, or nothing writes there any more."""
     from vllm.v1.outputs import KVConnectorOutput
@@ -197,6 +239,8 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
         "trace_headers": request.trace_headers,
         "prefill_stats": request.take_prefill_stats(),
     }
+    if request.structured_output_request is not None:
+        request.structured_output_request.grammar.accept_tokens(request.request_id, [first.token])
     status = request.status
     request.append_output_token_ids(first.token)
     if check_stop(request, scheduler.max_model_len):
@@ -204,13 +248,8 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
         scheduler.finish_requests(request.request_id, ended)
         facts |= {"finish_reason": request.get_finished_reason(), "stop_reason": request.stop_reason}
         return EngineCoreOutput(request.request_id, [first.token], kv_transfer_params=params, **facts)
-    request._output_token_ids.pop()
-    request.prompt_token_ids = [*request.prompt_token_ids, first.token]
-    request.num_prompt_tokens += 1
-    request.max_tokens -= 1
-    if request.sampling_params.min_tokens:
-        request.sampling_params = copy.copy(request.sampling_params)
-        request.sampling_params.min_tokens -= 1
+    request.sampling_params = copy.copy(request.sampling_params)
+    request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), GIVEN: first.token}
     return EngineCoreOutput(request.request_id, [first.token], **facts)
 
 

@@ -75,10 +75,14 @@ CASES = [
     Case("greedy with a seed", {"seed": 7}),
     Case("sampled at will", {"temperature": 1.0}, same=False),
     Case("sampled with a seed", {"temperature": 1.0, "seed": 7}, "seed"),
-    Case("presence penalty", {"presence_penalty": 1.5}, "penalties", tokens=16),
-    Case("frequency penalty", {"frequency_penalty": 1.5}, "penalties", tokens=16),
-    Case("bad words", {"bad_words": ["a"]}, "bad words"),
-    Case("structured output", {"structured_outputs": {"choice": ["yes", "no"]}}, "structured output"),
+    Case("presence penalty", {"presence_penalty": 1.5}, tokens=24),
+    Case("frequency penalty", {"frequency_penalty": 1.5}, tokens=24),
+    Case("all penalties", {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3}, tokens=24),
+    Case("bad words", {"bad_words": ["a", "b c"]}, tokens=16),
+    Case("structured output", {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}),
+    Case("a grammar", {"structured_outputs": {"regex": "[a-z]{3}[0-9]{3}"}, "ignore_eos": False, "logprobs": 2}),
+    Case("JSON in a chat", {"response_format": {"type": "json_object"}, "ignore_eos": False}, chat=True),
+    Case("loops end", {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, tokens=24),
 ]
 
 
@@ -210,7 +214,7 @@ def test_decode_computes_one_step_fewer_of_each_request(pair: Pair) -> None:
         settled_free_blocks(d)
         return d.metrics()[FLOPS] - between - (between - before)
 
-    barred = {"presence_penalty": 0.5}
+    barred = {"seed": 7, "temperature": 1.0}
     one, six = computed_for(1, **barred), computed_for(6, **barred)
     assert 0 < one < six
     assert computed_for(1) == 0

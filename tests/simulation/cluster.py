@@ -41,7 +41,7 @@ class Cluster:
         )
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
-        self._sampled: list[tuple[TransferId, str]] = []  # whose first tokens, by number
+        self._sampled: list[str] = []  # of which pushes the first tokens are, by number
         self.requests: list[Request] = []
         self._serials: dict[TransferId, int] = {}
         self._bound: dict[object, object] = {}  # source by target, and target by source
@@ -326,9 +326,7 @@ class Cluster:
 
     def sampled(self, prompt: Prompt) -> int:
         """A token for a sample of P's: another one each time, so that it tells whose it is."""
-        if prompt.reservation is None:
-            raise Violation(f"{prompt.name} has a token for nobody")
-        self._sampled.append((prompt.reservation.transfer, prompt.push))
+        self._sampled.append(prompt.push)
         return len(self._sampled)
 
     def check_first(self, engine: DecodeEngine, request: Request, start: Start) -> None:
@@ -336,7 +334,7 @@ class Cluster:
         waited = self.world.now - request.held - (engine.stopped_s() - request.stopped_before)
         if waited > FIRST_WAIT_S + 0.1:
             raise Violation(f"promise 6: {request.name} waited {waited:.1f} s for its first token")
-        if start.first is not None and self._sampled[start.first.token - 1] != (request.transfer, request.push):
+        if start.first is not None and self._sampled[start.first.token - 1] != request.push:
             raise Violation(f"promise 6: {request.name} starts with a token that is not of its own push")
 
     def check_hold(self, engine: PrefillEngine, prompt: Prompt) -> None:

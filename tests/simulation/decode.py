@@ -347,7 +347,7 @@ class DecodeEngine:
                 self.cluster.world.stats[f"offers {effect.kind}"] += 1
                 if effect.code:
                     self.cluster.world.gave_up("D", f"{effect.code} {effect.detail}")
-                self.outcome(effect.transfer, "prefilled" if effect.kind == "prefilled" else effect.code)
+                self.outcome(effect.transfer, "prefilled" if effect.kind == "prefilled" else effect.code, effect.first)
         self._alarm.set()
 
     def _poke(self) -> None:

@@ -705,6 +705,16 @@ class SourceOfTheDead(Meetings):
         return next((record for record in self._sources.values() if record.target is None), None)
 
 
+class TokenOfAnother(Meetings):
+    """What was sampled for a source is told of the one that ends next."""
+
+    _last: Any = None
+
+    def finished(self, now: float, request_id: str, *, well: bool, sample: Any = None) -> bool:
+        told, self._last = self._last or sample, sample
+        return super().finished(now, request_id, well=well, sample=told)
+
+
 class AttachedWithoutItsPast(PushBook):
     """What was computed before the push had a target is not pushed."""
 
@@ -748,6 +758,11 @@ def _met_astray(settings: Settings) -> Settings:
     """Sides come late, twice or never, and P is short of blocks."""
     settings = _met(replace(settings, burst=8, faults=Faults(astray=0.3, preempt=0.2, leave=0.1)))
     return replace(settings, timers=replace(settings.timers, hold_s=20.0, meet_s=10.0))
+
+
+def _met_first(settings: Settings) -> Settings:
+    """D asks for P's first tokens."""
+    return replace(_met_astray(settings), first=True)
 
 
 def _met_after_restarts(settings: Settings) -> Settings:
@@ -1076,6 +1091,7 @@ MORE = (
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),
     Mutation("hold for ever", meetings=HoldForEver, world=_met_astray),
     Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),
+    Mutation("a source's token told of the next", meetings=TokenOfAnother, world=_met_first),
     Mutation("source of a dead incarnation taken", meetings=SourceOfTheDead, world=_met_after_restarts),
     Mutation("what was computed before is not pushed", book=AttachedWithoutItsPast, world=_kindly_met),
     Mutation("lost blocks are pushed", book=LostBlocksPushed, world=_met_astray),

@@ -22,9 +22,10 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import Exchanged
-from vllm_ascend_pd.prefill.core.desk import Asked, Sample, opened
+from vllm_ascend_pd.prefill.core.desk import Asked, opened
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.protocol.auth import unseal
+from vllm_ascend_pd.protocol.first import Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -381,9 +382,14 @@ class PrefillEngine:
             del self._by_transfer[r.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         self.free.extend(prompt.tables.let_go(prompt.computed))
-        first = self.desk.first(prompt.name, prompt.tokens, lambda: self._sample(prompt)) if why == "ended" else None
-        how = {"holds_blocks": any(prompt.tables.ids), "well": why == "ended"}
-        ending = self.desk.finished(self.scheduler.clock(), prompt.name, **how, why=why)
+        ending = self.desk.finished(
+            self.scheduler.clock(),
+            prompt.name,
+            holds_blocks=any(prompt.tables.ids),
+            well=why == "ended",
+            why=why,
+            sampled=lambda: self._sample(prompt) if why == "ended" else None,
+        )
         held, source = ending.held, ending.source.source if ending.source is not None else None
         if held and not self.cluster.mutation.hasty_release:
             self.holding[prompt.name] = prompt
@@ -399,7 +405,7 @@ class PrefillEngine:
             self.cluster.router.answered(self, prompt.leg, source)
         elif why == "ended" and r is not None:
             kind = "prefilled" if ending.refusal is None else ending.refusal.code
-            self.cluster.broker.prefill_ended(self, r.transfer, kind, first)
+            self.cluster.broker.prefill_ended(self, r.transfer, kind, ending.first)
 
     def _sample(self, prompt: Prompt) -> Sample:
         """No two samples have the same token."""

@@ -47,7 +47,7 @@ def step(book: PushBook) -> PrefillStep:
 def test_a_first_token_is_told_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
     book = admitted(10, seed=Seed("how", 2))
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
-    told = book.first("r", 10, 7, "how", [(7 + n, -1.0, 1) for n in range(count)])
+    told = book.first("r", (7, "how", [(7 + n, -1.0, 1) for n in range(count)]))
     assert (told is not None) == (count == 3), "two, and the token's own"
 
 

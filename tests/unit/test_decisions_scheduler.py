@@ -611,6 +611,7 @@ def test_prefill_tells_its_token_to_who_asks_for_it_only() -> None:
     assert answered(tells=False) == ""
     assert answered(digest="another") == ""
     assert answered(temperature=0.5) == "", "it sampled in another way"
-    assert answered(presence_penalty=0.5) == ""
+    assert answered(presence_penalty=0.5), "there is no token yet that it would count"
+    assert answered(thinking_token_budget=5) == ""
     assert answered(chunks=2) == "", "the prompt is not computed whole"
     assert answered(sampled=()) == answered(sampled=(7, 8)) == ""

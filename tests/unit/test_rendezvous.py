@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 from test_decisions_scheduler import CACHE, ENDPOINTS, SECRETS, engine, output, request
+from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 from watching import Steps, until
 
+from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal_source, unseal_source
@@ -31,6 +34,7 @@ TOY = {
     "remote_host": None,
     "remote_port": None,
 }
+TOKEN = 7  # P's first
 P_ID, D_ID = "cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb"
 
 
@@ -38,22 +42,35 @@ class Pair:
     def __init__(self, secrets: Secrets | None, p_keys: dict[str, Any], d_keys: dict[str, Any]) -> None:
         self.news = 0
         keys = {"hold_sources": 4, "hold_s": 60.0, **p_keys}
-        self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100)
+        self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100, tells=True)
         self.p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
         made = engine(secrets, **({"prefill_listeners": ["127.0.0.1"]} if secrets is None else {}), **d_keys)
-        self.d = DecodeScheduler(made, Patience(lambda: 0))
+        self.d = DecodeScheduler(made, Patience(lambda: 0), vocabulary=100)
         self.d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
         self.steps = Steps(self.d)
 
     def _rung(self) -> None:
         self.news += 1
 
-    def prefilled(self, params: Any = TOY, name: str = P_ID) -> tuple[Request, bool, dict[str, Any] | None]:
+    def prefilled(
+        self, params: Any = TOY, name: str = P_ID, **sampling: Any
+    ) -> tuple[Request, bool, dict[str, Any] | None]:
         asked = request(name, params)
+        asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
         self.p.allocated(asked)
         self.p.build_step(output([(name, 0, 10, [1, 2, 3])]))
+        return (asked, *self.ended(asked))
+
+    def ended(self, asked: Request) -> tuple[bool, dict[str, Any] | None]:
+        asked.append_output_token_ids([TOKEN])
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return (asked, *self.p.finished(asked, True))
+        return self.p.finished(asked, True)
+
+    def started(self) -> Start:
+        """How D's held request goes on, once that is known."""
+        found: list[Start] = []
+        until(lambda: (self.steps.take() and found.extend(self.d._desk.seeds.take(0.0))) or found, "the last word of P")
+        return found[0]
 
     def load(self, params: Any, name: str = D_ID) -> Any:
         asked = request(name, params)
@@ -114,6 +131,48 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
         held, answer = both.p.finished(asked, True)
         assert held and answer is not None and "source" not in answer
         both.steps.settled(bind.transfer)
+
+
+@pytest.mark.parametrize("first", ["P", "at once"])
+@pytest.mark.parametrize("kv", ["before P's last word", "after it"])
+def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
+    with pair(SECRETS, d={"prefill_listeners": ["127.0.0.1"]}) as both:
+        both.d.first_tokens.entered = True  # as vLLM's scheduler is when it hears of loads
+        if first == "P":
+            _, _, params = both.prefilled()
+            asked = None
+        else:
+            params, asked = {**both.address(), "remote_request_id": "router-1"}, request(P_ID, TOY)
+            asked.sampling_params = SamplingParams(max_tokens=1)
+            both.p.allocated(asked)
+            both.p.build_step(output([(P_ID, 0, 10, [1, 2, 3])]))
+        bind = both.load(params)
+        until(both.p.must_step, "the binding")
+        (began,) = both.p.build_step(output()).starts
+        if kv == "after it":
+            if asked is not None:
+                both.ended(asked)
+            both.steps.settled(bind.transfer)
+        both.d.ended([LoadEnd(D_ID, "", began.push)])
+        assert both.d.received(D_ID) and both.d.holds(D_ID)
+        if kv != "after it" and asked is not None:
+            both.ended(asked)
+        start = both.started()
+        assert start.first is not None and (start.first.token, start.first.transfer) == (TOKEN, bind.transfer)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"), [({"temperature": 0.5}, "not told"), ({"logprobs": 2}, "not told"), ({"seed": 5}, "not told")]
+)
+def test_a_p_that_was_asked_otherwise_tells_no_token(sampling: dict[str, Any], why: str) -> None:
+    with pair() as both:
+        both.d.first_tokens.entered = True
+        _, _, answer = both.prefilled(**sampling)
+        bind = both.load(answer)
+        both.steps.settled(bind.transfer)
+        both.d.ended([LoadEnd(D_ID, "", "p.1")])
+        assert both.d.received(D_ID)
+        assert (both.started().first, why) == (None, why)
 
 
 def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import worker_batch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted, fault
@@ -52,6 +54,9 @@ def given(**changes: Any) -> dict[str, Any]:
         {"logprobs": 20},
         {"stop": ["x"], "ignore_eos": True, "max_tokens": 1, "n": 2},
         {"extra_args": {"kv_transfer_params": {}}},
+        {"presence_penalty": 0.1, "frequency_penalty": -0.1},
+        {"bad_words": ["x", "y z"]},
+        {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])},
     ],
     ids=str,
 )
@@ -63,15 +68,13 @@ def test_requests_that_start_with_p_s_token(changes: dict[str, Any]) -> None:
     ("changes", "why"),
     [
         ({"seed": 4}, "seed"),
-        ({"presence_penalty": 0.1}, "penalties"),
-        ({"frequency_penalty": -0.1}, "penalties"),
-        ({"bad_words": ["x"]}, "bad words"),
         ({"thinking_token_budget": 10}, "thinking budget"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 1}, "prompt"),
         ({"logprob_token_ids": [4]}, "logprobs"),
         ({"allowed_token_ids": list(range(1025))}, "long lists"),
+        ({"structured_outputs": StructuredOutputsParams(choice=["x" * 17000])}, "long lists"),
         ({"extra_args": {"kv_transfer_params": {}, "mine": 1}}, "extra arguments"),
     ],
     ids=lambda value: str(value)[:40],
@@ -91,6 +94,10 @@ ASKED = [
     {"allowed_token_ids": [3, 1, 2], "temperature": 1e-3},
     {"min_tokens": 5, "stop_token_ids": [9, 8], "max_tokens": 20},
     {"min_tokens": 5, "stop_token_ids": [9, 8], "ignore_eos": True, "max_tokens": 20},
+    {"structured_outputs": {"json": {"type": "object", "properties": {"b": {}, "a": {}}}, "whitespace_pattern": " "}},
+    {"structured_outputs": {"regex": "a+"}, "presence_penalty": 1.0},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string"}}}},
 ]
 
 
@@ -155,6 +162,8 @@ def test_p_gets_of_d_s_post_only_what_chooses_and_reports_the_token() -> None:
         {"logit_bias": {1: 1.0}},
         {"allowed_token_ids": [1]},
         {"min_tokens": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="a+")},
+        {"structured_outputs": StructuredOutputsParams(json_object=True)},
     ],
     ids=str,
 )
@@ -162,6 +171,18 @@ def test_what_chooses_differently_has_another_digest(other: dict[str, Any]) -> N
     assert sampling.digest(given(temperature=0.7, **other) if "temperature" not in other else given(**other)) != (
         sampling.digest(given(temperature=0.7))
     )
+
+
+def test_a_grammar_read_by_another_library_is_another() -> None:
+    ours, theirs = (StructuredOutputsParams(json_object=True) for _ in range(2))
+    ours._backend, theirs._backend = "xgrammar", "guidance"
+    assert sampling.digest({"structured_outputs": ours}) != sampling.digest({"structured_outputs": theirs})
+    assert not any(name.startswith("_") for name in sampling.sent({"structured_outputs": ours})["structured_outputs"])
+
+
+def test_bad_words_are_compared_as_tokens() -> None:
+    one, other, swapped = ({"_bad_words_token_ids": ids} for ids in ([[1], [2, 3]], [[1], [3, 2]], [[2, 3], [1]]))
+    assert sampling.digest(one) == sampling.digest(swapped) != sampling.digest(other)
 
 
 def test_greedy_requests_choose_alike_whatever_their_filters_say() -> None:
@@ -332,7 +353,8 @@ class Own(Scheduler):
         ({}, ""),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Other", is_kv_producer=False)}, "Other was not tried"),
         ({"model_config": SimpleNamespace(logits_processors=["mine"])}, "logits processors"),
-        ({"speculative_config": object()}, "a draft model"),
+        ({"speculative_config": object()}, ""),
+        ({"use_v2_model_runner": True}, "vLLM's second model runner"),
         ({"watermark_config": object()}, "watermarks"),
         ({"scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Own)}, "the scheduler Own was not tried"),
     ],
@@ -354,9 +376,28 @@ def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.Mo
     assert "take_prefill_stats" in first_token.unproven(config())
 
 
-def test_p_s_draft_model_is_no_matter() -> None:
+def test_what_p_runs_on_is_no_matter() -> None:
     p = SimpleNamespace(kv_connector=first_token.CONNECTOR, kv_role="kv_producer", is_kv_producer=True)
-    assert first_token.unproven(config(kv_transfer_config=p, speculative_config=object())) == ""
+    assert first_token.unproven(config(kv_transfer_config=p, use_v2_model_runner=True)) == ""
+
+
+@pytest.mark.parametrize(
+    ("token", "outputs", "there"), [(None, [], []), (9, [], [9]), (9, [9, 8], [9, 8]), (0, [], [0])], ids=str
+)
+def test_a_worker_s_batch_takes_the_token_as_an_output(
+    monkeypatch: pytest.MonkeyPatch, token: int | None, outputs: list[int], there: list[int]
+) -> None:
+    monkeypatch.setattr(InputBatch, "add_request", InputBatch.add_request)
+    monkeypatch.setattr(first_token, "_installed", set())
+    assert first_token.install_on_worker(config()) == first_token.install_on_worker(config()) == ""
+    assert worker_batch.wrong(token, outputs, there) == ""
+
+
+def test_a_worker_that_could_not_be_wrapped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InputBatch, "add_request", lambda self, request, more: 0)
+    monkeypatch.setattr(first_token, "_installed", set())
+    assert "differ" in first_token.install_on_worker(config())
+    assert not first_token._installed
 
 
 def test_the_wrapper_is_put_on_once_and_passes_by_who_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ SCENARIOS = (
     "failed_loads_fail_as_configured",
     "failed_loads_are_recomputed_as_configured",
     "first_tokens_are_p_s",
+    "a_worker_s_batch_takes_the_token_as_an_output",
     "first_tokens_that_do_not_come_are_computed",
     "aborted_while_held_gives_the_blocks_back",
 )

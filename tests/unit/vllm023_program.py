@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 
 import vllm
+import worker_batch
 from fake_metaserver import fake_metaserver
 from vllm023_engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
 
@@ -259,6 +260,12 @@ def first_tokens_are_p_s() -> None:
             check(not pair.decode.wrong(f"{name}-d", pair.blocks[name], 0, 100), "wrong bytes")
 
 
+def a_worker_s_batch_takes_the_token_as_an_output() -> None:
+    with site():  # the workers are wrapped as they are made
+        for token, outputs, there in ((None, [], []), (9, [], [9]), (9, [9, 8], [9, 8])):
+            check(not (wrong := worker_batch.wrong(token, outputs, there)), wrong)
+
+
 def first_tokens_that_do_not_come_are_computed() -> None:
     with site() as pair:
         pair.outcome, pair.prefill.token = "seeded", 9
@@ -300,6 +307,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     failed_loads_fail_as_configured,
     failed_loads_are_recomputed_as_configured,
     first_tokens_are_p_s,
+    a_worker_s_batch_takes_the_token_as_an_output,
     first_tokens_that_do_not_come_are_computed,
     aborted_while_held_gives_the_blocks_back,
 )

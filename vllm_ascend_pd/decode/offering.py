@@ -96,7 +96,7 @@ class Offering:
             if effect.final:
                 self._began.pop(effect.transfer, None)
             prefill = pushed_by(effect.push)
-            outcome = Outcome(effect.kind, effect.code, effect.detail, prefill, self._now() - began)
+            outcome = Outcome(effect.kind, effect.code, effect.detail, prefill, self._now() - began, effect.first)
             self._on_outcome(effect.transfer, outcome)
         if self._timer is not None:
             self._timer.cancel()

@@ -107,6 +107,8 @@ class DecodeScheduler(SchedulerRole):
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
+        if unseeded := next((facts.unseeded for facts in workers.values() if facts.unseeded), ""):
+            self.first_tokens.off(unseeded)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
         allowed = sorted(self._allowed)
         if words := next((words for one in endpoints if (words := secluded(one.host, allowed))), ""):

@@ -18,7 +18,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import unseal_first
-from vllm_ascend_pd.protocol.first import Seed
+from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,12 @@ class Seeding(first_token.Around):
         self._engine, self._tally, self._vocabulary, self._desk = engine, tally, vocabulary, desk
         self._listen, self._told, self._answer = listen, told, answer
 
+    def off(self, why: str) -> None:
+        """A worker cannot go on behind a token that it has not sampled."""
+        if self._vocabulary:
+            log.warning("P's first token is not used, a worker says: %s", why)
+        self._vocabulary = 0
+
     def ask(self, request: Any, transfer: TransferId, *, leaves_last: bool) -> tuple[Seed, dict[str, Any]] | None:
         """What the reservation asks for, and what P must be sent to choose the same."""
         if not self._vocabulary or not self._desk.seeds_come(request.request_id):
@@ -56,20 +62,20 @@ class Seeding(first_token.Around):
             return why or Wanted(transfer, place, sampling.digest(given), given.get("logprobs"), self._vocabulary)
 
         asked = request.request_id, wanted, request.num_output_tokens
-        why = first_token.barred(request) or self._desk.ask(*asked, leaves_last=leaves_last)
+        why = first_token.barred(request, thinks=self.thinks) or self._desk.ask(*asked, leaves_last=leaves_last)
         if why:
             self.unseeded(request.request_id, why)
             return None
         return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
 
-    def heard(self, transfer: TransferId, sealed: str, failed: str) -> None:
-        """The metaserver's last word: P's token in its envelope, or nothing."""
+    def heard(self, transfer: TransferId, told: str | First | None, failed: str) -> None:
+        """The last word of the metaserver, with P's token in its envelope, or of P itself, or without one."""
         if not self._desk.seeds.asked(transfer):
             return
-        first, why = None, ""
-        if sealed and not failed:
+        first, why = told if isinstance(told, First) else None, ""
+        if isinstance(told, str) and not failed:
             try:
-                first = unseal_first(base64.b64decode(sealed, validate=True), self._engine.secrets)
+                first = unseal_first(base64.b64decode(told, validate=True), self._engine.secrets)
             except (ValueError, RemoteProtocolError) as refused:
                 log.warning("transfer %s: its first token is refused: %s", transfer, refused)
                 why = "refused"
@@ -84,6 +90,9 @@ class Seeding(first_token.Around):
             request = scheduler.requests.get(ready.request_id)
             if ready.first is None or request is None or request.is_finished():
                 self.unseeded(ready.request_id, ready.why or "aborted")
+                continue
+            if first_token.grammar_bars(request, ready.first.token):
+                self.unseeded(ready.request_id, "structured output")
                 continue
             self._tally.add("first_tokens_taken", 1)
             self._told(ready.request_id, TAKEN)

@@ -19,8 +19,11 @@ from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 class DecodeWorker(WorkerRole):
     """Created with the worker; the runtime starts when the KV caches are registered."""
 
-    def __init__(self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int) -> None:
-        self._engine, self._shape, self._device = engine, shape, device
+    def __init__(
+        self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, unseeded: str = ""
+    ) -> None:
+        """`unseeded`: why its batch cannot go on behind P's first token."""
+        self._engine, self._shape, self._device, self._unseeded = engine, shape, device, unseeded
         self._stage, self._rank = stage, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
@@ -40,7 +43,7 @@ class DecodeWorker(WorkerRole):
         )
         target = engine.create_target(self._device.attach_thread)
         self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
-        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry)
+        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._unseeded)
 
     def handshake(self) -> WorkerFacts | None:
         return self._facts

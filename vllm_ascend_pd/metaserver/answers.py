@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.protocol.first import First
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Outcome:
     detail: str = ""
     prefill: str = ""
     seconds: float = 0.0
-    first: str = ""  # P's first token, sealed
+    first: str | First | None = None  # P's first token; sealed, in base64, where it came through a router
 
     @property
     def final(self) -> bool:
@@ -92,7 +93,9 @@ def _final(event: dict[str, Any]) -> Outcome:
         return Outcome("failed", str(code) if known else "PD-META-006", _words(detail)[:1000])
     first = event.get("first", "")
     return Outcome(
-        "prefilled", prefill=_words(event.get("prefill", ""))[:300], first=first if isinstance(first, str) else ""
+        "prefilled",
+        prefill=_words(event.get("prefill", ""))[:300],
+        first=first if isinstance(first, str) and first else None,
     )
 
 

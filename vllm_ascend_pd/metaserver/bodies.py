@@ -63,11 +63,12 @@ FIELDS: dict[str, Use] = {
     # How text, images and sound become tokens.
     **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "truncation_side"), Use.PROMPT),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "ec_transfer_params"), Use.PROMPT),
-    # Which token comes next. A grammar is compiled before the prefill; a seed has killed a sampler.
+    # Which token comes next. A seed has killed a sampler.
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"), Use.FIRST),
     **dict.fromkeys(("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs"), Use.FIRST),
     **dict.fromkeys(("seed", "frequency_penalty", "presence_penalty", "repetition_detection"), Use.ANSWER),
-    **dict.fromkeys(("bad_words", "structured_outputs", "watermarking", "thinking_token_budget"), Use.ANSWER),
+    **dict.fromkeys(("bad_words", "structured_outputs"), Use.FIRST),
+    **dict.fromkeys(("watermarking", "thinking_token_budget"), Use.ANSWER),
     # When it ends.
     **dict.fromkeys(("stop", "length_penalty"), Use.ANSWER),
     **dict.fromkeys(("use_beam_search", "best_of", "include_stop_str_in_output"), Use.ANSWER),
@@ -173,6 +174,9 @@ def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
     return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params}, request.size)
 
 
+_SHAPES = {"response_format", "tools", "tool_choice"}  # they may ask for structured output
+
+
 def for_prefill(
     request: Request,
     params: Mapping[str, Any],
@@ -188,6 +192,8 @@ def for_prefill(
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
     if request.route == CHAT and "logprobs" in chosen:
         chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
+    if _SHAPES & set(request.fields):  # they stay, for the prompt's sake: P reads from them what D has read
+        chosen.pop("structured_outputs", None)
     unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
     body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}

@@ -16,7 +16,7 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.metadata import Blocks, Exchanged, PrefillStep, PushAbort, PushSlice, PushStart
-from vllm_ascend_pd.protocol.first import First, LogProb, Seed
+from vllm_ascend_pd.protocol.first import First, Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.versions import OURS
@@ -165,15 +165,13 @@ class PushBook:
         tracked = self._tracked.get(request_id)
         return tracked.reservation.seed if tracked is not None else None
 
-    def first(
-        self, request_id: str, position: int, token: int, digest: str, logprobs: Sequence[LogProb]
-    ) -> First | None:
+    def first(self, request_id: str, sample: Sample | None) -> First | None:
         """What D is told of the token that was sampled for a request, if all of it is pushed or will be and it was chosen as
-        D asks for."""
+        D asks for. To be asked before it has `finished`."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or not tracked.sealed or tracked.aborted:
+        if sample is None or tracked is None or not tracked.sealed or tracked.aborted:
             return None
-        seed = tracked.reservation.seed
+        seed, (token, digest, logprobs) = tracked.reservation.seed, sample
         if (
             seed is None
             or seed.digest != digest
@@ -183,7 +181,7 @@ class PushBook:
         return First(
             transfer=tracked.reservation.transfer,
             push=tracked.push,
-            position=position,
+            position=tracked.reservation.prompt_length,
             token=token,
             digest=digest,
             logprobs=tuple(logprobs),

@@ -90,18 +90,18 @@ class PrefillScheduler(SchedulerRole):
             else:
                 error = self._desk.take(now, asked)
                 if error is None:
-                    self._taken(asked)
+                    self._taken(request, asked)
             if error is not None:
                 log.warning("request %s is prefilled but not pushed: %s", request.request_id, error)
 
-    def _taken(self, asked: Asked) -> None:
+    def _taken(self, request: Any, asked: Asked) -> None:
         facts = {"request": asked.request_id, "push": asked.push}
         if asked.reservation is None:
             trace.emit("collecting", **facts)
-            return
-        trace.emit("attached", transfer=str(asked.reservation.transfer), **facts)
-        if self.first_tokens is not None:
-            self.first_tokens.attached(asked.request_id, asked.reservation.seed)
+        else:
+            trace.emit("attached", transfer=str(asked.reservation.transfer), **facts)
+        if self.first_tokens is not None and (asked.reservation is None or asked.reservation.seed is not None):
+            self.first_tokens.taken(request)
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
@@ -146,9 +146,18 @@ class PrefillScheduler(SchedulerRole):
             return self._finished(now, request, holds_blocks)
 
     def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        first = self.first_tokens.told(request, self._desk) if self.first_tokens is not None else ""
-        how = {"holds_blocks": holds_blocks, "well": request.status in _WELL}
-        ending = self._desk.finished(now, request.request_id, **how, why="the request ended on prefill")
+        tells = self.first_tokens
+        ending = self._desk.finished(
+            now,
+            request.request_id,
+            holds_blocks=holds_blocks,
+            well=request.status in _WELL,
+            why="the request ended on prefill",
+            sampled=lambda: tells.sampled(request) if tells is not None else None,
+        )
+        first = tells.told(ending.first) if tells is not None else ""
+        if tells is not None:
+            tells.forget(request.request_id)
         if ending.source is not None:
             return ending.held, self._source(request, ending.source)
         if (error := ending.refusal) is not None:

@@ -7,14 +7,13 @@ import base64
 from typing import Any
 
 from vllm_ascend_pd import first_token
-from vllm_ascend_pd.prefill.core.desk import Desk, Sample
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first
-from vllm_ascend_pd.protocol.first import LogProb, Seed
+from vllm_ascend_pd.protocol.first import First, LogProb, Sample
 
 
 class Telling(first_token.Around):
-    """Log-probabilities are read from a step's results, of those requests only whose D asks for them."""
+    """Log-probabilities are read from a step's results, of those requests only that ask for them, as D's does."""
 
     def __init__(self, secrets: Secrets | None) -> None:
         super().__init__()
@@ -22,30 +21,32 @@ class Telling(first_token.Around):
         self._counts: dict[str, int] = {}  # log-probabilities asked for, by request
         self._logprobs: dict[str, tuple[LogProb, ...]] = {}
 
-    def attached(self, request_id: str, seed: Seed | None) -> None:
-        if seed is not None and seed.logprobs is not None:
-            self._counts[request_id] = seed.logprobs
+    def taken(self, request: Any) -> None:
+        """A request whose token D may want."""
+        params = request.sampling_params
+        if params is not None and params.logprobs is not None and not sampling.refusal(first_token.given(params)):
+            self._counts[request.request_id] = params.logprobs
 
     def before(self, output: Any) -> None:
         for request_id, count in self._counts.items():
             if told := first_token.reported(output, request_id, count):
                 self._logprobs[request_id] = told
 
-    def told(self, request: Any, desk: Desk) -> str:
-        """The sealed token, in base64; empty if there is none for D. To be asked before the desk hears of the end."""
-        request_id = request.request_id
-        self._counts.pop(request_id, None)
-        logprobs = self._logprobs.pop(request_id, ())
-        first = desk.first(request_id, request.num_prompt_tokens, lambda: _sampled(request, logprobs))
+    def sampled(self, request: Any) -> Sample | None:
+        """Of a request that has ended, if D may start with it."""
+        if len(request.output_token_ids) != 1 or first_token.barred(request, thinks=self.thinks):
+            return None
+        if request.get_finished_reason() not in first_token.well_finished():
+            return None
+        given = first_token.given(request.sampling_params)
+        if sampling.refusal(given):
+            return None
+        return int(request.output_token_ids[0]), sampling.digest(given), self._logprobs.get(request.request_id, ())
+
+    def told(self, first: First | None) -> str:
+        """The sealed token, in base64, for P's answer."""
         return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
 
-
-def _sampled(request: Any, logprobs: tuple[LogProb, ...]) -> Sample | None:
-    if len(request.output_token_ids) != 1 or first_token.barred(request):
-        return None
-    if request.get_finished_reason() not in first_token.well_finished():
-        return None
-    given = first_token.given(request.sampling_params)
-    if sampling.refusal(given):
-        return None
-    return int(request.output_token_ids[0]), sampling.digest(given), logprobs
+    def forget(self, request_id: str) -> None:
+        self._counts.pop(request_id, None)
+        self._logprobs.pop(request_id, None)

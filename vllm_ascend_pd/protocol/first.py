@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -14,6 +15,7 @@ MAX_FIRST_BYTES = 8192  # of one, sealed
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 LogProb = tuple[Count, float, Rank]  # token, its log-probability, its rank
+Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # a token, how it was chosen (a digest), what is reported of it
 
 
 class Seed(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from vllm_ascend_pd.geometry.layout import Name
 from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import Count, Endpoint, Token, TransferId
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Seconds
 
@@ -59,11 +60,12 @@ class Waits(msgspec.Struct, frozen=True, tag="waits"):
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
-    """P → D: source and target have met. `ended`: and P has computed the whole prompt."""
+    """P → D: source and target have met. `ended`: and P has computed the whole prompt, and sampled `first` as D asks for."""
 
     transfer: TransferId
     push: Token
     ended: bool
+    first: First | None = None
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Of which requests P's first token may be D's, and what P must be told to sample the same.
 
-One table of vLLM's sampling parameters. D takes P's token as the last one of its prompt: what looks at a token regardless of
-whether it was asked for or generated goes on as in one engine, what counts or remembers generated tokens does not.
-A parameter that is not in the table is of a later release: a request that sets it is not seeded.
+One table of vLLM's sampling parameters. P's token is the first output of D's request: what counts or remembers generated tokens
+goes on as in one engine. A parameter that is not in the table is of a later release: a request that sets it is not seeded.
 """
 
 from __future__ import annotations
@@ -16,32 +15,32 @@ from typing import Any
 
 MOST_LOGPROBS = 20  # vLLM's own default for what a request may ask for
 MOST_LISTED = 1024  # tokens that a request may list
+MOST_GRAMMAR = 16384  # bytes of JSON that its structured output may take
 
 
 class Part(Enum):
     """What a parameter has to do with the first token."""
 
-    CHOOSES = "it chooses the first token and needs no memory: P is sent it, and both sides hash it"
+    CHOOSES = "it chooses the first token: P is sent it, and both sides hash it"
     REPORTS = "what is told of the first token: P is sent it"
     AFTER = "what is done with a token that is there: D does it, as without a seed"
-    BARS = "it remembers generated tokens, or was not tried: such a request is not seeded"
+    BARS = "its state is not the tokens alone, or it was not tried: such a request is not seeded"
 
 
 PARAMETERS: dict[str, tuple[Part, str]] = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), (Part.CHOOSES, "")),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "min_tokens", "_all_stop_token_ids"), (Part.CHOOSES, "")),
+    **dict.fromkeys(("bad_words", "_bad_words_token_ids", "structured_outputs"), (Part.CHOOSES, "")),
     "logprobs": (Part.REPORTS, ""),
     **dict.fromkeys(("n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "_eos_token_id"), (Part.AFTER, "")),
     **dict.fromkeys(("flat_logprobs", "detokenize", "skip_special_tokens", "output_kind"), (Part.AFTER, "")),
     **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), (Part.AFTER, "")),
     **dict.fromkeys(("stream_interval", "skip_clone", "output_text_buffer_length"), (Part.AFTER, "")),
     "skip_reading_prefix_cache": (Part.AFTER, ""),
+    # They count generated tokens, of which there are none before the first.
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_detection"), (Part.AFTER, "")),
     "seed": (Part.BARS, "seed"),  # the generator's state is in D's workers; greedy sampling asks none
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (Part.BARS, "penalties")),
-    **dict.fromkeys(("bad_words", "_bad_words_token_ids"), (Part.BARS, "bad words")),
-    "structured_outputs": (Part.BARS, "structured output"),
     "thinking_token_budget": (Part.BARS, "thinking budget"),
-    "repetition_detection": (Part.BARS, "repetition detection"),
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (Part.BARS, "prompt")),
     "logprob_token_ids": (Part.BARS, "logprobs"),
     # An engine that makes watermarks is left out as a whole; in any other these do nothing.
@@ -55,7 +54,7 @@ _OURS = "kv_transfer_params"  # among the extra arguments: the router's
 # What stands in `first_token` of a reservation's post: names of the completions API.
 SENT = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens")
-) | {"stop_token_ids", "ignore_eos", "logprobs"}
+) | {"stop_token_ids", "ignore_eos", "logprobs", "bad_words", "structured_outputs"}
 
 
 def refusal(given: Mapping[str, Any]) -> str:
@@ -75,8 +74,11 @@ def refusal(given: Mapping[str, Any]) -> str:
         given.get("logit_bias") or (),
         given.get("allowed_token_ids") or (),
         given.get("_all_stop_token_ids") or (),
+        given.get("_bad_words_token_ids") or (),
     )
-    return "long lists" if max(map(len, listed)) > MOST_LISTED else ""
+    if max(map(len, listed)) > MOST_LISTED or len(json.dumps(_grammar(given))) > MOST_GRAMMAR:
+        return "long lists"
+    return ""
 
 
 def sent(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +92,10 @@ def sent(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["allowed_token_ids"] = list(given["allowed_token_ids"])
     if given.get("min_tokens"):  # the first token must not end the answer; more than one P's limit does not allow
         fields |= {"min_tokens": 1, "stop_token_ids": _stops(given), "ignore_eos": bool(given.get("ignore_eos"))}
+    if given.get("bad_words"):
+        fields["bad_words"] = list(given["bad_words"])
+    if grammar := _grammar(given):
+        fields["structured_outputs"] = {name: value for name, value in grammar.items() if not name.startswith("_")}
     if given.get("logprobs") is not None:
         fields["logprobs"] = given["logprobs"]
     return fields
@@ -106,8 +112,10 @@ def digest(given: Mapping[str, Any]) -> str:
         "bias": sorted((int(token), float(bias)) for token, bias in (given.get("logit_bias") or {}).items()),
         "allowed": sorted(given.get("allowed_token_ids") or ()),
         "banned": _stops(given) if given.get("min_tokens") else None,
+        "bad words": sorted(map(list, given.get("_bad_words_token_ids") or ())),
+        "grammar": _grammar(given),
     }
-    return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _greedy(given: Mapping[str, Any]) -> bool:
@@ -120,6 +128,12 @@ def _repetition(given: Mapping[str, Any]) -> float:
 
 def _top_k(given: Mapping[str, Any]) -> int:
     return max(0, int(given.get("top_k", 0)))  # -1 and 0 both say "all"
+
+
+def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer must look like, as far as it is set, and by what that is read."""
+    asked = given.get("structured_outputs")
+    return {name: value for name, value in vars(asked).items() if value not in (None, False)} if asked else {}
 
 
 def _stops(given: Mapping[str, Any]) -> list[int]:

@@ -64,7 +64,7 @@ class Desk:
 
     def seeds_come(self, request_id: str) -> bool:
         """Whether P's first token can come on the way of its KV: no other router's word brings it."""
-        return isinstance(self._ways.get(request_id), Ticket)
+        return isinstance(self._ways.get(request_id), Ticket | Meet)
 
     def ask(self, request_id: str, wanted: Callable[[], Wanted | str], produced: int, *, leaves_last: bool) -> str:
         """Ask P for its first token with the reservation; else why not. `wanted` may say why not, too."""
@@ -91,7 +91,9 @@ class Desk:
             self.seeds.complete(request_id, verdict.push, now)
         elif self.seeds.forget(request_id):
             unseeded = "load failed" if verdict.code else "scheduler"
-        hangs_up = verdict.hangs_up or isinstance(self._ways.get(request_id), Meet)
+        # A P that still has to bring the first token is not told that nothing more is wanted.
+        met = isinstance(self._ways.get(request_id), Meet) and not self.seeds.holds(request_id)
+        hangs_up = verdict.hangs_up or met
         return Received(transfer, verdict, hangs_up, unseeded)
 
     def finished(self, request_id: str) -> Ended:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import CATALOGUE, PdError
 from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
 from vllm_ascend_pd.protocol.timing import Agenda, Backoff
@@ -37,6 +38,7 @@ class Answered:
     code: str = ""
     detail: str = ""
     push: str = ""
+    first: First | None = None
 
     @property
     def final(self) -> bool:
@@ -139,7 +141,7 @@ class Offers:
             self._effects.append(Answered(bound.transfer, "accepted", push=bound.push))
         if bound.ended:
             self._close(bound.transfer)
-            self._effects.append(Answered(bound.transfer, "prefilled", push=bound.push))
+            self._effects.append(Answered(bound.transfer, "prefilled", push=bound.push, first=bound.first))
         else:
             self._rest(now, found)
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.meetings import Meetings, Record, failure_of, not_held
 from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.protocol.first import First, LogProb
+from vllm_ascend_pd.protocol.first import First, Sample
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
-
-Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # the token, how it was chosen, what is reported of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,7 @@ class Ending:
     source: Record | None = None  # for a target that may still come
     pushed: bool = False
     refusal: PdError | None = None  # why it was not
+    first: First | None = None  # its token, for a D that asks for it and hears P's answer
 
 
 def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation | Gone:
@@ -114,22 +112,32 @@ class Desk:
         self.meetings.preempted(request_id)
         self.book.preempted(request_id)
 
-    def first(self, request_id: str, position: int, sampled: Callable[[], Sample | None]) -> First | None:
-        """P's token for a D that asks for it: to be asked before the request has `finished`."""
-        sample = sampled() if self.book.asks(request_id) is not None else None
-        return self.book.first(request_id, position, *sample) if sample is not None else None
-
-    def finished(self, now: float, request_id: str, *, holds_blocks: bool, well: bool, why: str) -> Ending:
-        """The request ended, with its blocks or without; `well`: its prompt was computed."""
+    def finished(
+        self,
+        now: float,
+        request_id: str,
+        *,
+        holds_blocks: bool,
+        well: bool,
+        why: str,
+        sampled: Callable[[], Sample | None] = lambda: None,
+    ) -> Ending:
+        """The request ended, with its blocks or without; `well`: its prompt was computed. `sampled` is asked where D may want it."""
         refusal, pushed = self.book.refusal(request_id), self.book.tracks(request_id)
-        collected, well = self.meetings.collects(request_id), holds_blocks and well
-        waits = self.meetings.finished(now, request_id, well=well)
+        met, collected, well = (
+            self.meetings.knows(request_id),
+            self.meetings.collects(request_id),
+            holds_blocks and well,
+        )
+        sample = sampled() if collected or self.book.asks(request_id) is not None else None
+        first = self.book.first(request_id, sample) if not met else None
+        waits = self.meetings.finished(now, request_id, well=well, sample=sample)
         held = self.book.finished(request_id, holds_blocks=holds_blocks, why=why) or waits
         if waits:
             return Ending(held, self.meetings.told(request_id))
         if collected and well:
             refusal = PdError("PD-META-028", count=self.meetings.counts()["held"])
-        return Ending(held, pushed=pushed, refusal=refusal)
+        return Ending(held, pushed=pushed, refusal=refusal, first=first)
 
     # -- what D's schedulers say
 

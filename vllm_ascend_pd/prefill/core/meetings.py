@@ -16,6 +16,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
+from vllm_ascend_pd.protocol.first import Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, SourceId, Waits
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -83,6 +84,7 @@ class Record:
     prompt_hash: str = ""
     blocks: list[list[int]] = field(default_factory=list)  # by group
     computed: int = 0
+    sample: Sample | None = None  # the first token, once the request has ended
     until: float | None = None  # held, or waiting
     timed: SourceId | TransferId | None = None  # by which the agenda knows it
 
@@ -201,12 +203,13 @@ class Meetings:
             record = self._requests[request_id]
             record.computed, record.blocks = 0, [[] for _ in record.blocks]
 
-    def finished(self, now: float, request_id: str, *, well: bool) -> bool:
+    def finished(self, now: float, request_id: str, *, well: bool, sample: Sample | None = None) -> bool:
         """The request has ended, with its blocks or, if not `well`, as good as without: whether they are held here for a
         target that may still come."""
         record = self._requests.get(request_id)
         if record is None:
             return False
+        record.sample = sample
         event = MeetingEvent.ABORTED
         if well and (record.state is MeetingState.BOUND or record.computed >= record.prompt_length):
             event = MeetingEvent.ENDED if self._room(record) else MeetingEvent.ENDED_TOO_MANY
@@ -340,8 +343,8 @@ class Meetings:
         if record.target is not None:
             self._said.append((record.target.peer, message))
 
-    def _bound(self, record: Record, *, ended: bool) -> Bound:
-        return Bound(record.bound_to.transfer, record.push, ended)
+    def _bound(self, record: Record) -> Bound:
+        return Bound(record.bound_to.transfer, record.push, ended=False)
 
     def ignore(self, now: float, record: Record, *more: Any) -> None:
         return None
@@ -361,18 +364,18 @@ class Meetings:
     def answer(self, now: float, record: Record, target: Target) -> None:
         """The same once more."""
         waits = record.state is MeetingState.WAITING
-        self._say(record, Waits(target.transfer) if waits else self._bound(record, ended=False))
+        self._say(record, Waits(target.transfer) if waits else self._bound(record))
 
     def bind(self, now: float, record: Record, *more: Any) -> None:
         """The request runs: what is computed of it is pushed with the next step, and the rest as it comes."""
         self._attach(record)
-        self._say(record, self._bound(record, ended=False))
+        self._say(record, self._bound(record))
 
     def bind_held(self, now: float, record: Record, target: Target) -> None:
         """The request has ended: all of it is pushed with the next step, and then its blocks go back."""
         self._attach(record)
-        self._book.finished(record.request_id, holds_blocks=True, why="it is not sealed")
         self.end(now, record)
+        self._book.finished(record.request_id, holds_blocks=True, why="it is not sealed")
 
     def _attach(self, record: Record) -> None:
         target = record.bound_to
@@ -389,7 +392,8 @@ class Meetings:
 
     def end(self, now: float, record: Record) -> None:
         """The prompt is computed: D waits for the workers alone now, and may ask once more."""
-        bound = self._bound(record, ended=True)
+        first = self._book.first(record.request_id, record.sample)
+        bound = Bound(record.bound_to.transfer, record.push, ended=True, first=first)
         self._ended[bound.transfer] = bound
         while len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]
