@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -46,6 +47,12 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
             os.environ["LD_PRELOAD"] = before
         else:
             os.environ.pop("LD_PRELOAD", None)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> None:
+    """What the package logs reaches pytest, also after a test has started vLLM's plug-ins, which hand it to vLLM's handlers alone."""
+    logging.getLogger("vllm_ascend_pd").propagate = True
 
 
 @pytest.fixture(scope="session")

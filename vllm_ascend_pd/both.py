@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.first_token import Around
 from vllm_ascend_pd.observe.metrics import PushStats
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
@@ -61,6 +62,9 @@ class BothScheduler(SchedulerRole):
 
     def holds(self, request_id: str) -> bool:
         return self._decode.holds(request_id)
+
+    def around(self) -> tuple[Around, ...]:
+        return (*self._prefill.around(), *self._decode.around())
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self._of(request).request_finished(request, holds_blocks)

@@ -62,6 +62,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_both and kv_cache_config is not None:
             admission.check_both(kv_cache_config)
         scheduler = role == KVConnectorRole.SCHEDULER
+        self._is_worker = not scheduler
         self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
         _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         if scheduler:
@@ -70,8 +71,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         self.first_tokens = self._scheduler.around()
-        if self.first_tokens is not None:
-            self.first_tokens.thinks = first_token.thinks(vllm_config)
+        for part in self.first_tokens:
+            part.thinks = first_token.thinks(vllm_config)
 
     def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir
@@ -147,6 +148,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._worker.stats() or self._scheduler.stats()
+        if data is None and self._is_worker and not compat.HAS_TRANSFER_RESULTS:
+            data = {}  # before 0.32 vLLM asks its scheduler's side only in a step in which a worker has told something
         return PushStats(data=data) if data is not None else None
 
     @classmethod

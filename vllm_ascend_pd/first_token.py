@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm_ascend_pd.admission import BOTH
 from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.protocol.first import First, LogProb
 
 log = logging.getLogger(__name__)
 
 VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32")
+ASCEND_VERSIONS = ("0.23",)
 CONNECTOR = "AscendPushConnector"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
@@ -47,7 +48,7 @@ _installed: set[str] = set()
 
 
 class Around:
-    """What a connector does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `thinks`: a grammar of this
+    """What a role does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `thinks`: a grammar of this
     engine's begins where the model's reasoning ends."""
 
     def __init__(self) -> None:
@@ -71,14 +72,14 @@ def install(vllm_config: Any) -> str:
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        around = getattr(self.connector, "first_tokens", None)
-        if not isinstance(around, Around):
-            return original(self, scheduler_output, model_runner_output)
-        around.entered = True
-        around.before(model_runner_output)
+        roles: tuple[Around, ...] = getattr(self.connector, "first_tokens", ())
+        for role in roles:
+            role.entered = True
+            role.before(model_runner_output)
         outputs = original(self, scheduler_output, model_runner_output)
-        around.after(self, outputs)
-        around.entered = False
+        for role in roles:
+            role.after(self, outputs)
+            role.entered = False
         return outputs
 
     Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
@@ -93,6 +94,9 @@ def install_on_worker(vllm_config: Any) -> str:
         return why
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
+    for batch in InputBatch.__subclasses__():
+        if "add_request" in vars(batch):
+            return f"the batch {batch.__name__} was not tried"
     original = InputBatch.add_request
 
     @functools.wraps(original)
@@ -111,16 +115,16 @@ def unproven(vllm_config: Any) -> str:
     """Why this engine takes and tells no first tokens."""
     import vllm
 
+    installed: dict[str, tuple[str, tuple[str, ...]]] = {"vLLM": (vllm.__version__, VERSIONS)}
     if is_vllm_ascend():
-        return "vllm-ascend was not tried"
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
-        return f"vLLM {vllm.__version__} was not tried"
+        installed["vllm-ascend"] = (importlib.metadata.version("vllm_ascend"), ASCEND_VERSIONS)
+    for name, (version, tried) in installed.items():
+        if not version.startswith(tuple(f"{one}." for one in tried)):
+            return f"{name} {version} was not tried"
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer.kv_connector != CONNECTOR:
         return f"{transfer.kv_connector} was not tried"
-    if transfer.kv_role == BOTH:
-        return f"{BOTH} was not tried"
-    if not transfer.is_kv_producer:
+    if transfer.is_kv_consumer:
         if getattr(vllm_config, "use_v2_model_runner", False):
             return "vLLM's second model runner was not tried"
         if model.logits_processors:

@@ -22,8 +22,19 @@ def register() -> None:
         return
     from vllm_ascend_pd.patience import install_shm_if_asked
 
+    _log_as_vllm()
     install_shm_if_asked()
     try:
         KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector", CONNECTOR)
     except ValueError:
         log.debug("%s is registered already", CONNECTOR)
+
+
+def _log_as_vllm() -> None:
+    """This package's lines stand beside vLLM's, at its level. Left to the root logger they are lost where torch_npu has set that to errors."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_ascend_pd")
+    if theirs.handlers and not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

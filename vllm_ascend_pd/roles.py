@@ -95,9 +95,9 @@ class SchedulerRole:
         """Whether vLLM is not to hear yet that a load is over."""
         return False
 
-    def around(self) -> Around | None:
+    def around(self) -> tuple[Around, ...]:
         """What is to be done around a step's outputs."""
-        return None
+        return ()
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """The request ended: whether its blocks are held, and what its answer says."""

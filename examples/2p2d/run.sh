@@ -22,7 +22,12 @@ start() {
   fi
 }
 stop() {
-  for pid in "${pids[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
+  kill -TERM "${pids[@]}" 2>/dev/null || true
+  for _ in $(seq 300); do # 30 s: vLLM does not hear a SIGTERM that comes while its engine starts
+    kill -0 "${pids[@]}" 2>/dev/null || break
+    sleep 0.1
+  done
+  for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
   wait
 }
 trap stop EXIT

@@ -68,6 +68,11 @@ class Engines:
         differently."""
         return self.model != "mla"
 
+    @property
+    def seeded(self) -> bool:
+        """Whether D's scheduler is vLLM's own, so that its requests start with P's token."""
+        return "recompute" not in self.title
+
     def start(self, build: HostBuild, cluster: Cluster) -> Pair:
         port = cluster.port()
         url = f"http://127.0.0.1:{port}"
@@ -81,7 +86,13 @@ class Engines:
 
     def _keys(self, side: Side) -> dict[str, Any]:
         # The cores are the device: ranks that wait for each other by spinning would take them from the models.
-        return {"mooncake_protocol": "tcp", "verify": self.verify, "patient_shm": "on", **side.keys}
+        return {
+            "mooncake_protocol": "tcp",
+            "verify": self.verify,
+            "patient_shm": "on",
+            "first_token_wait_s": 10.0,
+            **side.keys,
+        }
 
     def _engine(self, build: HostBuild, name: str, role: str, side: Side, extra: dict[str, Any]) -> EngineSpec:
         common = ("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(32 << 20))

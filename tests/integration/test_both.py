@@ -12,7 +12,7 @@ import pytest
 from pairs import Pair, failures, fresh_prompt, wait_for_free_blocks
 
 from scripts.support import routers
-from scripts.support.checks import counter, loaded_tokens
+from scripts.support.checks import counter, eventually, loaded_tokens
 from scripts.support.client import body_of, complete, post
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
@@ -25,6 +25,7 @@ from scripts.support.spec import EngineSpec
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK = 32
+TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 
 
@@ -61,6 +62,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
 
     def spec(index: int, size: int) -> EngineSpec:
         held = {"hold_sources": 24, "hold_share": 0.5, "hold_s": 60.0, "side_channel_port": listeners[index]}
+        held["first_token_wait_s"] = 10.0  # on a busy machine too every token is to be in time
         extra = cluster.push_config(**held, **keys, prefill_listeners=[f"127.0.0.1:{listeners[1 - index]}"])
         name = f"both-{index}-tp{size}"
         return EngineSpec(name, model, role="kv_both", tp=size, chunk=256, policy="fail", extra=extra)
@@ -79,6 +81,10 @@ def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
         for n in LENGTHS[1:]:
             for which, pair in enumerate(pairs):
                 pair.check([fresh_prompt(n)], name=f"P is {which}, alone")
+        for engine in site.engines:
+            eventually(
+                lambda d=engine: counter(d, TAKEN) == len(LENGTHS) - 1, "each begins with the other's first token"
+            )  # type: ignore[misc]
         with ThreadPoolExecutor(2) as pool:
             sent = [
                 pool.submit(pair.check, [fresh_prompt(n) for n in 2 * LENGTHS], name=f"P is {which}, at once")

@@ -29,20 +29,30 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 TOKENS = 32
 LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; behind each its drafts
+TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 ENOUGH = 100  # drafted tokens, that a rate may be told
 
 
-def drafts_of(engine: Engine, url: str, prompts: Sequence[Sequence[int]], **more: Any) -> Drafted:
-    """What the engine drafts for these prompts, asked at `url`, one after the other: in a batch each request waits for others."""
+def drafts_of(engine: Engine, url: str, prompts: Sequence[Sequence[int]], *, behind: int = 0, **more: Any) -> Drafted:
+    """What the engine drafts for these prompts, asked at `url`, one after the other: in a batch each request waits for others.
+    `behind`: so many first tokens of an answer are part of its prompt."""
     with drafted(engine) as found:
         for prompt in prompts:
-            complete(url, body_of(prompt, TOKENS, cache_salt=fresh_salt("drafts"), **more))
+            tokens = TOKENS - behind if len(prompt) > 1 else TOKENS  # of a prompt of one token nothing is loaded
+            complete(url, body_of(prompt, tokens, cache_salt=fresh_salt("drafts"), **more))
     return found()
 
 
+def started(d: Engine, prompts: Sequence[Sequence[int]]) -> Drafted:
+    """What D drafts of itself for requests that begin with P's token: none in the step that computes it."""
+    firsts = [complete(d.url, body_of(prompt, 1, cache_salt=fresh_salt("first"))).tokens for prompt in prompts]
+    begun = [[*prompt, *first] if len(prompt) > 1 else prompt for prompt, first in zip(prompts, firsts, strict=True)]
+    return drafts_of(d, d.url, begun, behind=1)
+
+
 def padded(alone: Drafted, prompts: Sequence[Sequence[int]]) -> Drafted:
-    """The same as vLLM counts it where the prompt was loaded: the step that computes its last token again is padded to the size
-    of a step with drafts, and what it is padded with counts as drafts that were not accepted."""
+    """The same as vLLM counts it where the prompt was loaded: the step that computes one token is padded to the size of a step with
+    drafts, and what it is padded with counts as drafts that were not accepted."""
     loaded = sum(len(prompt) > 1 for prompt in prompts)
     return Drafted(alone.steps + loaded, alone.tokens + loaded * alone.tokens // alone.steps, alone.accepted)
 
@@ -51,7 +61,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     """Tokens of a single engine, and drafts as good as those of a D that has computed the prompt itself."""
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in lengths]
-    alone = drafts_of(d, d.url, prompts)
+    alone, taken = started(d, prompts), d.metrics().get(TAKEN, 0)
     with drafted(d) as found:
         for prompt in prompts:
             pair.check([prompt], TOKENS, name=name)
@@ -61,6 +71,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     )
     assert alone.tokens > ENOUGH and alone.rate > 0.2, f"drafts that are never right prove nothing: {alone}"
     assert pushed == padded(alone, prompts), f"with the prompt's KV from P {pushed}, alone {alone}"
+    assert d.metrics()[TAKEN] - taken == sum(len(prompt) > 1 for prompt in prompts), "D computed a first token itself"
     batch = [fresh_prompt(25 + 40 * i) for i in range(8)]
     pair.check(batch, TOKENS, name=f"{name}, 8 at once")
 
@@ -249,7 +260,7 @@ def test_drafts_without_a_model_have_no_cache(cluster: Cluster, allowed: list[st
     prompts = [fresh_prompt(length) for length in (333, 700, 1200)]
     with running(cluster, make_pair, *specs) as pair:
         (d,) = pair.decode
-        alone = drafts_of(d, d.url, prompts)
+        alone = started(d, prompts)
         with drafted(d) as found:
             for prompt in prompts:
                 pair.check([prompt], TOKENS, name="ngram on D alone")

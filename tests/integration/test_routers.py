@@ -30,6 +30,7 @@ BLOCK = 32
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 HOLD_S = 20.0  # also on a busy machine D comes before that
 HELD = 24
+TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 EXPERTS = Path(__file__).parent / "plugins" / "experts"
 
 
@@ -78,6 +79,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
     told = {
         "prefill_listeners": [f"127.0.0.1:{listener}"],
         "metaserver_urls": [f"http://127.0.0.1:{port}" for port in relays],
+        "first_token_wait_s": 10.0,  # on a busy machine too every token is to be in time
     }
     p, d = cluster.start(
         EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
@@ -99,8 +101,12 @@ def test_every_answer_is_the_single_engines_and_no_block_is_lost(
     try:
         free = pair.free_counts()
         pair.check([fresh_prompt(n) for n in LENGTHS], name=make.__name__)
+        before = site.decode.metrics().get(TAKEN, 0)
         for n in LENGTHS[1:]:
             pair.check([fresh_prompt(n)], name=f"{make.__name__}, alone")
+        # Behind the layerwise proxy D's post is answered before P has computed anything, and P's answer goes to nobody.
+        wanted = 0 if make is layerwise else len(LENGTHS) - 1
+        assert site.decode.metrics().get(TAKEN, 0) - before == wanted
         pair.check_prefix_on_prefill(BLOCK)
         chat = chat_body_of(f"{make.__name__}: " + "the cache goes ahead of the words. " * 9, 6)
         before = loaded_tokens(site.decode)

@@ -19,13 +19,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_configs import LAYERS, cache_config, vllm_config
 from watching import until
 
-from vllm_ascend_pd import admission, compat, first_token
+from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.decode.seeding import Seeding
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.observe.tally import Tally
+from vllm_ascend_pd.prefill.telling import Telling
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 
@@ -404,8 +406,7 @@ def test_p_listens_before_d_s_workers() -> None:
         Engine.of(config)
 
 
-def test_p_s_first_token_is_not_used() -> None:
-    assert first_token.unproven(vllm_config("kv_both", KEYS)) == "kv_both was not tried"
+def test_each_role_has_its_part_in_first_tokens() -> None:
     made = connector("kv_both", KVConnectorRole.SCHEDULER, KEYS)
-    assert made.first_tokens is None
+    assert [type(role) for role in made.first_tokens] == [Telling, Seeding]
     made.shutdown()

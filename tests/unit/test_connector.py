@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import pickle
 import socket
@@ -74,6 +76,23 @@ def test_the_class_imports_where_there_is_no_transfer_engine_and_no_npu() -> Non
     command = [sys.executable, "-c", BLOCKED_IMPORT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.strip().endswith("imported"), done.stderr[-2000:]
+
+
+def test_what_it_logs_stands_among_vllms_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the root logger shows errors only, as torch_npu leaves it."""
+    theirs, ours, shown = logging.getLogger("vllm"), logging.getLogger("vllm_ascend_pd"), io.StringIO()
+    monkeypatch.setattr(theirs, "handlers", [logging.StreamHandler(shown)])
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
+    for level, lines in ((logging.WARNING, ["two"]), (logging.INFO, ["two", "one", "two"])):
+        monkeypatch.setattr(ours, "handlers", [])
+        monkeypatch.setattr(theirs, "level", level)
+        plugin.register()
+        plugin.register()
+        logging.getLogger("vllm_ascend_pd.decode.scheduler").info("one")
+        logging.getLogger("vllm_ascend_pd.decode.scheduler").warning("two")
+        assert shown.getvalue().split() == lines
+    ours.setLevel(logging.NOTSET)
 
 
 def test_registering_twice_is_fine_and_vllm_finds_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,6 +417,18 @@ def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
     (report,) = pair.metaserver.reports
     assert (report["recomputed"], report["code"]) == (len(TOKENS), "PD-META-006")
     assert "prefill" not in report and "received" not in report
+
+
+def test_the_worker_of_an_older_vllm_has_always_something_to_tell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.31 vLLM asks its scheduler's connector for statistics only in a step in which a worker has some."""
+    told = pair.decode_worker.get_kv_connector_stats()
+    assert told is None or not told.is_empty()
+    monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
+    pair.decode_worker.get_kv_connector_stats()
+    told = pair.decode_worker.get_kv_connector_stats()
+    assert told is not None and told.is_empty() and told.aggregate(told).is_empty() and not told.reduce()
+    pair.decode.get_kv_connector_stats()
+    assert pair.decode.get_kv_connector_stats() is None
 
 
 def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -563,6 +563,23 @@ def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservatio
         server.served.stop()
 
 
+def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
+    server = Metaserver()
+    made = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128)
+    try:
+        made.attach_workers(
+            {(0, rank): WorkerFacts(where, CACHE, "too old" * rank) for rank, where in enumerate(ENDPOINTS)}
+        )
+        asked = request("r", params=ticket(server.url))
+        assert made.wanted(asked, 4) == 6
+        made.allocated(asked, [[40, 41, 42, 43]], 6)
+        until(lambda: server.bodies, "the POST")
+        assert "first_token" not in server.bodies[0] and "a worker says: too old" in caplog.text
+    finally:
+        made.close()
+        server.served.stop()
+
+
 def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> None:
     body, told = posted(0)
     assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and told.seed is None

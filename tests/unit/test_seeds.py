@@ -329,15 +329,37 @@ def test_a_sealed_token_that_is_not_p_s_is_refused() -> None:
 
 def config(**changes: Any) -> Any:
     facts = {
-        "kv_transfer_config": SimpleNamespace(
-            kv_connector=first_token.CONNECTOR, kv_role="kv_consumer", is_kv_producer=False
-        ),
+        "kv_transfer_config": SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_consumer=True),
         "model_config": SimpleNamespace(logits_processors=None),
         "speculative_config": None,
         "watermark_config": None,
         "scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: AsyncScheduler),
     }
     return SimpleNamespace(**{**facts, **changes})
+
+
+class Grammar:
+    """Lets answers begin with one token."""
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return [token for token in tokens if token == 7]
+
+
+def test_a_token_that_the_grammar_does_not_let_pass_is_not_taken() -> None:
+    plain, shaped = (
+        SimpleNamespace(structured_output_request=one) for one in (None, SimpleNamespace(grammar=Grammar()))
+    )
+    assert not first_token.grammar_bars(plain, 8) and not first_token.grammar_bars(shaped, 7)
+    assert first_token.grammar_bars(shaped, 8)
+
+
+@pytest.mark.parametrize(("thinks", "shaped", "why"), [(True, True, "reasoning"), (True, False, ""), (False, True, "")])
+def test_a_grammar_that_begins_behind_the_reasoning_is_left_to_d(thinks: bool, shaped: bool, why: str) -> None:
+    facts = {"sampling_params": object(), "prompt_token_ids": [1], "resumable": False, "mm_features": ()}
+    asked = SimpleNamespace(**facts, lora_request=None, structured_output_request=object() if shaped else None)
+    assert first_token.barred(asked, thinks=thinks) == why
+    parser = SimpleNamespace(reasoning_parser="qwen3" if thinks else "")
+    assert first_token.thinks(SimpleNamespace(structured_outputs_config=parser)) is thinks
 
 
 class Own(Scheduler):
@@ -351,7 +373,7 @@ class Own(Scheduler):
     ("changes", "why"),
     [
         ({}, ""),
-        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other", is_kv_producer=False)}, "Other was not tried"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other", is_kv_consumer=True)}, "Other was not tried"),
         ({"model_config": SimpleNamespace(logits_processors=["mine"])}, "logits processors"),
         ({"speculative_config": object()}, ""),
         ({"use_v2_model_runner": True}, "vLLM's second model runner"),
@@ -377,7 +399,7 @@ def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.Mo
 
 
 def test_what_p_runs_on_is_no_matter() -> None:
-    p = SimpleNamespace(kv_connector=first_token.CONNECTOR, kv_role="kv_producer", is_kv_producer=True)
+    p = SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_consumer=False)
     assert first_token.unproven(config(kv_transfer_config=p, use_v2_model_runner=True)) == ""
 
 
@@ -418,9 +440,10 @@ def test_the_wrapper_is_put_on_once_and_passes_by_who_has_nothing_to_do(monkeypa
     monkeypatch.setattr(first_token, "_installed", set())
     assert first_token.install(config()) == first_token.install(config()) == ""
     noted = Noted()
-    for connector in (None, object(), SimpleNamespace(first_tokens=None), SimpleNamespace(first_tokens=noted)):
+    for connector in (None, object(), SimpleNamespace(first_tokens=()), SimpleNamespace(first_tokens=(noted, noted))):
         assert Scheduler.update_from_output(SimpleNamespace(connector=connector), 1, 2) == "outputs"  # type: ignore[arg-type]
-    assert calls == ["vLLM", "vLLM", "vLLM", "before 2 True", "vLLM", "after outputs True"] and not noted.entered
+    around = ["before 2 True", "before 2 True", "vLLM", "after outputs True", "after outputs False"]
+    assert calls == ["vLLM", "vLLM", "vLLM", *around] and not noted.entered
 
 
 def test_what_a_step_reports_of_a_token() -> None:

@@ -286,8 +286,8 @@ class DecodeScheduler(SchedulerRole):
             self._online.client.report(asked.way.metaserver, asked.report)
         return True
 
-    def around(self) -> Seeding:
-        return self.first_tokens
+    def around(self) -> tuple[Seeding, ...]:
+        return (self.first_tokens,)
 
     def holds(self, request_id: str) -> bool:
         return self._desk.seeds.holds(request_id)

@@ -181,8 +181,8 @@ class PrefillScheduler(SchedulerRole):
     def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
         return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first)
 
-    def around(self) -> Telling | None:
-        return self.first_tokens
+    def around(self) -> tuple[Telling, ...]:
+        return (self.first_tokens,) if self.first_tokens is not None else ()
 
     def released(self, request_id: str) -> bool:
         """All workers have reported this request. If it was a push of ours, its blocks are free now."""
