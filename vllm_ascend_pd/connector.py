@@ -72,7 +72,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         self.first_tokens = self._scheduler.around()
         for part in self.first_tokens:
-            part.thinks = first_token.thinks(vllm_config)
+            part.ungrammatical = first_token.ungrammatical(vllm_config)
 
     def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir

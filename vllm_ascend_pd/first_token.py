@@ -25,6 +25,7 @@ from typing import Any
 
 from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.protocol.first import First, LogProb
+from vllm_ascend_pd.protocol.sampling import GRAMMAR
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +48,16 @@ _STATE = ("sampling_params", "output_token_ids")
 _installed: set[str] = set()
 
 
+class Given(int):
+    """A first token on its way to the workers. A type of its own: a client's extra arguments are JSON, so none is one."""
+
+
 class Around:
-    """What a role does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `thinks`: a grammar of this
-    engine's begins where the model's reasoning ends."""
+    """What a role does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `ungrammatical`: why this
+    engine's requests with a grammar have their first token of themselves."""
 
     def __init__(self) -> None:
-        self.entered = self.thinks = False
+        self.entered, self.ungrammatical = False, ""
 
     def before(self, output: Any) -> None:
         """vLLM has not looked at the step's results yet."""
@@ -102,8 +107,9 @@ def install_on_worker(vllm_config: Any) -> str:
     @functools.wraps(original)
     def add_request(self: Any, request: Any) -> Any:
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-        if extra and GIVEN in extra and not request.output_token_ids:
-            request.output_token_ids.append(extra[GIVEN])
+        token = extra.get(GIVEN) if extra else None
+        if isinstance(token, Given) and not request.output_token_ids:
+            request.output_token_ids.append(int(token))
         return original(self, request)
 
     InputBatch.add_request = add_request  # type: ignore[method-assign]
@@ -175,11 +181,22 @@ def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
     return {name: getattr(usual, name) for name in usual.__struct_fields__}
 
 
-def thinks(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config.structured_outputs_config, "reasoning_parser", ""))
+def ungrammatical(vllm_config: Any) -> str:
+    """Why a grammar of this engine's may let other tokens begin than another engine's. They do not tell each other their settings."""
+    settings = vllm_config.structured_outputs_config
+    if getattr(settings, "reasoning_parser", ""):
+        return "reasoning"  # it begins where the model's reasoning ends
+    own = ("disable_any_whitespace", "disable_additional_properties")
+    return "grammar settings" if any(getattr(settings, name, False) for name in own) else ""
 
 
-def barred(request: Any, *, thinks: bool = False) -> str:
+def chosen(request: Any) -> dict[str, Any]:
+    """How a request's tokens are chosen: what is `given`, and which library reads its grammar."""
+    found, shaped = given(request.sampling_params), request.structured_output_request
+    return found if shaped is None else {**found, GRAMMAR: type(shaped.grammar).__name__}
+
+
+def barred(request: Any, ungrammatical: str = "") -> str:
     """Why a request is not seeded, but for its sampling parameters."""
     if request.sampling_params is None or request.prompt_token_ids is None:
         return "prompt"
@@ -187,8 +204,8 @@ def barred(request: Any, *, thinks: bool = False) -> str:
         return "session"
     if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
         return "multimodal"
-    if thinks and request.structured_output_request is not None:
-        return "reasoning"
+    if ungrammatical and request.structured_output_request is not None:
+        return ungrammatical
     return "LoRA" if request.lora_request is not None else ""
 
 
@@ -216,10 +233,12 @@ def reported(output: Any, request_id: str, count: int) -> tuple[LogProb, ...]:
 # -- D
 
 
-def grammar_bars(request: Any, token: int) -> bool:
-    """Whether the request's grammar does not let it begin with this token. P has sampled under the same one."""
+def unfit(request: Any, token: int) -> str:
+    """Why a request cannot begin with this token after all."""
+    if request.num_output_tokens:
+        return "preempted"
     asked = request.structured_output_request
-    return asked is not None and asked.grammar.validate_tokens([token]) != [token]
+    return "grammar" if asked is not None and asked.grammar.validate_tokens([token]) != [token] else ""
 
 
 def release(scheduler: Any, request_id: str) -> None:
@@ -253,7 +272,7 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
         facts |= {"finish_reason": request.get_finished_reason(), "stop_reason": request.stop_reason}
         return EngineCoreOutput(request.request_id, [first.token], kv_transfer_params=params, **facts)
     request.sampling_params = copy.copy(request.sampling_params)
-    request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), GIVEN: first.token}
+    request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), GIVEN: Given(first.token)}
     return EngineCoreOutput(request.request_id, [first.token], **facts)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,7 @@ def test_requests_that_start_with_p_s_token(changes: dict[str, Any]) -> None:
         ({"logprob_token_ids": [4]}, "logprobs"),
         ({"allowed_token_ids": list(range(1025))}, "long lists"),
         ({"structured_outputs": StructuredOutputsParams(choice=["x" * 17000])}, "long lists"),
+        ({"bad_words": ["x" * 17000]}, "long lists"),
         ({"extra_args": {"kv_transfer_params": {}, "mine": 1}}, "extra arguments"),
     ],
     ids=lambda value: str(value)[:40],
@@ -174,10 +176,45 @@ def test_what_chooses_differently_has_another_digest(other: dict[str, Any]) -> N
 
 
 def test_a_grammar_read_by_another_library_is_another() -> None:
-    ours, theirs = (StructuredOutputsParams(json_object=True) for _ in range(2))
-    ours._backend, theirs._backend = "xgrammar", "guidance"
-    assert sampling.digest({"structured_outputs": ours}) != sampling.digest({"structured_outputs": theirs})
-    assert not any(name.startswith("_") for name in sampling.sent({"structured_outputs": ours})["structured_outputs"])
+    shape = StructuredOutputsParams(json_object=True)
+    shape._backend = "auto"
+
+    def asked(grammar: object) -> Any:
+        shaped = None if grammar is None else SimpleNamespace(grammar=grammar)
+        return SimpleNamespace(
+            sampling_params=SamplingParams(structured_outputs=shape), structured_output_request=shaped
+        )
+
+    kinds = [sampling.digest(first_token.chosen(asked(grammar))) for grammar in (None, Grammar(), object())]
+    assert len(set(kinds)) == 3
+    assert sampling.refusal(first_token.chosen(asked(Grammar()))) == ""
+    assert sampling.sent({"structured_outputs": shape})["structured_outputs"] == {"json_object": True}
+
+
+def test_what_ends_an_answer_has_a_say_where_a_grammar_may_end_it_at_once() -> None:
+    shape = {"structured_outputs": StructuredOutputsParams(regex="(abc)?")}
+    assert sampling.digest(shape) != sampling.digest({**shape, "_all_stop_token_ids": {198}})
+    assert sampling.digest(shape) != sampling.digest({**shape, "min_tokens": 1})
+    assert sampling.sent({**shape, "_all_stop_token_ids": {198}})["stop_token_ids"] == [198]
+    assert sampling.digest({}) == sampling.digest({"_all_stop_token_ids": {198}})
+
+
+@pytest.mark.parametrize(
+    ("beside", "kept"),
+    [
+        ({}, True),
+        ({"response_format": None, "tools": []}, True),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"tool_choice": "required"}, False),
+    ],
+    ids=str,
+)
+def test_p_is_told_a_grammar_once(beside: dict[str, Any], kept: bool) -> None:
+    body = msgspec.json.encode({"model": "m", "messages": [], **beside})
+    told = {"structured_outputs": msgspec.Raw(b'{"regex": "a"}')}
+    _, sent = bodies.for_prefill(bodies.parse(bodies.CHAT, body), {}, None, told)
+    assert ("structured_outputs" in msgspec.json.decode(bytes(sent))) is kept
 
 
 def test_bad_words_are_compared_as_tokens() -> None:
@@ -347,19 +384,32 @@ class Grammar:
 
 def test_a_token_that_the_grammar_does_not_let_pass_is_not_taken() -> None:
     plain, shaped = (
-        SimpleNamespace(structured_output_request=one) for one in (None, SimpleNamespace(grammar=Grammar()))
+        SimpleNamespace(structured_output_request=one, num_output_tokens=0)
+        for one in (None, SimpleNamespace(grammar=Grammar()))
     )
-    assert not first_token.grammar_bars(plain, 8) and not first_token.grammar_bars(shaped, 7)
-    assert first_token.grammar_bars(shaped, 8)
+    assert first_token.unfit(plain, 8) == first_token.unfit(shaped, 7) == ""
+    assert first_token.unfit(shaped, 8) == "grammar"
+    plain.num_output_tokens = 1
+    assert first_token.unfit(plain, 8) == "preempted"
 
 
-@pytest.mark.parametrize(("thinks", "shaped", "why"), [(True, True, "reasoning"), (True, False, ""), (False, True, "")])
-def test_a_grammar_that_begins_behind_the_reasoning_is_left_to_d(thinks: bool, shaped: bool, why: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, ""),
+        ({"reasoning_parser": "qwen3"}, "reasoning"),
+        ({"disable_any_whitespace": True}, "grammar settings"),
+        ({"disable_additional_properties": True}, "grammar settings"),
+    ],
+    ids=str,
+)
+def test_grammars_that_may_begin_otherwise_on_another_engine_are_left_to_d(settings: dict[str, Any], why: str) -> None:
+    own = first_token.ungrammatical(SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings)))
+    assert own == why
     facts = {"sampling_params": object(), "prompt_token_ids": [1], "resumable": False, "mm_features": ()}
-    asked = SimpleNamespace(**facts, lora_request=None, structured_output_request=object() if shaped else None)
-    assert first_token.barred(asked, thinks=thinks) == why
-    parser = SimpleNamespace(reasoning_parser="qwen3" if thinks else "")
-    assert first_token.thinks(SimpleNamespace(structured_outputs_config=parser)) is thinks
+    for shaped in (False, True):
+        asked = SimpleNamespace(**facts, lora_request=None, structured_output_request=object() if shaped else None)
+        assert first_token.barred(asked, own) == (why if shaped else "")
 
 
 class Own(Scheduler):
@@ -413,6 +463,25 @@ def test_a_worker_s_batch_takes_the_token_as_an_output(
     monkeypatch.setattr(first_token, "_installed", set())
     assert first_token.install_on_worker(config()) == first_token.install_on_worker(config()) == ""
     assert worker_batch.wrong(token, outputs, there) == ""
+
+
+@pytest.mark.parametrize("forged", [7, "x", 1 << 40, [7], None], ids=str)
+def test_no_client_gives_a_worker_a_token(monkeypatch: pytest.MonkeyPatch, forged: Any) -> None:
+    """A client's `vllm_xargs` are extra arguments too."""
+    monkeypatch.setattr(InputBatch, "add_request", InputBatch.add_request)
+    monkeypatch.setattr(first_token, "_installed", set())
+    assert first_token.install_on_worker(config()) == ""
+    added = worker_batch.state(None, [])
+    added.sampling_params.extra_args[first_token.GIVEN] = forged  # type: ignore[index, union-attr]
+    worker_batch.batch().add_request(added)
+    assert added.output_token_ids == []
+
+
+def test_a_token_reaches_the_workers_of_other_processes_as_what_it_is() -> None:
+    again = pickle.loads(pickle.dumps(SamplingParams(extra_args={first_token.GIVEN: first_token.Given(7)})))
+    assert (
+        isinstance(again.extra_args[first_token.GIVEN], first_token.Given) and again.extra_args[first_token.GIVEN] == 7
+    )
 
 
 def test_a_worker_that_could_not_be_wrapped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from vllm_ascend_pd.decode.core.desk import Desk, Way
 from vllm_ascend_pd.decode.core.seeds import SeedBook
 from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
 from vllm_ascend_pd.decode.offering import Offering
-from vllm_ascend_pd.decode.seeding import Seeding
+from vllm_ascend_pd.decode.seeding import TAKEN, Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -52,6 +52,7 @@ class _Asked:
     tokens: int
     request: Any  # vLLM's
     there: int  # tokens of its prompt that are in D's own cache
+    transfer: TransferId
     first_token: str = ""  # whose it is, once that is known
     report: LoadReport | None = None  # once the load is over
     request_over: bool = False
@@ -143,7 +144,7 @@ class DecodeScheduler(SchedulerRole):
         bind = self._desk.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
-        self._asked[request.request_id] = _Asked(way, count, request, bind.first)
+        self._asked[request.request_id] = _Asked(way, count, request, bind.first, bind.transfer)
         asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
         if asks is not None:
             reservation = msgspec.structs.replace(reservation, seed=asks[0])
@@ -295,8 +296,15 @@ class DecodeScheduler(SchedulerRole):
     def _first_token(self, request_id: str, whose: str) -> None:
         if (asked := self._asked.get(request_id)) is not None:
             asked.first_token = whose
+            if whose != TAKEN:
+                self._expects_nothing(asked)
             if asked.report is not None:
                 asked.report = msgspec.structs.replace(asked.report, first_token=whose)
+
+    def _expects_nothing(self, asked: _Asked) -> None:
+        """Of a P whose last word would still have brought a first token."""
+        if isinstance(asked.way, Meet):
+            self._hang_up(asked.transfer, asked.way)
 
     def _answer(self, request_id: str) -> dict[str, Any] | None:
         asked = self._asked.get(request_id)
@@ -315,7 +323,8 @@ class DecodeScheduler(SchedulerRole):
             self._asked[request_id].request_over = True
             return None
         answer = self._answer(request_id)
-        self._asked.pop(request_id, None)
+        if (asked := self._asked.pop(request_id, None)) is not None:
+            self._expects_nothing(asked)
         return answer
 
     def stats(self) -> dict[str, Any] | None:

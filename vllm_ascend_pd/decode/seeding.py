@@ -55,14 +55,17 @@ class Seeding(first_token.Around):
         """What the reservation asks for, and what P must be sent to choose the same."""
         if not self._vocabulary or not self._desk.seeds_come(request.request_id):
             return None
-        given = first_token.given(request.sampling_params) if request.sampling_params is not None else {}
+        given = first_token.chosen(request) if request.sampling_params is not None else {}
 
         def wanted() -> Wanted | str:  # of what is refused no digest is made: its lists have no bound
             why, place = sampling.refusal(given), request.num_prompt_tokens
             return why or Wanted(transfer, place, sampling.digest(given), given.get("logprobs"), self._vocabulary)
 
-        asked = request.request_id, wanted, request.num_output_tokens
-        why = first_token.barred(request, thinks=self.thinks) or self._desk.ask(*asked, leaves_last=leaves_last)
+        produced = (
+            request.num_output_tokens or request.num_preemptions
+        )  # what it had when it lost its blocks may still come
+        asked = request.request_id, wanted, produced
+        why = first_token.barred(request, self.ungrammatical) or self._desk.ask(*asked, leaves_last=leaves_last)
         if why:
             self.unseeded(request.request_id, why)
             return None
@@ -91,8 +94,8 @@ class Seeding(first_token.Around):
             if ready.first is None or request is None or request.is_finished():
                 self.unseeded(ready.request_id, ready.why or "aborted")
                 continue
-            if first_token.grammar_bars(request, ready.first.token):
-                self.unseeded(ready.request_id, "structured output")
+            if why := first_token.unfit(request, ready.first.token):
+                self.unseeded(ready.request_id, why)
                 continue
             self._tally.add("first_tokens_taken", 1)
             self._told(ready.request_id, TAKEN)

@@ -174,7 +174,8 @@ def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
     return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params}, request.size)
 
 
-_SHAPES = {"response_format", "tools", "tool_choice"}  # they may ask for structured output
+_SHAPES = ("response_format", "tool_choice")  # they may ask for structured output
+_SHAPELESS = (None, {"type": "text"}, "auto", "none")
 
 
 def for_prefill(
@@ -192,12 +193,17 @@ def for_prefill(
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
     if request.route == CHAT and "logprobs" in chosen:
         chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
-    if _SHAPES & set(request.fields):  # they stay, for the prompt's sake: P reads from them what D has read
-        chosen.pop("structured_outputs", None)
+    if "structured_outputs" in chosen and _asks_for_shape(request):
+        del chosen["structured_outputs"]  # what asks stays, for the prompt's sake: P reads from it what D has read
     unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
     body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
     return request.route, object_of(body, request.size + _size(chosen))
+
+
+def _asks_for_shape(request: Request) -> bool:
+    asked = (request.fields[name] for name in _SHAPES if name in request.fields)
+    return any(msgspec.json.decode(value) not in _SHAPELESS for value in asked)
 
 
 def _size(fields: Mapping[str, msgspec.Raw]) -> int:

@@ -34,11 +34,11 @@ class Telling(first_token.Around):
 
     def sampled(self, request: Any) -> Sample | None:
         """Of a request that has ended, if D may start with it."""
-        if len(request.output_token_ids) != 1 or first_token.barred(request, thinks=self.thinks):
+        if len(request.output_token_ids) != 1 or first_token.barred(request, self.ungrammatical):
             return None
         if request.get_finished_reason() not in first_token.well_finished():
             return None
-        given = first_token.given(request.sampling_params)
+        given = first_token.chosen(request)
         if sampling.refusal(given):
             return None
         return int(request.output_token_ids[0]), sampling.digest(given), self._logprobs.get(request.request_id, ())

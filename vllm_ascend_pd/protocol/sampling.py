@@ -15,7 +15,10 @@ from typing import Any
 
 MOST_LOGPROBS = 20  # vLLM's own default for what a request may ask for
 MOST_LISTED = 1024  # tokens that a request may list
-MOST_GRAMMAR = 16384  # bytes of JSON that its structured output may take
+MOST_WRITTEN = 16384  # bytes of JSON that its structured output and its bad words may take
+
+
+GRAMMAR = "grammar read by"  # beside vLLM's own parameters: two libraries may let different tokens begin
 
 
 class Part(Enum):
@@ -47,6 +50,7 @@ PARAMETERS: dict[str, tuple[Part, str]] = {
     **dict.fromkeys(("watermarking", "_watermarking_skipped"), (Part.AFTER, "")),
     **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (Part.BARS, "tracing")),
     "extra_args": (Part.BARS, "extra arguments"),
+    GRAMMAR: (Part.CHOOSES, ""),
 }
 OTHER = "unknown parameter"  # the reason where a later release's parameter is set
 
@@ -74,11 +78,9 @@ def refusal(given: Mapping[str, Any]) -> str:
         given.get("logit_bias") or (),
         given.get("allowed_token_ids") or (),
         given.get("_all_stop_token_ids") or (),
-        given.get("_bad_words_token_ids") or (),
     )
-    if max(map(len, listed)) > MOST_LISTED or len(json.dumps(_grammar(given))) > MOST_GRAMMAR:
-        return "long lists"
-    return ""
+    written = json.dumps([_grammar(given), given.get("bad_words"), given.get("_bad_words_token_ids")])
+    return "long lists" if max(map(len, listed)) > MOST_LISTED or len(written) > MOST_WRITTEN else ""
 
 
 def sent(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +93,13 @@ def sent(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("allowed_token_ids"):
         fields["allowed_token_ids"] = list(given["allowed_token_ids"])
     if given.get("min_tokens"):  # the first token must not end the answer; more than one P's limit does not allow
-        fields |= {"min_tokens": 1, "stop_token_ids": _stops(given), "ignore_eos": bool(given.get("ignore_eos"))}
+        fields["min_tokens"] = 1
+    if _ends(given):
+        fields |= {"stop_token_ids": _stops(given), "ignore_eos": bool(given.get("ignore_eos"))}
     if given.get("bad_words"):
         fields["bad_words"] = list(given["bad_words"])
     if grammar := _grammar(given):
-        fields["structured_outputs"] = {name: value for name, value in grammar.items() if not name.startswith("_")}
+        fields["structured_outputs"] = grammar
     if given.get("logprobs") is not None:
         fields["logprobs"] = given["logprobs"]
     return fields
@@ -111,9 +115,9 @@ def digest(given: Mapping[str, Any]) -> str:
         else [float(given.get("top_p", 1.0)), _top_k(given), float(given.get("min_p", 0.0))],
         "bias": sorted((int(token), float(bias)) for token, bias in (given.get("logit_bias") or {}).items()),
         "allowed": sorted(given.get("allowed_token_ids") or ()),
-        "banned": _stops(given) if given.get("min_tokens") else None,
+        "ends": [bool(given.get("min_tokens")), _stops(given)] if _ends(given) else None,
         "bad words": sorted(map(list, given.get("_bad_words_token_ids") or ())),
-        "grammar": _grammar(given),
+        "grammar": [_grammar(given), given.get(GRAMMAR)],
     }
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -131,9 +135,14 @@ def _top_k(given: Mapping[str, Any]) -> int:
 
 
 def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What an answer must look like, as far as it is set, and by what that is read."""
-    asked = given.get("structured_outputs")
-    return {name: value for name, value in vars(asked).items() if value not in (None, False)} if asked else {}
+    """What an answer must look like, as far as it is set."""
+    asked = vars(given["structured_outputs"]) if given.get("structured_outputs") else {}
+    return {name: value for name, value in asked.items() if value not in (None, False) and not name.startswith("_")}
+
+
+def _ends(given: Mapping[str, Any]) -> bool:
+    """Whether what ends an answer has a say in how it begins: it must not yet, or a grammar may let it end at once."""
+    return bool(given.get("min_tokens") or _grammar(given))
 
 
 def _stops(given: Mapping[str, Any]) -> list[int]:
