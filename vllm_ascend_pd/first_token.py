@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32")
 ASCEND_VERSIONS = ("0.23",)
+NEWEST = "0.32."  # with which drafts and grammars were tried
 CONNECTOR = "AscendPushConnector"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
@@ -131,6 +132,8 @@ def unproven(vllm_config: Any) -> str:
     if transfer.kv_connector != CONNECTOR:
         return f"{transfer.kv_connector} was not tried"
     if transfer.is_kv_consumer:
+        if vllm_config.speculative_config is not None and not vllm.__version__.startswith(NEWEST):
+            return f"vLLM {vllm.__version__} with drafts was not tried"
         if getattr(vllm_config, "use_v2_model_runner", False):
             return "vLLM's second model runner was not tried"
         if model.logits_processors:
@@ -183,6 +186,10 @@ def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
 
 def ungrammatical(vllm_config: Any) -> str:
     """Why a grammar of this engine's may let other tokens begin than another engine's. They do not tell each other their settings."""
+    import vllm
+
+    if not vllm.__version__.startswith(NEWEST):
+        return "version"
     settings = vllm_config.structured_outputs_config
     if getattr(settings, "reasoning_parser", ""):
         return "reasoning"  # it begins where the model's reasoning ends

@@ -108,6 +108,19 @@ def many(engines: Engines, pair: Pair) -> None:
     check(engines, pair, lengths)
 
 
+def penalised(engines: Engines, pair: Pair) -> None:
+    """D's workers count P's token as one that they have generated."""
+    (d,), vocab = pair.decode, RECIPES[engines.model].vocab
+    taken, answers = d.metrics().get(TAKEN, 0), []
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
+    for length in (BLOCK + 1, 200):
+        body = body_of(fresh_prompt(length, vocab), 3 * TOKENS, **penalties)
+        asked = [post(url, {**body, "cache_salt": fresh_salt("once")}) for url in (pair.reference.url, pair.front.url)]
+        answers.append([one["choices"][0]["token_ids"] for one in asked])
+    assert all(one == other for one, other in answers), answers
+    eventually(lambda: d.metrics().get(TAKEN, 0) - taken == len(answers), "both first tokens of P are D's")
+
+
 def prefixes(engines: Engines, pair: Pair) -> None:
     pair.check_prefix_on_decode(BLOCK)
     pair.check_prefix_on_prefill(BLOCK)
@@ -160,7 +173,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
 ALL = (one_token, edges, chunks, many, prefixes)
 FEWER = (edges, chunks, many)
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
-    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, preempted)),
+    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
     (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), ALL),
     (Engines("gqa 1to2", d=Side(2)), FEWER),
     (Engines("mla 1to1", "mla", p=Side(late_us=LATE), dtype="bfloat16"), FEWER),

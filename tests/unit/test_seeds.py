@@ -448,6 +448,13 @@ def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.Mo
     assert "take_prefill_stats" in first_token.unproven(config())
 
 
+def test_drafts_and_grammars_were_tried_with_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.31.1")
+    assert first_token.unproven(config()) == ""
+    assert first_token.unproven(config(speculative_config=object())) == "vLLM 0.31.1 with drafts was not tried"
+    assert first_token.ungrammatical(SimpleNamespace(structured_outputs_config=SimpleNamespace())) == "version"
+
+
 def test_what_p_runs_on_is_no_matter() -> None:
     p = SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_consumer=False)
     assert first_token.unproven(config(kv_transfer_config=p, use_v2_model_runner=True)) == ""
