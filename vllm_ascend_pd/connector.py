@@ -221,7 +221,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience) -> SchedulerRole:
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
-    prefill = PrefillScheduler(engine, waiting.news, blocks, tells=vocabulary > 0) if transfer.is_kv_producer else None
+    prefill = None
+    if transfer.is_kv_producer:
+        known = {"tells": vocabulary > 0, "alone": transfer.kv_connector == first_token.CONNECTOR}
+        prefill = PrefillScheduler(engine, waiting.news, blocks, **known)
     if prefill is not None and not transfer.is_kv_consumer:
         return prefill
     facts = {

@@ -21,6 +21,7 @@ from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Batch
+from vllm_ascend_pd.prefill.core.computing import Computing
 from vllm_ascend_pd.prefill.core.desk import Desk
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record, Target
@@ -64,6 +65,7 @@ class Mutation:
     loads: Callable[..., LoadBook] = LoadBook
     meetings: Callable[..., Meetings] = Meetings
     prefill_desk: Callable[..., Desk] = Desk
+    computing: Callable[..., Computing] = Computing
     seeds: Callable[..., SeedBook] = SeedBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D goes on under the session that it has revoked
@@ -577,11 +579,11 @@ class StateOfOneTokenLess(PushBook):
     """P's scheduler pushes the state before the last token that D counts as computed."""
 
     def scheduled(
-        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
+        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
     ) -> PushSlice | None:
         tracked = self._tracked.get(request_id)
         less = tracked is not None and computed + count == tracked.reservation.end - 1
-        return super().scheduled(request_id, computed, count + less, *blocks, replaces=replaces)
+        return super().scheduled(request_id, computed, count + less, *blocks, replaces=replaces, ready=ready)
 
 
 class StateOfEveryStep(Pushes):
@@ -591,8 +593,9 @@ class StateOfEveryStep(Pushes):
         lo, hi = super()._leaving(push, pairing, piece)
         if push.pairings[pairing].d.own.stateful and piece.after > push.reservation.first:
             table = push.tables[push.pairings[pairing].p.group]
-            table.ids[0], table.known = table.told[-1], 1  # the newest that was told
-            return 0, 1
+            if len(table.told):  # with what was cached none is
+                table.ids[0], table.known = table.told[-1], 1  # the newest that was told
+                return 0, 1
         return lo, hi
 
 
@@ -600,10 +603,10 @@ class ToldWithEveryStep(PushBook):
     """As P's scheduler would have to say it: where the state is now."""
 
     def scheduled(
-        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
+        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
     ) -> PushSlice | None:
         tracked = self._tracked.get(request_id)
-        piece = super().scheduled(request_id, computed, count, *blocks, replaces=replaces)
+        piece = super().scheduled(request_id, computed, count, *blocks, replaces=replaces, ready=ready)
         if tracked is None or piece is None:
             return piece
         at = [(piece.after - 1) // group.block_size for group in tracked.groups]
@@ -703,6 +706,13 @@ class SourceOfTheDead(Meetings):
         if source is None or source.incarnation == self._incarnation:
             return super()._meant(source, meets)
         return next((record for record in self._sources.values() if record.target is None), None)
+
+
+class HotTakenForCached(Computing):
+    """What vLLM calls cached leaves, also what this very step computes."""
+
+    def ready(self, request_id: str, computed: int, groups: Any) -> int:
+        return computed
 
 
 class TokenOfAnother(Meetings):
@@ -1091,6 +1101,7 @@ MORE = (
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),
     Mutation("hold for ever", meetings=HoldForEver, world=_met_astray),
     Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),
+    Mutation("a block of this step taken for cached", computing=HotTakenForCached, world=_kind),
     Mutation("a source's token told of the next", meetings=TokenOfAnother, world=_met_first),
     Mutation("source of a dead incarnation taken", meetings=SourceOfTheDead, world=_met_after_restarts),
     Mutation("what was computed before is not pushed", book=AttachedWithoutItsPast, world=_kindly_met),

@@ -52,6 +52,7 @@ class Fill:
     tables: tuple[NDArray[np.int64], ...]
     first: int
     last: int
+    before: int = 0  # tokens of its prompt that earlier steps have computed
     cells: dict[Planes, Cells] = field(default_factory=dict)
     touched: frozenset[int] = frozenset()
 
@@ -68,6 +69,7 @@ class Step:
     computing: int = 0  # layers that the device has not come to
     ended: bool = False  # every hook has fired
     behind: list[Event] = field(default_factory=list)  # reached when the device has come to the end
+    found: list[Fill] = field(default_factory=list)  # in the cache, by requests of the next step
 
 
 class SimulatedWriter(Writer):
@@ -213,7 +215,7 @@ class PrefillRank:
         """Preempted pushes are drained before anything is overwritten."""
         if self._ended():
             return
-        fills = [Fill(f.push, f.content, f.tables, f.first, f.last) for f in step.fills]
+        fills = [Fill(f.push, f.content, f.tables, f.first, f.last, f.before) for f in step.fills]
         step = Step(step.meta, fills, step.layer_s, step.finished)
         if not step.meta.preempted:
             self._compute(step)
@@ -262,6 +264,7 @@ class PrefillRank:
         for start in meta.starts:
             self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
         world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
+        self._cached([Fill(f.push, f.content, f.tables, 0, f.before) for f in step.fills if f.before])
         self._steps.begin(meta)
         self.finished(step.finished)
         names, states = self.engine.geometry.stages[self.stage], self.engine.geometry.states
@@ -284,6 +287,16 @@ class PrefillRank:
                     at += step.layer_s
                     self.process.post(at, self._steps.computed, DRAFT)
         self.process.post(at + 1e-6, self._end, step)
+
+    def _cached(self, fills: list[Fill]) -> None:
+        """What a request found in P's cache is there once the device has done the step before."""
+        if self._ending is not None and self._ending.computing:
+            self._ending.found += fills
+            return
+        for fill in fills:
+            for layer, name in enumerate(self.engine.geometry.stages[self.stage]):
+                if name not in self.engine.geometry.states:
+                    self._fill(fill, layer)
 
     def _unhooked(self, step: Step, layer: int) -> None:
         self._call(step, layer)
@@ -330,6 +343,8 @@ class PrefillRank:
     def _pass(self, step: Step) -> None:
         """What was recorded behind the last layer is reached with it."""
         if not step.computing:
+            found, step.found = step.found, []
+            self._cached(found)
             for event in step.behind:
                 event.reached = True
             if step.behind and self.exchanging is not None:

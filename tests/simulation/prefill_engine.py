@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import Exchanged
+from vllm_ascend_pd.prefill.core.computing import Chunk as Told
 from vllm_ascend_pd.prefill.core.desk import Asked, opened
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.protocol.auth import unseal
@@ -55,7 +57,7 @@ class Prompt:
     leg: Leg | None = None  # of a source: whose answer it is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """What a step computes of a prompt, as vLLM's scheduler has decided it."""
 
@@ -66,6 +68,7 @@ class Chunk:
     ids: list[list[int]]
     tables: tuple[NDArray[np.int64], ...]
     fresh: bool
+    hot: int | None = None  # from which token on what is cached is computed by another request of the same step
 
 
 class PrefillEngine:
@@ -88,7 +91,7 @@ class PrefillEngine:
         holding = Holding(256, self._spare(), t.hold_s, t.meet_s)
         meetings = self.cluster.mutation.meetings(book, self.scheduler.incarnation, holding)
         meetings.engine = self.geometry
-        self.desk = self.cluster.mutation.prefill_desk(book, meetings)
+        self.desk = self.cluster.mutation.prefill_desk(book, meetings, self.cluster.mutation.computing())
         self.book, self.meetings = self.desk.book, self.desk.meetings
         self._alarm = Alarm(self.scheduler, self.meetings.next_wake, self._tick)
         self.waiting: deque[Prompt] = deque()
@@ -103,6 +106,8 @@ class PrefillEngine:
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
         self._finished: list[str] = []
+        self._dice = random.Random(f"hot/{self.scheduler.name}/{self.cluster.settings!r}")
+        self._beside: list[str] = []  # what hot blocks were said to be of
         self._looking = False
         self._resting_until = 0.0
         self.ranks: list[PrefillRank] = []
@@ -233,7 +238,8 @@ class PrefillEngine:
         lost, self._lost = self._lost, []
         for name in lost:
             self.desk.preempted(name)
-        fills = [self._told(chunk) for chunk in chunks]
+        self._tell(chunks)
+        fills = [self._fill(chunk) for chunk in chunks]
         preempted, self._preempted = self._preempted, False
         meta = self.book.take_step(self.geometry)
         if meta.empty and not fills:
@@ -300,12 +306,27 @@ class PrefillEngine:
         self._scheduled.append((prompt, count))
         return chunk
 
-    def _told(self, chunk: Chunk) -> Fill:
-        told = chunk.prompt.name, chunk.computed, chunk.count, chunk.new
-        self.desk.scheduled(*told, lambda: chunk.ids, replaces=chunk.fresh)
-        # A prefix hit: what is cached was computed before this step.
-        first, last = 0 if chunk.fresh else chunk.computed, chunk.computed + chunk.count
-        return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, last)
+    def _tell(self, chunks: list[Chunk]) -> None:
+        """Of a prompt that is new the last cached block may be one that another request of the same step computes."""
+        told, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
+        beside, self._beside = self._beside, []
+        for chunk in chunks:
+            told.append(Told(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh))
+            size = max(group.block_size for group in self.geometry.tables)
+            if chunk.fresh and chunk.computed and self._dice.random() < 0.3:
+                self.cluster.world.stats["blocks found hot"] += 1
+                chunk.hot = size * self._dice.randrange(chunk.computed // size)
+                groups = zip(chunk.new, self.geometry.tables, strict=True)
+                ids = [table[: chunk.computed // group.block_size] for table, group in groups]
+                self._beside.append(f"beside {chunk.prompt.name}")
+                told.append(Told(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
+        self.desk.step(told, beside, tables.__getitem__)
+
+    def _fill(self, chunk: Chunk) -> Fill:
+        """What is cached was computed by earlier steps, but for what is hot."""
+        first = chunk.computed if chunk.hot is None else chunk.hot
+        before = first if chunk.fresh else 0
+        return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, chunk.computed + chunk.count, before)
 
     def _take(self, prompt: Prompt) -> None:
         if self.desk.knows(prompt.name):

@@ -78,6 +78,35 @@ def test_a_prefix_hit_on_prefill_is_part_of_the_first_slice() -> None:
     assert piece.new_blocks[0].tolist() == [5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("first", "ready", "early"), [(0, 8, 8), (4, 8, 8), (0, 4, 4), (8, 8, 0), (0, 0, 0), (0, 99, 8)], ids=str
+)
+def test_what_earlier_steps_have_computed_leaves_with_the_beginning_of_the_step(
+    first: int, ready: int, early: int
+) -> None:
+    book = admitted(10, first=first)
+    book.scheduled("r", 8, 2, [5, 6, 7], replaces=True, ready=ready)
+    made = step(book)
+    (piece,) = made.slices
+    assert (piece.before, piece.after, piece.final) == (early, 10, True)
+    told = [p.new_blocks[0].tolist() for p in (*made.computed, piece)]
+    assert told == ([[5, 6, 7], []] if early else [[5, 6, 7]]), "the workers hear of each block once"
+    assert [(p.before, p.after, p.final, p.restart) for p in made.computed] == [(0, early, False, False)] * bool(early)
+    assert (made.before, made.rotation) == ((1, 2) if early else (0, 1)) and made.starts[0].cached == 8
+
+
+def test_what_a_preempted_push_finds_again_leaves_layer_by_layer() -> None:
+    """What was pushed before is pushed again, from its first token on."""
+    book = admitted(10)
+    book.scheduled("r", 0, 6, [1, 2], replaces=True)
+    step(book)
+    book.preempted("r")
+    step(book)
+    book.scheduled("r", 4, 6, [3, 4, 5], replaces=True, ready=4)
+    made = step(book)
+    assert not made.computed and [(p.before, p.after, p.restart) for p in made.slices] == [(0, 10, True)]
+
+
 def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> None:
     """Ranks that are done with it are done for good; the others must not push half of it again."""
     book = admitted(10)

@@ -338,6 +338,7 @@ def output(computed: int, count: int, table: list[int], *, new: list[int] | None
     )
     return SimpleNamespace(
         preempted_req_ids=(),
+        finished_req_ids=set(),
         num_scheduled_tokens={"r": count},
         scheduled_new_reqs=[] if computed else [fresh],
         scheduled_cached_reqs=cached,

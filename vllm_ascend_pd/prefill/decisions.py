@@ -192,10 +192,11 @@ class PushBook:
         return self._refused.get(request_id)
 
     def scheduled(
-        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool
+        self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
     ) -> PushSlice | None:
         """The step computes tokens [computed, computed + count) of a request; `blocks` of each group are new, or all if `replaces`,
-        and always all of a group of states, whose entries move."""
+        and always all of a group of states, whose entries move. Of what it begins with `ready` tokens are in the cache: they are
+        pushed at once, all layers of them."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and replaces and not tracked.restart:
             self.preempted(request_id)  # vLLM 0.23 does not say so of requests that reset_prefix_cache preempted
@@ -203,6 +204,7 @@ class PushBook:
             return None
         if not tracked.started:
             self._pending.starts.append(PushStart(request_id, tracked.push, tracked.reservation, computed))
+            blocks = self._push_ready(tracked, min(ready, computed), blocks)
         before = 0 if tracked.restart else tracked.watermark
         tracked.watermark = computed + count
         tracked.sealed = tracked.watermark >= tracked.reservation.end
@@ -217,6 +219,18 @@ class PushBook:
         tracked.started, tracked.restart = True, False
         self._pending.slices.append(piece)
         return piece
+
+    def _push_ready(
+        self, tracked: _Tracked, ready: int, blocks: tuple[Sequence[int], ...]
+    ) -> tuple[Sequence[int], ...]:
+        """Push what earlier steps have computed, if D wants any of it. Returns the blocks that the workers have not heard of."""
+        if tracked.restart or not tracked.reservation.first < ready < tracked.reservation.end:
+            return blocks
+        tracked.watermark = ready
+        tables = tuple(tracked.told(index, ids) for index, ids in enumerate(blocks))
+        self._pending.computed.append(PushSlice(tracked.push, 0, ready, tables, restart=False, final=False))
+        stateful = [group.stateful for group in tracked.groups] or [False]
+        return tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
 
     def preempted(self, request_id: str) -> None:
         """The request lost its blocks: what reads them must be drained before they are overwritten.

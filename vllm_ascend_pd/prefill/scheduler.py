@@ -18,6 +18,7 @@ from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
+from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
 from vllm_ascend_pd.prefill.core.desk import Asked, Desk
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record
 from vllm_ascend_pd.prefill.decisions import PushBook
@@ -42,13 +43,20 @@ class PrefillScheduler(SchedulerRole):
     reception, which starts with the handshake. `blocks` are those of this engine's cache."""
 
     def __init__(
-        self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0, *, tells: bool = False
+        self,
+        engine: Engine,
+        news: Callable[[], None] = lambda: None,
+        blocks: int = 0,
+        *,
+        tells: bool = False,
+        alone: bool = True,
     ) -> None:
+        """`alone`: no other connector brings KV into this cache, whose steps may begin before it is there."""
         self._engine, self._news = engine, news
         book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
-        self._desk = Desk(book, Meetings(book, engine.incarnation, holding))
+        self._desk = Desk(book, Meetings(book, engine.incarnation, holding), Computing() if alone else None)
         self._reception: Reception | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
@@ -114,28 +122,25 @@ class PrefillScheduler(SchedulerRole):
     def _build_step(self, output: Any) -> PrefillStep:
         for request_id in output.preempted_req_ids or ():
             self._desk.preempted(request_id)
-        for new in output.scheduled_new_reqs:
-            self._scheduled(output, new.req_id, new.num_computed_tokens, new.block_ids, replaces=True)
-        cached = output.scheduled_cached_reqs
-        for request_id, more, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            replaces = request_id in cached.resumed_req_ids
-            self._scheduled(output, request_id, computed, more, replaces=replaces)
-        return self._desk.book.take_step(self._desk.engine)
+        counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        chunks = [
+            Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids, replaces=True)
+            for new in output.scheduled_new_reqs
+        ]
+        chunks += [
+            Chunk(request_id, computed, counts[request_id], more, replaces=request_id in cached.resumed_req_ids)
+            for request_id, more, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+        ]
+        over = (*(output.preempted_req_ids or ()), *output.finished_req_ids)
 
-    def _scheduled(
-        self, output: Any, request_id: str, computed: int, new: Sequence[Sequence[int]] | None, *, replaces: bool
-    ) -> None:
-        count = output.num_scheduled_tokens[request_id]
-        self._desk.scheduled(
-            request_id,
-            computed,
-            count,
-            new,
-            lambda: output.kv_connector_block_state.get_block_ids(request_id),
-            replaces=replaces,
-        )
+        def tables(request_id: str) -> Sequence[Sequence[int]]:
+            found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
+            return found  # asked for states alone, which vLLM 0.23 has not: nor has it this
+
+        self._desk.step(chunks, over, tables)
+        return self._desk.book.take_step(self._desk.engine)
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)

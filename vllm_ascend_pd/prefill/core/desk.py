@@ -6,11 +6,12 @@ The adapter in scheduler.py translates vLLM's objects and D's messages, and hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
 from vllm_ascend_pd.prefill.core.meetings import Meetings, Record, failure_of, not_held
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.first import First, Sample
@@ -53,8 +54,10 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
 
 
 class Desk:
-    def __init__(self, book: PushBook, meetings: Meetings) -> None:
-        self.book, self.meetings = book, meetings
+    """Without `computing` nothing of a prompt that is cached leaves before the forward: what a step begins with may come while it runs."""
+
+    def __init__(self, book: PushBook, meetings: Meetings, computing: Computing | None = None) -> None:
+        self.book, self.meetings, self.computing = book, meetings, computing
 
     @property
     def engine(self) -> CacheGeometry | None:
@@ -83,18 +86,21 @@ class Desk:
         """Whether the last token of its prompt is not computed here: D must find what it needs to run that one."""
         return self.engine is not None and self.engine.leaves_last and self.book.tracks(request_id)
 
-    def scheduled(
+    def step(
         self,
-        request_id: str,
-        computed: int,
-        count: int,
-        new: Sequence[Sequence[int]] | None,
-        tables: Callable[[], Sequence[Sequence[int]]],
-        *,
-        replaces: bool,
+        chunks: Sequence[Chunk],
+        over: Iterable[str],
+        tables: Callable[[str], Sequence[Sequence[int]]],
     ) -> None:
-        """A step computes `count` tokens more. `new` are its new blocks of each group, or all; entries of states move in their table, so
-        of these it is the table as it is now."""
+        """A step computes these. Entries of states move in their table, so of these it is the table as it is now."""
+        if self.computing is not None:
+            self.computing.step(chunks, over)
+        for chunk in chunks:
+            self._scheduled(chunk, lambda name=chunk.request_id: tables(name))  # type: ignore[misc]
+
+    def _scheduled(self, chunk: Chunk, tables: Callable[[], Sequence[Sequence[int]]]) -> None:
+        request_id, computed, count = chunk.request_id, chunk.computed, chunk.count
+        new, replaces = chunk.new, chunk.replaces
         collects = self.meetings.collects(request_id)
         if not collects and not self.book.tracks(request_id):
             return
@@ -106,7 +112,9 @@ class Desk:
         if collects:
             self.meetings.computes(request_id, computed + count, blocks, replaces=replaces)
         else:
-            self.book.scheduled(request_id, computed, count, *blocks, replaces=replaces)
+            hit = self.computing is not None and replaces and computed > 0
+            ready = self.computing.ready(request_id, computed, groups) if hit and self.computing is not None else 0
+            self.book.scheduled(request_id, computed, count, *blocks, replaces=replaces, ready=ready)
 
     def preempted(self, request_id: str) -> None:
         self.meetings.preempted(request_id)

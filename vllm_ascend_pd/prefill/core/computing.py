@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks the step that is planned computes: what a request finds in them is not there yet.
+
+vLLM puts blocks into its prefix cache when it schedules the step that computes them, so another request of the same step finds them.
+What earlier steps compute is behind this step's beginning in the order of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_ascend_pd.geometry.layout import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A step computes tokens [computed, computed + count) of a request; `new` are its new blocks of each group, or all."""
+
+    request_id: str
+    computed: int
+    count: int
+    new: Sequence[Sequence[int]] | None
+    replaces: bool
+
+
+class Computing:
+    """Block tables of all requests that run on this engine, whoever they are for."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, list[list[int]]] = {}
+        self._chunks: Sequence[Chunk] = ()
+
+    def step(self, chunks: Sequence[Chunk], over: Iterable[str]) -> None:
+        """A step is planned; requests that are `over` run no more."""
+        for request_id in over:
+            self._tables.pop(request_id, None)
+        for chunk in chunks:
+            table = None if chunk.replaces else self._tables.get(chunk.request_id)
+            if table is None:
+                self._tables[chunk.request_id] = [list(ids) for ids in chunk.new or ()]
+            else:
+                for ids, more in zip(table, chunk.new or (), strict=False):
+                    ids.extend(more)
+        self._chunks = chunks
+
+    def ready(self, request_id: str, computed: int, groups: Sequence[Group]) -> int:
+        """How many of the `computed` tokens that a request begins with earlier steps have computed, and not this one."""
+        table = self._tables.get(request_id, ())
+        for index, (group, ids) in enumerate(zip(groups, table, strict=False)):
+            if group.stateful:
+                continue
+            hot, size = self._written(index, group.block_size), group.block_size
+            first = next((place for place, block in enumerate(ids[: -(-computed // size)]) if block in hot), None)
+            if first is not None:
+                computed = min(computed, first * size)
+        return computed
+
+    def _written(self, index: int, size: int) -> set[int]:
+        """Blocks of a group that the step computes into."""
+        found: set[int] = set()
+        for chunk in self._chunks:
+            table = self._tables[chunk.request_id]
+            if index < len(table):
+                found.update(table[index][chunk.computed // size : -(-(chunk.computed + chunk.count) // size)])
+        return found
+
+    def open_count(self) -> int:
+        return len(self._tables)
