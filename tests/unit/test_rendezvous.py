@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 from watching import Steps, until
 
+from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
@@ -59,6 +60,8 @@ class Pair:
         asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
         self.p.allocated(asked)
         self.p.build_step(output([(name, 0, 10, [1, 2, 3])]))
+        assert self.p.first_tokens is not None
+        self.p.first_tokens.before(None)  # the step's results
         return (asked, *self.ended(asked))
 
     def ended(self, asked: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -164,7 +167,10 @@ def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
 @pytest.mark.parametrize(
     ("sampling", "why"), [({"temperature": 0.5}, "not told"), ({"logprobs": 2}, "not told"), ({"seed": 5}, "not told")]
 )
-def test_a_p_that_was_asked_otherwise_tells_no_token(sampling: dict[str, Any], why: str) -> None:
+def test_a_p_that_was_asked_otherwise_tells_no_token(
+    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(first_token, "reported", lambda output, request_id, count: ((TOKEN, -1.0, 1),) * (count + 1))
     with pair() as both:
         both.d.first_tokens.entered = True
         _, _, answer = both.prefilled(**sampling)
@@ -172,7 +178,8 @@ def test_a_p_that_was_asked_otherwise_tells_no_token(sampling: dict[str, Any], w
         both.steps.settled(bind.transfer)
         both.d.ended([LoadEnd(D_ID, "", "p.1")])
         assert both.d.received(D_ID)
-        assert (both.started().first, why) == (None, why)
+        start = both.started()
+        assert (start.first, start.why) == (None, why)
 
 
 def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:

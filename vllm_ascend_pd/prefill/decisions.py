@@ -224,7 +224,7 @@ class PushBook:
         self, tracked: _Tracked, ready: int, blocks: tuple[Sequence[int], ...]
     ) -> tuple[Sequence[int], ...]:
         """Push what earlier steps have computed, if D wants any of it. Returns the blocks that the workers have not heard of."""
-        if tracked.restart or not tracked.reservation.first < ready < tracked.reservation.end:
+        if not tracked.reservation.first < ready < tracked.reservation.end:
             return blocks
         tracked.watermark = ready
         tables = tuple(tracked.told(index, ids) for index, ids in enumerate(blocks))

@@ -30,6 +30,7 @@ class Computing:
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
         self._chunks: Sequence[Chunk] = ()
+        self._hot: dict[int, set[int]] = {}  # by group, what the step computes into, once it was asked for
 
     def step(self, chunks: Sequence[Chunk], over: Iterable[str]) -> None:
         """A step is planned; requests that are `over` run no more."""
@@ -42,7 +43,7 @@ class Computing:
             else:
                 for ids, more in zip(table, chunk.new or (), strict=False):
                     ids.extend(more)
-        self._chunks = chunks
+        self._chunks, self._hot = chunks, {}
 
     def ready(self, request_id: str, computed: int, groups: Sequence[Group]) -> int:
         """How many of the `computed` tokens that a request begins with earlier steps have computed, and not this one."""
@@ -58,7 +59,9 @@ class Computing:
 
     def _written(self, index: int, size: int) -> set[int]:
         """Blocks of a group that the step computes into."""
-        found: set[int] = set()
+        if (known := self._hot.get(index)) is not None:
+            return known
+        found = self._hot[index] = set[int]()
         for chunk in self._chunks:
             table = self._tables[chunk.request_id]
             if index < len(table):

@@ -96,9 +96,9 @@ class Desk:
         if self.computing is not None:
             self.computing.step(chunks, over)
         for chunk in chunks:
-            self._scheduled(chunk, lambda name=chunk.request_id: tables(name))  # type: ignore[misc]
+            self._scheduled(chunk, tables)
 
-    def _scheduled(self, chunk: Chunk, tables: Callable[[], Sequence[Sequence[int]]]) -> None:
+    def _scheduled(self, chunk: Chunk, tables: Callable[[str], Sequence[Sequence[int]]]) -> None:
         request_id, computed, count = chunk.request_id, chunk.computed, chunk.count
         new, replaces = chunk.new, chunk.replaces
         collects = self.meetings.collects(request_id)
@@ -107,13 +107,14 @@ class Desk:
         groups = self.engine.tables if self.engine is not None else ()
         blocks = new or ((),) * max(1, len(groups))
         if any(group.stateful for group in groups):
-            exact = zip(groups, tables(), blocks, strict=True)
+            exact = zip(groups, tables(request_id), blocks, strict=True)
             blocks = [table if group.stateful else ids for group, table, ids in exact]
         if collects:
             self.meetings.computes(request_id, computed + count, blocks, replaces=replaces)
         else:
-            hit = self.computing is not None and replaces and computed > 0
-            ready = self.computing.ready(request_id, computed, groups) if hit and self.computing is not None else 0
+            ready = 0
+            if self.computing is not None and replaces and computed:
+                ready = self.computing.ready(request_id, computed, groups)
             self.book.scheduled(request_id, computed, count, *blocks, replaces=replaces, ready=ready)
 
     def preempted(self, request_id: str) -> None:
