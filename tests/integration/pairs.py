@@ -114,7 +114,7 @@ class Pair:
         # Behind a long prompt the others wait, and find each other's blocks in the step that computes them. How much of it D loads
         # depends on who is first there too.
         head = fresh_prompt(6 * block)
-        prompts = [fresh_prompt(24 * block), *([*head, *fresh_prompt(20 + i)] for i in range(4))]
+        prompts = [fresh_prompt(min(24 * block, 1200)), *([*head, *fresh_prompt(20 + i)] for i in range(4))]
         failed = self.failed_transfers()
         self.compare(prompts, gather(self.front.url, [body_of(p, 12) for p in prompts]), "one head at once")
         assert self.failed_transfers() == failed

@@ -305,7 +305,7 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     assert scheduler._desk.book.wanted("r", asked.num_prompt_tokens, 0)
     bind = scheduler._desk.book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
     ticket = Ticket("http://metaserver", "ticket", False)
-    scheduler._asked["r"] = _Asked(ticket, asked.num_prompt_tokens, asked, there=0)
+    scheduler._asked["r"] = _Asked(ticket, asked.num_prompt_tokens, asked, 0, bind.transfer)
     return scheduler, bind.transfer
 
 
