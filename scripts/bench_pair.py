@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to the first token, interleaved in one run: (a) one engine of P's TP, (b) a pair with vLLM's in-tree
-MooncakeConnector over TCP, (c) a pair with this package behind its metaserver.
+MooncakeConnector over TCP, (c) a pair with this package behind its metaserver, (n) a pair with NixlConnector.
 
-All three run at once and are asked one after another, the same fresh prompt each, in rotating order, each on a machine
-on which everybody else has come to rest (the in-tree pair is stopped while it is not asked). vLLM's shared-memory queue spins for a second after every message, which on two cores is the largest cost of all; so every
-table is made twice: `polite` replaces that spin in all three systems, `as it is` in none (nor does our D nap then).
+All run at once and are asked one after another, the same fresh prompt each, in rotating order, each on a machine on which
+everything else has come to rest (in-tree pairs are stopped while they are not asked). vLLM's shared-memory queue spins for a
+second after every message, which on two cores is the largest cost of all; so every table is made twice: `polite` replaces that
+spin in all systems, `as it is` in none (nor does our D nap then).
+
+With --warm the prompts have 2,048 tokens of which P, and one engine, have 95 % in their prefix caches, and D nothing or half.
 """
 
 from __future__ import annotations
@@ -14,23 +17,51 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.support.client import Answer, body_of, complete, prompt
-from scripts.support.cluster import STRICT, Cluster, fresh_directory
+from scripts.support.cluster import STRICT, Cluster, fresh_directory, say
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
-from scripts.support.in_tree import PLUGIN, Ask, mooncake
+from scripts.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from scripts.support.models import RECIPES, ensure
 from scripts.support.spec import EngineSpec
 from scripts.support.timeline import REPORTED, RESERVED, Trace
 
 MODEL = "base16"
-LENGTHS = (512, 2048)
-WANTED = {(1, 512): 1.30, (1, 2048): 1.05, (2, 512): 1.30, (2, 2048): 1.10}  # (c) / (a)
-NAMES = {"a": "one engine", "b": "in-tree Mooncake", "c": "this package"}
+KV_BYTES_PER_TOKEN = 32 << 10
+NAMES = {"a": "(a) one engine", "b": "(b) in-tree Mooncake", "n": "(n) in-tree NIXL", "c": "(c) this package"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of one kind, and what is wanted: (c) / (a) by P's TP, and (c) / the better in-tree pair."""
+
+    length: int
+    over_one: dict[int, float]
+    over_in_tree: float
+    on_p: int = 0  # tokens of it in P's prefix cache, and in one engine's
+    on_d: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.length}" if not self.on_p else f"{self.length}, {self.on_d} on D"
+
+    def heads(self, tokens: list[int], decodes: bool) -> list[int]:
+        """What an engine is asked for before, so that its cache has it: whole blocks, and one token to compute."""
+        count = self.on_d if decodes else self.on_p
+        return [*tokens[:count], 1] if count else []
+
+
+BLOCK = {False: 128, True: 32}  # warm prompts: of smaller blocks, so that 95 % are whole ones
+COLD = (Case(512, {1: 1.06, 2: 1.20}, 1.0), Case(2048, {1: 1.03, 2: 1.10}, 1.0))
+WARM = (
+    Case(2048, {1: 1.15, 2: 1.15}, 0.6, on_p=61 * 32),
+    Case(2048, {1: 1.15, 2: 1.15}, 0.6, on_p=61 * 32, on_d=32 * 32),
+)
 
 RESTING = 0.85  # idle share of two processors; whoever spins takes half, whoever naps a hundredth
 REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
@@ -38,16 +69,23 @@ REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
 
 @dataclass(frozen=True)
 class System:
-    """How one of the three is asked. `paused` are stopped (SIGSTOP) while others are asked: after an unequal transfer
+    """How one of them is asked, and its engines that prefill and decode. `paused` are stopped (SIGSTOP) while others are asked: after an unequal transfer
     the in-tree connector's P keeps a core busy for as long as it runs, which would be counted against the others."""
 
     ask: Ask
+    prefill: Engine
+    decode: Engine | None = None
     paused: tuple[Engine, ...] = ()
 
-    def answer(self, tokens: list[int]) -> Answer:
+    def answer(self, tokens: list[int], case: Case) -> Answer:
         for engine in self.paused:
             engine.process.resume()
         try:
+            engines = [(self.prefill, False), *([(self.decode, True)] if self.decode else [])]
+            for engine, decodes in engines:
+                if head := case.heads(tokens, decodes):
+                    complete(engine.url, body_of(head, 1))
+            rest()
             return self.ask(tokens)
         finally:
             for engine in self.paused:
@@ -57,25 +95,27 @@ class System:
 @dataclass(frozen=True)
 class Sample:
     system: str
-    length: int
+    case: Case
     ttft: float
     sent: float
 
 
-def shape() -> dict[str, Any]:
-    return {"max_len": 2624, "chunk": 2560, "kv_bytes": 384 << 20, "max_seqs": 8, "block_size": 128}
+def shape(warm: bool) -> dict[str, Any]:
+    return {"max_len": 2624, "chunk": 2560, "kv_bytes": 384 << 20, "max_seqs": 8, "block_size": BLOCK[warm]}
 
 
-def start_all(cluster: Cluster, p_tp: int, polite: bool, wanted: str) -> dict[str, System]:
-    """Five engines and a metaserver, or those of the systems wanted; returns how each system is asked."""
+def start_all(cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool) -> dict[str, System]:
+    """The engines of the systems wanted, and our metaserver; returns how each system is asked."""
     model = ensure(MODEL)
-    common = {**shape(), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
+    common = {**shape(warm), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
     systems: dict[str, System] = {}
     if "a" in wanted:
         (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
-        systems["a"] = System(lambda tokens: complete(single.url, body_of(tokens, 4)))
-    if "b" in wanted:
-        systems["b"] = start_in_tree(cluster, model, p_tp, common)
+        systems["a"] = System(lambda tokens: complete(single.url, body_of(tokens, 4)), single)
+    for letter, start in (("b", start_mooncake), ("n", start_nixl)):
+        if letter in wanted and (letter == "b" or install_nixl()):
+            prefill, decode, ask = start(cluster, partial(pair_spec, model, p_tp, common), 4)
+            systems[letter] = System(ask, prefill, decode, (prefill, decode))
     if "c" in wanted:
         systems["c"] = start_ours(cluster, model, p_tp, common, polite)
     return systems
@@ -86,40 +126,30 @@ def start_ours(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any],
     config = cluster.push_config(verify="off", patient=polite, patient_shm="on" if polite else "off")
     d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
     prefill, decode = cluster.start(
-        EngineSpec(f"c{p_tp}-prefill", model, role="kv_producer", tp=p_tp, extra=config, **common),
-        EngineSpec(f"c{p_tp}-decode", model, role="kv_consumer", extra=d_side, **common),
+        pair_spec(model, p_tp, common, "ours-p", "kv_producer", extra=config),
+        pair_spec(model, p_tp, common, "ours-d", "kv_consumer", extra=d_side),
     )
     front = cluster.metaserver([prefill], [decode], port, STRICT)
-    return System(lambda tokens: complete(front.url, body_of(tokens, 4)))
+    return System(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
 
 
-def start_in_tree(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any]) -> System:
-    bootstrap = cluster.port()
-    both: dict[str, Any] = {
-        **common,
-        "connector": "MooncakeConnector",
-        "extra": {"mooncake_protocol": "tcp"},
-        "plugins": (PLUGIN,),
-    }
-    p_side = {**both, "environment": {**common["environment"], "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}}
-    prefill, decode = cluster.start(
-        EngineSpec(f"b{p_tp}-prefill", model, role="kv_producer", tp=p_tp, **p_side),
-        EngineSpec(f"b{p_tp}-decode", model, role="kv_consumer", **both),
-    )
-    return System(mooncake(prefill, decode, bootstrap, 4), (prefill, decode))
+def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: str, **more: Any) -> EngineSpec:
+    environment = {**common["environment"], **more.pop("environment", {})}
+    tp = p_tp if role == "kv_producer" else 1
+    return EngineSpec(f"{name}{p_tp}", model, role=role, tp=tp, **{**common, **more, "environment": environment})
 
 
-def rest() -> float:
-    """Wait until the processors are idle; how long that took. A system that still works after its answer (vLLM's queues
-    spin for a second) would be paid for by the next one asked."""
-    began = time.monotonic()
-    while time.monotonic() < began + REST_LIMIT_S:
+def rest() -> None:
+    """Wait until the processors are idle. A system that still works after its answer (vLLM's queues spin for a second)
+    would be paid for by the next one asked."""
+    limit = time.monotonic() + REST_LIMIT_S
+    while time.monotonic() < limit:
         idle, total = processor_ticks()
         time.sleep(REST_LOOK_S)
         idle_then, total_then = processor_ticks()
         if idle_then - idle >= RESTING * (total_then - total):
-            break
-    return time.monotonic() - began
+            return
+    say(f"the machine did not come to rest within {REST_LIMIT_S:.0f} s")
 
 
 def processor_ticks() -> tuple[int, int]:
@@ -128,58 +158,52 @@ def processor_ticks() -> tuple[int, int]:
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def measure(systems: dict[str, System], rounds: int, seed: int) -> tuple[list[Sample], Tally]:
+def measure(systems: dict[str, System], cases: Sequence[Case], rounds: int, seed: int) -> tuple[list[Sample], Tally]:
     vocab, tally, samples = RECIPES[MODEL].vocab, Tally(), []
     names = list(systems)
     for warm in range(2):
-        for length in LENGTHS:
+        for place, case in enumerate(cases):
             for system in systems.values():
-                system.answer(prompt(length, seed + 1000 + warm, vocab))
+                system.answer(prompt(case.length, seed + 1000 + 100 * place + warm, vocab), case)
     for number in range(rounds):
-        for length in LENGTHS:
-            tokens = prompt(length, seed + number, vocab)
+        for place, case in enumerate(cases):
+            tokens = prompt(case.length, seed + 100 * place + number, vocab)
             first: Answer | None = None
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
-                rested = rest()
-                if rested > REST_LIMIT_S:
-                    print(f"  the machine did not come to rest within {REST_LIMIT_S:.0f} s before {name}", flush=True)
-                answer = systems[name].answer(tokens)
-                samples.append(Sample(name, length, answer.ttft, answer.started))
+                answer = systems[name].answer(tokens, case)
+                samples.append(Sample(name, case, answer.ttft, answer.started))
                 tally.answers += 1
                 if first is not None and answer.tokens != first.tokens:
-                    tally.excused.append(f"{name}, {length} tokens: {answer.tokens}, the first said {first.tokens}")
+                    tally.excused.append(f"{name}, {case} tokens: {answer.tokens}, the first said {first.tokens}")
                 first = first or answer
+        say(f"round {number + 1} of {rounds}")
     return samples, tally
 
 
-def table(samples: list[Sample], p_tp: int, title: str) -> list[str]:
+def table(samples: list[Sample], cases: Sequence[Case], p_tp: int, title: str) -> list[str]:
+    names = [name for name in NAMES if any(s.system == name for s in samples)]
     rows = [f"\n{title}, TP {p_tp}→1: TTFT in ms, median (lowest–highest)"]
-    rows.append(
-        f"{'tokens':>7}  {'(a) one engine':>22}  {'(b) in-tree Mooncake':>22}  {'(c) this package':>22}    c/a    c/b"
-    )
-    for length in LENGTHS:
-        cells, medians = [], {}
-        for name in NAMES:
-            values = [s.ttft * 1e3 for s in samples if s.system == name and s.length == length]
-            if not values:
-                cells.append("-".rjust(22))
-                medians[name] = math.nan
-                continue
+    rows.append(f"{'tokens':>16}" + "".join(f"  {NAMES[name]:>22}" for name in names) + "    c/a   c/in-tree")
+    for case in cases:
+        cells, medians = [], dict.fromkeys(NAMES, math.nan)
+        for name in names:
+            values = [s.ttft * 1e3 for s in samples if s.system == name and s.case == case]
             medians[name] = statistics.median(values)
-            cells.append(f"{medians[name]:8.0f} ({min(values):.0f}–{max(values):.0f})".rjust(22))
-        over_a, over_b = medians["c"] / medians["a"], medians["c"] / medians["b"]
-        verdict = f"wanted c/a <= {WANTED[p_tp, length]:.2f} and c/b < 1"
-        good = over_a <= WANTED[p_tp, length] and over_b < 1
+            cells.append(f"  {medians[name]:8.0f} ({min(values):.0f}–{max(values):.0f})".ljust(24))
+        over_a = medians["c"] / medians["a"]
+        over_b = medians["c"] / min((medians[name] for name in "bn" if name in names), default=math.nan)
+        good = over_a <= case.over_one[p_tp] and not over_b > case.over_in_tree
+        wanted = f"wanted c/a <= {case.over_one[p_tp]:.2f} and c/in-tree <= {case.over_in_tree:.1f}"
         rows.append(
-            f"{length:7}  {'  '.join(cells)}  {over_a:5.2f}  {over_b:5.2f}  {'met' if good else 'NOT MET'} ({verdict})"
+            f"{case!s:>16}{''.join(cells)}  {over_a:5.2f}  {over_b:5.2f}  {'met' if good else 'NOT MET'} ({wanted})"
         )
     return rows
 
 
-def profile(samples: list[Sample], trace: Trace) -> list[str]:
+def profile(samples: list[Sample], cases: Sequence[Case], trace: Trace) -> list[str]:
     """Where (c)'s time goes, from the traces: medians of each leg, ms."""
-    legs: dict[int, dict[str, list[float]]] = {length: {} for length in LENGTHS}
+    legs: dict[Case, dict[str, list[float]]] = {case: {} for case in cases}
     for sample in (s for s in samples if s.system == "c"):
         transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)
         if not transfers:
@@ -196,13 +220,18 @@ def profile(samples: list[Sample], trace: Trace) -> list[str]:
             "last byte → D reports": (max(w.landed for w in way.writes), way.moments[REPORTED]),
             "D reports → first token": (way.moments[REPORTED], sample.sent + sample.ttft),
             "hidden share, %": (0.0, way.hidden() / 10),
+            "bytes written / bytes that D had not": (
+                0.0,
+                way.nbytes / ((sample.case.length - sample.case.on_d) * KV_BYTES_PER_TOKEN) / 1e3,
+            ),
         }
         for leg, (begin, end) in marks.items():
-            legs[sample.length].setdefault(leg, []).append((end - begin) * 1e3)
-    rows = ["  where (c)'s time goes, medians in ms:" + "".join(f"{length:>10} tokens" for length in LENGTHS)]
+            legs[sample.case].setdefault(leg, []).append((end - begin) * 1e3)
+    rows = ["  where (c)'s time goes, medians in ms:" + "".join(f"{case!s:>18}" for case in cases)]
     for leg in next(iter(legs.values())):
-        cells = (f"{statistics.median(legs[length].get(leg, [0.0])):17.1f}" for length in LENGTHS)
-        rows += [f"    {leg:36}{''.join(cells)}"]
+        digits = 2 if leg.startswith("bytes") else 1
+        values = (statistics.median(legs[case].get(leg, [0.0])) for case in cases)
+        rows += [f"    {leg:36}{''.join(f'{value:18.{digits}f}' for value in values)}"]
     return rows
 
 
@@ -211,8 +240,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="prompts of each length and system (default 5)")
     parser.add_argument("--p-tp", type=int, nargs="+", default=[1, 2], help="TP sizes of prefill (default 1 2)")
     parser.add_argument("--spin", choices=("both", "polite", "as-it-is"), default="both")
-    parser.add_argument("--systems", default="abc", help="which of a, b and c (default abc)")
+    parser.add_argument("--systems", default="", help="which of a, b, c and n (default abc; abcn with --warm)")
+    parser.add_argument("--warm", action="store_true", help="prompts of which P has 95 %% in its prefix cache")
     args = parser.parse_args()
+    cases, systems = WARM if args.warm else COLD, args.systems or ("abcn" if args.warm else "abc")
     modes = [("polite", True), ("as it is", False)]
     modes = [mode for mode in modes if args.spin in ("both", mode[0].replace(" ", "-"))]
     out = fresh_directory("bench_pair")
@@ -222,13 +253,12 @@ def main() -> int:
         for p_tp in args.p_tp:
             directory: Path = out / f"{title.replace(' ', '-')}-{p_tp}"
             with Cluster(directory) as cluster:
-                samples, tally = measure(
-                    start_all(cluster, p_tp, polite, args.systems), args.rounds, seed=p_tp * 10_000
-                )
+                started = start_all(cluster, p_tp, polite, systems, args.warm)
+                samples, tally = measure(started, cases, args.rounds, seed=p_tp * 10_000)
             leaks += cluster.leaks
             made = [
-                *table(samples, p_tp, title),
-                *(profile(samples, Trace(cluster.traces)) if "c" in args.systems else []),
+                *table(samples, cases, p_tp, title),
+                *(profile(samples, cases, Trace(cluster.traces)) if "c" in systems else []),
             ]
             made += [f"  tokens differ: {line}" for line in tally.excused] or ["  all tokens are equal"]
             print("\n".join(made), flush=True)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from scripts.support.checks import drafted, fresh_prompt, fresh_salt, loaded_tok
 from scripts.support.client import Answer, body_of, complete
 from scripts.support.cluster import STRICT, Cluster, fresh_directory, say
 from scripts.support.engine import Engine
-from scripts.support.in_tree import PLUGIN, Ask, mooncake, nixl
+from scripts.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from scripts.support.models import ROOT, ensure
 from scripts.support.process import ProcessDied
 from scripts.support.spec import EngineSpec
 
 KINDS = ROOT / "tests" / "integration" / "plugins" / "kinds"
-NIXL = ROOT / "out" / "nixl"
 FOUND = ROOT / "out" / "compare-kinds.json"
 PAGE = ROOT / "docs" / "kinds.md"
 BEGIN, END = "<!-- scripts/compare_kinds.sh --write: begin -->", "<!-- scripts/compare_kinds.sh --write: end -->"
@@ -85,42 +85,20 @@ def ours(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
     return p, d, lambda prompt: complete(front.url, body_of(prompt, tokens_of(case)))
 
 
-def with_nixl(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
-    common: dict[str, Any] = {
-        "connector": "NixlConnector",
-        "transfer": {"kv_role": "kv_both", "kv_buffer_device": "cpu"},
-        "plugins": (KINDS, NIXL),
-        "arguments": case.arguments,
-    }
-    ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(cluster.port())} for _ in "pd"]
-    p, d = cluster.start(
-        case.spec("nixl-p", "kv_producer", environment=ports[0], **common),
-        case.spec("nixl-d", "kv_consumer", environment=ports[1], **common),
-    )
-    return p, d, nixl(p, d, tokens_of(case))
+def in_tree(
+    case: Case, cluster: Cluster, start: Callable[..., tuple[Engine, Engine, Ask]]
+) -> tuple[Engine, Engine, Ask]:
+    def make(name: str, role: str, **more: Any) -> EngineSpec:
+        return case.spec(name, role, arguments=case.arguments, **more)
 
-
-def with_mooncake(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
-    common: dict[str, Any] = {
-        "connector": "MooncakeConnector",
-        "extra": {"mooncake_protocol": "tcp"},
-        "plugins": (KINDS, PLUGIN),
-        "arguments": case.arguments,
-    }
-    bootstrap = cluster.port()
-    listening = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
-    p, d = cluster.start(
-        case.spec("mooncake-p", "kv_producer", environment=listening, **common),
-        case.spec("mooncake-d", "kv_consumer", **common),
-    )
-    return p, d, mooncake(p, d, bootstrap, tokens_of(case))
+    return start(cluster, make, tokens_of(case), (KINDS,))
 
 
 Start = Callable[[Case, Cluster], tuple[Engine, Engine, Ask]]
 CONNECTORS: dict[str, tuple[str, Start]] = {
     "ours": ("AscendPushConnector", ours),
-    "nixl": ("NixlConnector", with_nixl),
-    "mooncake": ("MooncakeConnector", with_mooncake),
+    "nixl": ("NixlConnector", partial(in_tree, start=start_nixl)),
+    "mooncake": ("MooncakeConnector", partial(in_tree, start=start_mooncake)),
 }
 
 
@@ -232,7 +210,7 @@ def main() -> int:
             )
             if not wanted or f"{key} {name}" in found:
                 continue
-            if name == "nixl" and not (NIXL / "nixl").is_dir():
+            if name == "nixl" and not install_nixl():
                 found[f"{key} {name}"] = "not installed here"
                 continue
             say(f"{case.title}, {title}")

@@ -6,8 +6,6 @@ cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
 
-NIXL=(nixl==1.5.0 nixl-cu12==1.5.0)
-
 help() {
   cat <<'TEXT'
 Starts P and D of each model with each connector and asks them prompts whose right answers P says alone. Prints one table.
@@ -33,7 +31,4 @@ for word in "$@"; do
   esac
 done
 pd_setup test
-if [[ ! -d out/nixl/nixl ]]; then
-  "$PD_PYTHON" -m pip install --quiet --no-deps --target out/nixl "${NIXL[@]}" || rm -rf out/nixl
-fi
 exec "$PD_PYTHON" -m scripts.compare_kinds "$@"

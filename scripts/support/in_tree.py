@@ -3,19 +3,70 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from scripts.support.client import Answer, body_of, complete, post
+from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 from scripts.support.models import ROOT
+from scripts.support.spec import EngineSpec
 
 PLUGIN = ROOT / "scripts" / "support" / "plugins" / "baseline"  # without it MooncakeConnector does not start on a CPU
+NIXL = ("nixl==1.5.0", "nixl-cu12==1.5.0")
+NIXL_PLACE = ROOT / "out" / "nixl"  # beside the environment, which it would change
 Ask = Callable[[list[int]], Answer]
+Make = Callable[..., EngineSpec]  # an engine's name, its role, and fields of EngineSpec
+
+
+def start_mooncake(
+    cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()
+) -> tuple[Engine, Engine, Ask]:
+    """A pair over TCP; its answers have so many tokens."""
+    common: dict[str, Any] = {
+        "connector": "MooncakeConnector",
+        "extra": {"mooncake_protocol": "tcp"},
+        "plugins": (*plugins, PLUGIN),
+    }
+    bootstrap = cluster.port()
+    listening = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap)}
+    p, d = cluster.start(
+        make("mooncake-p", "kv_producer", environment=listening, **common), make("mooncake-d", "kv_consumer", **common)
+    )
+    return p, d, mooncake(p, d, bootstrap, tokens)
+
+
+def start_nixl(cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()) -> tuple[Engine, Engine, Ask]:
+    """A pair on the CPU; ask `install_nixl` first."""
+    common: dict[str, Any] = {
+        "connector": "NixlConnector",
+        "transfer": {"kv_role": "kv_both", "kv_buffer_device": "cpu"},
+        "plugins": (*plugins, NIXL_PLACE),
+    }
+    ports = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(cluster.port())} for _ in "pd"]
+    p, d = cluster.start(
+        make("nixl-p", "kv_producer", environment=ports[0], **common),
+        make("nixl-d", "kv_consumer", environment=ports[1], **common),
+    )
+    return p, d, nixl(p, d, tokens)
+
+
+def install_nixl() -> bool:
+    """Make sure that NIXL is there; False where it cannot be installed."""
+    if not (NIXL_PLACE / "nixl").is_dir():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(NIXL_PLACE), *NIXL)
+        if subprocess.run(pip, check=False).returncode:
+            shutil.rmtree(NIXL_PLACE, ignore_errors=True)
+            return False
+    return True
 
 
 def mooncake(prefill: Engine, decode: Engine, bootstrap: int, tokens: int) -> Ask:
