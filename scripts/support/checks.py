@@ -8,6 +8,7 @@ parameters and under a cache salt of its own: it computes the whole prompt again
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,12 +54,16 @@ def loaded_tokens(engine: Served) -> int:
     return counter(engine, "vllm:external_prefix_cache_hits_total")
 
 
+def front_counter(url: str, name: str, label: str = "") -> float:
+    """A counter of the metaserver's, summed over its labels, or over those with this one."""
+    page = httpx.get(url + "/metrics", trust_env=False).text
+    lines = [line for line in page.splitlines() if re.match(rf"ascend_pd_metaserver_{name}_total[{{ ]", line)]
+    return sum(float(line.split()[-1]) for line in lines if label in line)
+
+
 def prefilled(url: str) -> float:
     """Loads whose KV came from P, as D reported them: before the answer, with it, or after."""
-    page = httpx.get(url + "/metrics", trust_env=False).text
-    name = "ascend_pd_metaserver_loads_total{"
-    lines = [line for line in page.splitlines() if line.startswith(name) and 'end="received"' in line]
-    return sum(float(line.split()[-1]) for line in lines)
+    return front_counter(url, "loads", 'end="received"')
 
 
 @dataclass(frozen=True)

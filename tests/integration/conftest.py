@@ -51,8 +51,8 @@ def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
     """A metaserver in front of running engines, on one of the allowed ports."""
     free = ports[:-3]
 
-    def make(prefill: Engine, *decode: Engine) -> Pair:
-        front = cluster.metaserver([prefill], decode, free.pop(0), STRICT)
+    def make(prefill: Engine, *decode: Engine, options: tuple[str, ...] = ()) -> Pair:
+        front = cluster.metaserver([prefill], decode, free.pop(0), (*STRICT, *options))
         return Pair(cluster, front, prefill, decode, tally)
 
     return make

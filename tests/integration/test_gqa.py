@@ -7,12 +7,14 @@ whose KV does not come, the second recomputes it.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 from fake_metaserver import fake_metaserver, is_overloaded, says_failed
 from pairs import (
@@ -30,6 +32,7 @@ from pairs import (
 )
 
 from scripts.support.cells import Site
+from scripts.support.checks import front_counter
 from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
@@ -43,6 +46,7 @@ from scripts.support.timeline import Event, Trace
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK = 32
+SMALL = 72  # blocks
 # One token (nothing to push), part of a block, exactly one, one and a bit, several exactly, many.
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 
@@ -73,7 +77,9 @@ def one(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
 
 @pytest.fixture(scope="class")
 def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
-    """P with TP 2, small chunks, and a cache that holds little more than one longest prompt."""
+    """P with TP 2, small chunks, and a cache that holds little more than one longest prompt; it publishes what that has."""
+    port = cluster.port()
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     (p,) = cluster.start(
         EngineSpec(
             "gqa-p2",
@@ -81,16 +87,18 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
             role="kv_producer",
             tp=2,
             chunk=96,
-            kv_bytes=72 * BLOCK * 2048,
+            kv_bytes=SMALL * BLOCK * 2048,
             extra=cluster.push_config(),
             # A prompt takes half a step, so others run beside it; who is more urgent may take its blocks.
             arguments=(
                 *("--long-prefill-token-threshold", "48", "--scheduling-policy", "priority"),
                 "--no-scheduler-reserve-full-isl",  # a prompt may begin before there is room for all of it
+                *("--kv-events-config", json.dumps(events)),
             ),
         )
     )
-    pairs = make_pair(p, decodes[0]), make_pair(p, decodes[1])
+    options = ("--kv-events", f"{p.url}={port}")
+    pairs = make_pair(p, decodes[0], options=options), make_pair(p, decodes[1])
     yield pairs
     cluster.stop(*(pair.front for pair in pairs), p)
 
@@ -255,6 +263,29 @@ class TestFromTp2:
 
     def test_16_at_once_share_the_chunks(self, two: tuple[Pair, Pair]) -> None:
         two[0].check([fresh_prompt(30 + 17 * i) for i in range(16)], name="2→1, 16 at once")
+
+    def test_the_metaserver_knows_what_the_prefill_cache_has_lost(self, two: tuple[Pair, Pair]) -> None:
+        pair = two[0]
+        prompts = [fresh_prompt(1000) for _ in range(4)]  # two of them fit
+        for prompt in prompts:
+            pair.check([prompt], name="2→1, one after another")
+        for prompt, there in (
+            (prompts[3], True),
+            (prompts[0], False),
+        ):  # it knows prompts by pieces of about 300 tokens
+            before = (
+                counter(pair.prefill, "vllm:prefix_cache_hits_total"),
+                front_counter(pair.front.url, "prompt_tokens_there"),
+            )
+            complete(pair.front.url, body_of([*prompt, 7], 1))
+            found = counter(pair.prefill, "vllm:prefix_cache_hits_total") - before[0]
+            thought = front_counter(pair.front.url, "prompt_tokens_there") - before[1]
+            assert (found > 900) == there and found - 300 <= thought <= found, (
+                f"{thought} thought to be there, {found} were"
+            )
+        status = httpx.get(f"{pair.front.url}/status", timeout=30).json()
+        (cached,) = (one["prompt_tokens_cached"] for one in status["instances"] if one["role"] == "prefill")
+        assert 0 < cached <= SMALL * BLOCK
 
     def test_metrics_tell_each_push_once_whatever_the_tp_sizes(self, two: tuple[Pair, Pair]) -> None:
         lengths = (4 * BLOCK, 10 * BLOCK, 3 * BLOCK)

@@ -69,7 +69,39 @@ def test_it_holds_no_more_than_it_may_and_forgets_ends_before_beginnings(
         held = [mark.digest in prompts._held for mark in of]
         assert held == sorted(held, reverse=True), "a beginning went before its end"
         assert prompts.has(of) == (of[sum(held) - 1].tokens if any(held) else 0)
-        assert prompts.tokens == sum(prompts._held.values()) <= most
+        assert prompts.tokens == sum(mark.added for mark in prompts._held.values()) <= most
+
+
+@given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 9)), max_size=40), st.integers(9, 20))
+def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[int, int]], most: int) -> None:
+    """An engine that keeps `most` blocks, those that were used last. A prompt of kind -1 is new and comes by another way."""
+    block = NEAR // 4
+    prompts, engine = Prompts(most * block), dict[tuple[int, int], None]()
+    longest: dict[int, Marks] = {}
+    for turn, (kind, length) in enumerate(asked):
+        if kind >= 0:
+            of = marks(bytes([kind]) * (NEAR * length))
+            prompts.add(of)
+            longest[kind] = max(longest.get(kind, ()), of, key=len)
+        before = set(engine)
+        for place in range(length - 1, -1, -1):
+            used = (kind if kind >= 0 else -1 - turn, place)
+            engine.pop(used, None)
+            engine[used] = None
+        prompts.stored(block * len(set(engine) - before))
+        if gone := list(engine)[: max(0, len(engine) - most)]:
+            for last in gone:
+                del engine[last]
+            prompts.removed(block * len(gone))
+        for known, its in longest.items():
+            there, kinds = block * sum(held == known for held, _ in engine), [kind for kind, _ in asked[: turn + 1]]
+            if -1 not in kinds:
+                assert prompts.has(its) == there
+            elif all(
+                kinds.count(kind) == 1 for kind in kinds if kind >= 0
+            ):  # else one that was used again may hide what came between
+                assert prompts.has(its) <= there
+            assert prompts.tokens <= block * len(engine)
 
 
 def test_what_was_sent_last_stays() -> None:

@@ -96,6 +96,15 @@ def behaviour(group: Any) -> None:
         "load; 0: by load alone",
     )
     group.add_argument(
+        "--kv-events",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PORT",
+        help="engines publish vLLM's KV events (--kv-events-config) on this port of their host, or on PORT+N, one a rank; URL=PORT: "
+        "that engine does. Then what an engine's prefix cache holds is known, not guessed by --prefix-tokens",
+    )
+    group.add_argument(
         "--decode-alone-tokens",
         type=int,
         default=0,
@@ -196,6 +205,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         sidecar=args.sidecar,
         prefill_allowed=tuple(args.prefill_allowed),
         prefix_tokens=args.prefix_tokens,
+        kv_events=tuple(args.kv_events),
         decode_alone=args.decode_alone_tokens,
         retry=RetryPolicy(max(1, attempts), Backoff(first, max(first, Backoff().longest_s))),
         circuit=CircuitPolicy(threshold=args.circuit_failures),
@@ -222,6 +232,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
     _check_roles(settings)
     _check_allowed(settings)
+    _check_events(settings)
     return settings
 
 
@@ -301,6 +312,16 @@ def _check_allowed(settings: Settings) -> None:
             Allowed.parse(text)
         except ValueError as problem:
             _impossible("--prefill-allowed", text, str(problem), "Give a host or a network, with or without :port.")
+
+
+def _check_events(settings: Settings) -> None:
+    from vllm_ascend_pd.metaserver.service.cache_events import parse_ports
+
+    try:
+        parse_ports(settings.kv_events)
+    except ValueError as problem:
+        text, remedy = " ".join(settings.kv_events), "Give PORT, PORT+N, URL=PORT or URL+N=PORT+N."
+        _impossible("--kv-events", text, str(problem), remedy)
 
 
 def _check_trace_dir(directory: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which beginnings of prompts an engine has in its prefix cache, as far as what it was sent can tell.
+"""Which beginnings of prompts an engine has in its prefix cache, as far as what it was sent can tell, and what it says of its cache.
 
 A prompt is known by marks: a digest of everything up to a place, at places that do not depend on where the prompt ends. So two
 prompts that begin alike have the same first marks. Nothing is tokenised: JSON that begins with the same bytes is taken for the same beginning.
@@ -50,14 +50,26 @@ def marks_of(told: Iterable[Buffer], prompt: Buffer, tokens: int) -> Steps[Marks
             yield SLICE
 
 
+class _Held(NamedTuple):
+    """A mark that is there: the tokens that it adds, the length of what it ends, and how much the engine will have stored when all of
+    its prompt is there."""
+
+    added: int
+    upto: int
+    born: int
+
+
 class Prompts:
-    """The prompts that one engine was sent last, as many as its cache is thought to hold."""
+    """The prompts that one engine was sent last: as many as its cache is thought to hold, or, if the engine tells (`stored`, `removed`),
+    as its cache does hold."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most = most_tokens
-        # Tokens that each mark adds, in the order of their last use.
-        self._held: OrderedDict[bytes, int] = OrderedDict()
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()  # in the order of their last use
         self.tokens = 0
+        self.told = False
+        self._stored = 0  # tokens, since it tells
+        self._there = 0  # of these
 
     def has(self, marks: Marks) -> int:
         """How many of a prompt's first tokens are there. The marks that are there are the first ones: see `add`."""
@@ -68,16 +80,39 @@ class Prompts:
 
     def add(self, marks: Marks) -> None:
         """It was sent this prompt. The end of it counts as older than its beginning, as engines have it: that goes first."""
+        born = self._stored + (marks[-1].tokens - self.has(marks) if marks else 0)
         for place in range(len(marks) - 1, -1, -1):
             digest, upto = marks[place]
-            if digest not in self._held:
-                added = upto - (marks[place - 1].tokens if place else 0)
-                self._held[digest] = added
-                self.tokens += added
+            known = self._held.get(digest)
+            added = known.added if known is not None else upto - (marks[place - 1].tokens if place else 0)
+            self.tokens += added if known is None else 0
+            self._held[digest] = _Held(added, upto, born)
             self._held.move_to_end(digest)
-        while self.tokens > self._most:
-            self.tokens -= self._held.popitem(last=False)[1]
+        most = max(self._most, 2 * self._there) if self.told else self._most  # twice: lengths are about so
+        while self.tokens > most:
+            self._drop(next(iter(self._held)))
+
+    def stored(self, tokens: int) -> None:
+        """So many more are in the engine's cache, whoever sent them."""
+        self.told = True
+        self._stored += tokens
+        self._there += tokens
+
+    def removed(self, tokens: int) -> None:
+        """And so many less. What was used last stays longest: of a prompt there is what fits beside all that came after it."""
+        self._there -= tokens
+        while self._held:
+            digest = next(iter(self._held))
+            held = self._held[digest]
+            newer = held.upto + max(0, self._stored - held.born)
+            if max(newer, self.tokens) <= self._there:
+                return
+            self._drop(digest)
 
     def forget(self) -> None:
         self._held.clear()
-        self.tokens = 0
+        self.tokens = self._stored = self._there = 0
+        self.told = False
+
+    def _drop(self, digest: bytes) -> None:
+        self.tokens -= self._held.pop(digest).added

@@ -29,6 +29,7 @@ from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES
 from vllm_ascend_pd.metaserver.reports import ROUTE as LOADS
 from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
+from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
@@ -85,6 +86,8 @@ class Worker:
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
         self.canary = Canary(self.front)
+        ports = parse_ports(settings.kv_events) if settings.prefix_tokens else {}
+        self._cache_events = CacheEvents(self.fleet, ports) if ports else None
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
         self.hub = hub or Hub(0)
@@ -139,6 +142,8 @@ class Worker:
             running["canary"] = self.canary.run()
         if self._file is not None:
             running["instances file"] = self._file.watch()
+        if self._cache_events is not None:
+            running["cache events"] = self._cache_events.run()
         if self._named is not None:
             running["named"] = self._named.run()
         tasks = [asyncio.create_task(coroutine, name=name) for name, coroutine in running.items()]

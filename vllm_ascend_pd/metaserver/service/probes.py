@@ -11,6 +11,7 @@ import time
 from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service import models
+from vllm_ascend_pd.metaserver.service.each import attend_each
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
@@ -26,25 +27,10 @@ class Prober:
         self._settings = settings
         self._fleet = fleet
         self._upstream = upstream
-        self._probes: dict[Instance, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """One task per instance; a slow one delays no other."""
-        try:
-            while True:
-                self._adjust()
-                await asyncio.sleep(0.1)
-        finally:
-            for task in self._probes.values():
-                task.cancel()
-            await asyncio.gather(*self._probes.values(), return_exceptions=True)
-
-    def _adjust(self) -> None:
-        members = dict.fromkeys(self._fleet)  # in their order
-        for gone in [instance for instance in self._probes if instance not in members]:
-            self._probes.pop(gone).cancel()
-        for new in [instance for instance in members if instance not in self._probes]:
-            self._probes[new] = asyncio.create_task(self._watch(new), name=f"probe {new.name}")
+        await attend_each(self._fleet, "probe", self._watch)
 
     async def _watch(self, instance: Instance) -> None:
         asked, refused = 0.0, 0.0

@@ -31,6 +31,7 @@ class Settings:
     prefix_tokens: int = (
         500_000  # of prompts that each engine's prefix cache is thought to hold; 0: the choice is by load alone
     )
+    kv_events: tuple[str, ...] = ()  # where engines say what it holds
     decode_alone: int = 0  # a prompt of which D lacks at most so many tokens is computed by D; 0: P prefills each
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
