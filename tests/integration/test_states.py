@@ -150,19 +150,23 @@ class TestGatedDeltaNet:
             spec("qwen3next-d", "qwen3next", "kv_consumer", cluster.push_config(*allowed, verify=verify), **more),
         )
         with running(cluster, make_pair, *specs) as pair:
-            judge, wrong = Tally(tie=0.25, excused_per=1), 0
+            judge, wrong, others = Tally(tie=0.25, excused_per=1), 0, 0
             for length in self.LENGTHS:
                 prompt = fresh_prompt(length)
                 (expected,) = reference_answers(pair.prefill, [prompt], 8)
                 before = pair.loaded_tokens()
                 got = complete(pair.front.url, body_of(prompt, 8))
                 assert pair.loaded_tokens() - before == length - 1
+                others += got.tokens != expected.tokens
                 try:
                     judge.check(f"{length} tokens", prompt, expected.tokens, got.tokens, pair.prefill.url)
                 except TokensDiffer:
                     wrong += 1
         told(f"figure: qwen3next{' without ' + what if what else ''}: {judge.summary()}, {wrong} wrong")
-        assert wrong == (len(self.LENGTHS) if what else 0)
+        if what:  # the first token that differs may by chance be one that is nearly as good
+            assert others == len(self.LENGTHS) and wrong
+        else:
+            assert not wrong
 
 
 @pytest.mark.slow

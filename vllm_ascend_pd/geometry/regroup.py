@@ -122,10 +122,24 @@ class RegroupPlanner:
         received = np.cumsum(matrix[:, self._rank]) - matrix[:, self._rank]
         send: list[Rows] = []
         slots: list[Slot] = []
+        alone: dict[object, list[Slot]] = {}
         for flow in flows:
             send.append(self._send(flow, jobs, sent, through))
-            if self._rank in flow.intervals:
+            if self._rank not in flow.intervals:
+                continue
+            if through or flow.lane.feeds[self._rank].keys() != {self._rank}:
                 slots.extend(self._slots(flow, jobs, received, through))
+                continue
+            # All of it is this rank's own: for D ranks that get alike, only the heads differ.
+            heads = flow.lane.held
+            key = id(flow.line), flow.intervals[self._rank], len(heads)
+            like = alone.get(key)
+            if like is None:
+                like = alone[key] = self._slots(flow, jobs, received, through)
+                slots.extend(like)
+            else:
+                p_head = heads.start - self._p.head_range(self._rank).start
+                slots.extend(_of_other_heads(slot, flow.lane.d_rank, heads, p_head) for slot in like)
         return RegroupPlan(self._rank, matrix, _stacked(send, len(CACHE_ROW)), tuple(slots))
 
     def room(self, jobs: Sequence[Job], rotation: int = 0, enough: int = 0) -> Room:
@@ -248,6 +262,15 @@ class RegroupPlanner:
             parts[member] = Part(int(segments.lo[index]), int(segments.hi[index]), (held.start, held.stop))
         rows = _stacked(received, len(BUFFER_ROW))
         return Slot(segments.jobs[0].instance, lane.d_rank, int(end[0]), own, rows, writes, parts)
+
+
+def _of_other_heads(slot: Slot, d_rank: int, held: range, p_head: int) -> Slot:
+    """The slot of another D rank that gets the same tokens of as many heads, all of this rank's own."""
+    own = slot.own.copy()
+    own[:, CACHE_ROW.index("head")] = p_head
+    heads = held.start, held.stop
+    parts = {job: Part(part.lo, part.hi, heads) for job, part in slot.parts.items()}
+    return msgspec.structs.replace(slot, d_rank=d_rank, own=own, parts=parts)
 
 
 def _segments(
