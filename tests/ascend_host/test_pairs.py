@@ -16,8 +16,8 @@ from engine_sets import BLOCK, CHUNK, Engines, Side, few_blocks
 from host_build import HostBuild
 from pairs import Pair, counter, fresh_prompt, reference_answers
 
-from scripts.support.checks import eventually, fresh_salt
-from scripts.support.client import RequestFailed, body_of, gather, post
+from scripts.support.checks import eventually, fresh_salt, front_counter
+from scripts.support.client import RequestFailed, attempt, body_of, gather, post
 from scripts.support.cluster import Cluster, fresh_directory
 from scripts.support.models import RECIPES
 
@@ -168,6 +168,23 @@ def dropped(engines: Engines, pair: Pair) -> None:
     assert len(drops) > len(prompts) - whole, "nobody was dropped and answered after all: the test shows nothing"
 
 
+def dropped_streams(engines: Engines, pair: Pair) -> None:
+    """Streams go on behind what their clients have: each that ends well has one engine's tokens, and one that cannot go on says so."""
+    prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
+    expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
+    answers = attempt(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
+    for p, want, got in zip(prompts, expected, answers, strict=True):
+        if isinstance(got, RequestFailed):
+            assert "PD-META-" in got.text, got
+            continue
+        assert not isinstance(got, BaseException), got
+        salt = {"cache_salt": fresh_salt("gap")}
+        pair.tally.check(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens, pair.reference.url, salt)
+    whole = sum(not isinstance(got, RequestFailed) for got in answers)
+    resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
+    assert whole and resumed > len(prompts) - whole, "no stream was dropped and went on: the test shows nothing"
+
+
 # ---- sets
 
 ALL = (one_token, edges, chunks, many, prefixes)
@@ -185,7 +202,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
     (Engines("gqa 2to2", p=Side(2), d=Side(2)), FEWER),
     (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
-    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped)),
+    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),
 ]
 
 

@@ -26,7 +26,7 @@ from kind_pairs import (
 )
 from pairs import Pair, PairMaker, close_traces
 from test_drafts import check as check_drafts
-from test_drafts import own
+from test_drafts import IN_TIME, own
 
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
@@ -115,10 +115,14 @@ class TestIndexerShapes:
         """Three kinds of layers in one group: Eagle3 with eight KV heads beside latents and index keys. The ranks of P exchange the
         draft's layer, and push the others as they are."""
         draft = own("eagle3", "spec-indexed-eagle3", num_speculative_tokens=1)
-        p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed)
+        p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed, **IN_TIME)
+        whole: dict[str, Any] = {
+            "draft": draft,
+            "chunk": 2048,
+        }  # in chunks P and D do not draft alike: see check_drafts
         specs = (
-            spec("three-p", "spec-indexed", "kv_producer", p_config, tp=2, draft=draft),
-            spec("three-d", "spec-indexed", "kv_consumer", d_config, draft=draft),
+            spec("three-p", "spec-indexed", "kv_producer", p_config, tp=2, **whole),
+            spec("three-d", "spec-indexed", "kv_consumer", d_config, **whole),
         )
         with running(cluster, make_pair, *specs) as pair:
             check_drafts(pair, LENGTHS, "Eagle3 beside MLA and indexers 2→1", told)
@@ -130,7 +134,7 @@ class TestIndexerShapes:
         draft = own("draft_model", "indexed", num_speculative_tokens=2)
         specs = (
             spec("drafting-p", "indexed", "kv_producer", cluster.push_config(), draft=draft),
-            spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed), draft=draft),
+            spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed, **IN_TIME), draft=draft),
         )
         with running(cluster, make_pair, *specs) as pair:
             check_drafts(pair, LENGTHS, "a draft model with indexers 1→1", told)
