@@ -25,8 +25,8 @@ from kind_pairs import (
     wrong_answers,
 )
 from pairs import Pair, PairMaker, close_traces
-from test_drafts import check as check_drafts
 from test_drafts import IN_TIME, own
+from test_drafts import check as check_drafts
 
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
