@@ -49,6 +49,11 @@ def counter(engine: Served, name: str) -> int:
     return round(engine.metrics().get(name, 0.0))
 
 
+def first_tokens(engine: Served) -> int:
+    """Requests of a D engine that have begun with P's token so far."""
+    return counter(engine, "vllm:ascend_pd_first_tokens_taken_total")
+
+
 def loaded_tokens(engine: Served) -> int:
     """Tokens that a D engine took from P so far, by vLLM's own counter."""
     return counter(engine, "vllm:external_prefix_cache_hits_total")

@@ -16,7 +16,7 @@ from engine_sets import BLOCK, CHUNK, Engines, Side, few_blocks
 from host_build import HostBuild
 from pairs import Pair, counter, fresh_prompt, reference_answers
 
-from scripts.support.checks import eventually, fresh_salt, front_counter
+from scripts.support.checks import eventually, first_tokens, fresh_salt, front_counter
 from scripts.support.client import RequestFailed, attempt, body_of, gather, post
 from scripts.support.cluster import Cluster, fresh_directory
 from scripts.support.models import RECIPES
@@ -24,7 +24,6 @@ from scripts.support.models import RECIPES
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 TOKENS = 12
-TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 MANY = 12
 REGROUPED = {"regroup": "always"}
 OWN_KERNELS = {**REGROUPED, "regroup_kernels": "own"}
@@ -80,10 +79,10 @@ def pair(engines: Engines, running: Running) -> Pair:
 def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
     """Each request starts with P's token: what comes behind it is decoded, as by one engine."""
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
-    taken = d.metrics().get(TAKEN, 0)
+    taken = first_tokens(d)
     pair.check([fresh_prompt(length, vocab) for length in lengths], TOKENS, str(engines))
     wanted = len(lengths) if engines.seeded else 0
-    eventually(lambda: d.metrics().get(TAKEN, 0) - taken == wanted, f"{wanted} first tokens of P are D's")
+    eventually(lambda: first_tokens(d) - taken == wanted, f"{wanted} first tokens of P are D's")
 
 
 def edges(engines: Engines, pair: Pair) -> None:
@@ -111,14 +110,14 @@ def many(engines: Engines, pair: Pair) -> None:
 def penalised(engines: Engines, pair: Pair) -> None:
     """D's workers count P's token as one that they have generated."""
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
-    taken, answers = d.metrics().get(TAKEN, 0), []
+    taken, answers = first_tokens(d), []
     penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
     for length in (BLOCK + 1, 200):
         body = body_of(fresh_prompt(length, vocab), 3 * TOKENS, **penalties)
         asked = [post(url, {**body, "cache_salt": fresh_salt("once")}) for url in (pair.reference.url, pair.front.url)]
         answers.append([one["choices"][0]["token_ids"] for one in asked])
     assert all(one == other for one, other in answers), answers
-    eventually(lambda: d.metrics().get(TAKEN, 0) - taken == len(answers), "both first tokens of P are D's")
+    eventually(lambda: first_tokens(d) - taken == len(answers), "both first tokens of P are D's")
 
 
 def prefixes(engines: Engines, pair: Pair) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pairs import Pair, failures, fresh_prompt, wait_for_free_blocks
 
 from scripts.support import routers
-from scripts.support.checks import counter, eventually, loaded_tokens
+from scripts.support.checks import counter, eventually, first_tokens, loaded_tokens
 from scripts.support.client import body_of, complete, post
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
@@ -25,7 +25,6 @@ from scripts.support.spec import EngineSpec
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK = 32
-TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 
 
@@ -82,9 +81,7 @@ def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
             for which, pair in enumerate(pairs):
                 pair.check([fresh_prompt(n)], name=f"P is {which}, alone")
         for engine in site.engines:
-            eventually(
-                lambda d=engine: counter(d, TAKEN) == len(LENGTHS) - 1, "each begins with the other's first token"
-            )  # type: ignore[misc]
+            eventually(lambda d=engine: first_tokens(d) == len(LENGTHS) - 1, "each begins with the other's first token")  # type: ignore[misc]
         with ThreadPoolExecutor(2) as pool:
             sent = [
                 pool.submit(pair.check, [fresh_prompt(n) for n in 2 * LENGTHS], name=f"P is {which}, at once")

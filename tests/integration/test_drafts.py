@@ -18,7 +18,7 @@ from fake_metaserver import fake_metaserver
 from kind_pairs import engines, running
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
-from scripts.support.checks import Drafted, drafted, eventually, fresh_salt
+from scripts.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
 from scripts.support.client import body_of, complete, post
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 TOKENS = 32
 LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; behind each its drafts
-TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 IN_TIME = {"first_token_wait_s": 10.0}  # on a busy machine too every token is
 ENOUGH = 100  # drafted tokens, that a rate may be told
 
@@ -63,7 +62,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     vLLM's drafter takes a prompt's last token for the next one, which is another one in the prompt that D is asked alone."""
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in lengths]
-    alone, taken = started(d, prompts), d.metrics().get(TAKEN, 0)
+    alone, taken = started(d, prompts), first_tokens(d)
     with drafted(d) as found:
         for prompt in prompts:
             pair.check([prompt], TOKENS, name=name)
@@ -77,7 +76,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     else:
         assert pushed == padded(alone, prompts), f"with the prompt's KV from P {pushed}, alone {alone}"
     loaded = sum(len(prompt) > 1 for prompt in prompts)
-    eventually(lambda: d.metrics()[TAKEN] - taken == loaded, f"{loaded} first tokens of P")
+    eventually(lambda: first_tokens(d) - taken == loaded, f"{loaded} first tokens of P")
     batch = [fresh_prompt(25 + 40 * i) for i in range(8)]
     pair.check(batch, TOKENS, name=f"{name}, 8 at once")
 

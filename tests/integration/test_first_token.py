@@ -15,6 +15,7 @@ import httpx
 import pytest
 from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
+from scripts.support.checks import first_tokens
 from scripts.support.client import TIMEOUT, body_of, chat_body_of, leave_after, post
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
@@ -111,7 +112,7 @@ def pair(request: pytest.FixtureRequest, cluster: Cluster, decode: Engine, make_
 def taken(pair: Pair) -> int:
     (d,) = pair.decode
     settled_free_blocks(d)
-    return int(d.metrics().get("vllm:ascend_pd_first_tokens_taken_total", 0))
+    return first_tokens(d)
 
 
 def computed(pair: Pair) -> dict[str, int]:

@@ -14,7 +14,7 @@ import pytest
 from pairs import Pair, failures, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
 from scripts.support import routers
-from scripts.support.checks import eventually, fresh_salt, loaded_tokens
+from scripts.support.checks import eventually, first_tokens, fresh_salt, loaded_tokens
 from scripts.support.client import RequestFailed, body_of, chat_body_of, post
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
@@ -30,7 +30,6 @@ BLOCK = 32
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 HOLD_S = 20.0  # also on a busy machine D comes before that
 HELD = 24
-TAKEN = "vllm:ascend_pd_first_tokens_taken_total"
 EXPERTS = Path(__file__).parent / "plugins" / "experts"
 
 
@@ -101,12 +100,12 @@ def test_every_answer_is_the_single_engines_and_no_block_is_lost(
     try:
         free = pair.free_counts()
         pair.check([fresh_prompt(n) for n in LENGTHS], name=make.__name__)
-        before = site.decode.metrics().get(TAKEN, 0)
+        before = first_tokens(site.decode)
         for n in LENGTHS[1:]:
             pair.check([fresh_prompt(n)], name=f"{make.__name__}, alone")
         # Behind the layerwise proxy D's post is answered before P has computed anything, and P's answer goes to nobody.
         wanted = 0 if make is layerwise else len(LENGTHS) - 1
-        eventually(lambda: site.decode.metrics().get(TAKEN, 0) - before == wanted, f"{wanted} first tokens of P")
+        eventually(lambda: first_tokens(site.decode) - before == wanted, f"{wanted} first tokens of P")
         pair.check_prefix_on_prefill(BLOCK)
         chat = chat_body_of(f"{make.__name__}: " + "the cache goes ahead of the words. " * 9, 6)
         before = loaded_tokens(site.decode)
