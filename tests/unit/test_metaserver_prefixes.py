@@ -88,11 +88,11 @@ def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[
             used = (kind if kind >= 0 else -1 - turn, place)
             engine.pop(used, None)
             engine[used] = None
-        prompts.stored(block * len(set(engine) - before))
-        if gone := list(engine)[: max(0, len(engine) - most)]:
-            for last in gone:
-                del engine[last]
-            prompts.removed(block * len(gone))
+        came = len(set(engine) - before)
+        gone = list(engine)[: max(0, len(engine) - most)]
+        for last in gone:
+            del engine[last]
+        prompts.tell(block * came, block * len(engine), lost=bool(gone))
         for known, its in longest.items():
             there, kinds = block * sum(held == known for held, _ in engine), [kind for kind, _ in asked[: turn + 1]]
             if -1 not in kinds:
@@ -102,6 +102,18 @@ def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[
             ):  # else one that was used again may hide what came between
                 assert prompts.has(its) <= there
             assert prompts.tokens <= block * len(engine)
+
+
+def test_an_engine_that_forgets_is_heard_as_before() -> None:
+    """What is forgotten for another reason than its events does not make them count otherwise."""
+    prompts, block = Prompts(1000), NEAR // 4
+    for turn in range(20):
+        prompts.add(marks(bytes([turn]) * 4 * NEAR))
+        prompts.tell(4 * block, min(10, 4 * turn + 4) * block, lost=turn > 1)
+        if turn == 10:
+            prompts.forget()
+            assert not prompts.tokens
+    assert prompts.has(marks(bytes([19]) * 4 * NEAR)) == 4 * block and prompts.tokens == 10 * block
 
 
 def test_what_was_sent_last_stays() -> None:

@@ -102,7 +102,7 @@ def behaviour(group: Any) -> None:
         default=[],
         metavar="PORT",
         help="engines publish vLLM's KV events (--kv-events-config) on this port of their host, or on PORT+N, one a rank; URL=PORT: "
-        "that engine does. Then what an engine's prefix cache holds is known, not guessed by --prefix-tokens",
+        "that engine does. What a prefix cache has lost is known then, not guessed by --prefix-tokens",
     )
     group.add_argument(
         "--decode-alone-tokens",
@@ -322,6 +322,9 @@ def _check_events(settings: Settings) -> None:
     except ValueError as problem:
         text, remedy = " ".join(settings.kv_events), "Give PORT, PORT+N, URL=PORT or URL+N=PORT+N."
         _impossible("--kv-events", text, str(problem), remedy)
+    if settings.kv_events and not settings.prefix_tokens:
+        why = "with --prefix-tokens 0 engines are chosen by load alone"
+        _impossible("--kv-events", " ".join(settings.kv_events), why, "Leave one of the two out.")
 
 
 def _check_trace_dir(directory: str) -> None:

@@ -60,16 +60,16 @@ class _Held(NamedTuple):
 
 
 class Prompts:
-    """The prompts that one engine was sent last: as many as its cache is thought to hold, or, if the engine tells (`stored`, `removed`),
-    as its cache does hold."""
+    """The prompts that one engine was sent last: as many as its cache is thought to hold, or, if the engine tells (`tell`), as its cache
+    does hold."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most = most_tokens
         self._held: OrderedDict[bytes, _Held] = OrderedDict()  # in the order of their last use
         self.tokens = 0
         self.told = False
-        self._stored = 0  # tokens, since it tells
-        self._there = 0  # of these
+        self._stored = 0  # tokens that came into the cache since the engine tells
+        self._there = 0  # tokens of those that are in it
 
     def has(self, marks: Marks) -> int:
         """How many of a prompt's first tokens are there. The marks that are there are the first ones: see `add`."""
@@ -92,16 +92,14 @@ class Prompts:
         while self.tokens > most:
             self._drop(next(iter(self._held)))
 
-    def stored(self, tokens: int) -> None:
-        """So many more are in the engine's cache, whoever sent them."""
+    def tell(self, came: int, there: int, *, lost: bool) -> None:
+        """Take in what the engine tells: tokens that came into its cache, whoever sent them, how many of all that came are in it now, and
+        whether any left."""
         self.told = True
-        self._stored += tokens
-        self._there += tokens
-
-    def removed(self, tokens: int) -> None:
-        """And so many less. What was used last stays longest: of a prompt there is what fits beside all that came after it."""
-        self._there -= tokens
-        while self._held:
+        self._stored += came
+        self._there = there
+        while lost and self._held:
+            # What was used last stays longest: of a prompt there is what fits beside all that came after it.
             digest = next(iter(self._held))
             held = self._held[digest]
             newer = held.upto + max(0, self._stored - held.born)
@@ -111,8 +109,7 @@ class Prompts:
 
     def forget(self) -> None:
         self._held.clear()
-        self.tokens = self._stored = self._there = 0
-        self.told = False
+        self.tokens = 0
 
     def _drop(self, digest: bytes) -> None:
         self.tokens -= self._held.pop(digest).added

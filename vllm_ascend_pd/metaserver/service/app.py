@@ -86,7 +86,7 @@ class Worker:
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
         self.canary = Canary(self.front)
-        ports = parse_ports(settings.kv_events) if settings.prefix_tokens else {}
+        ports = parse_ports(settings.kv_events)
         self._cache_events = CacheEvents(self.fleet, ports) if ports else None
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()

@@ -83,6 +83,10 @@ def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
         or parts.username is not None
     ):
         raise ValueError(f"{role.value} instance {text!r} is not host:port or http(s)://host:port")
+    try:
+        parts.hostname.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"{role.value} instance {text!r} has a host that is no name") from None
     if parts.port == 0:
         raise ValueError(f"{role.value} instance {text!r} has port 0")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e6:
@@ -168,6 +172,7 @@ class Instance:
             "fingerprint": self.fingerprint,
             "models": sorted(self.cards or ()),
             "prompt_tokens_cached": self.prompts.tokens,
+            "kv_events": self.prompts.told,
             "tokens_in_flight": self.load,
             "requests": self.requests,
             "served": self.served,
