@@ -24,7 +24,7 @@ def run(script, *flags, device="cpu", **environment):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PD_")}
     env = clean | {"PD_PYTHON": "/some/python", "PD_DEVICE": device} | environment
     words = [str(ROOT / "scripts" / f"{script}.sh"), *flags]
-    return subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=30)
+    return subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=240)
 
 
 class Command:
