@@ -125,6 +125,8 @@ def start_all(cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool
         if letter in wanted and (letter == "b" or install_nixl()):
             prefill, decode, ask = start(cluster, partial(pair_spec, model, p_tp, common), 4)
             systems[letter] = System(ask, prefill, decode, (prefill, decode))
+            for engine in (prefill, decode):
+                engine.process.pause()
     if "c" in wanted:
         systems["c"] = start_ours(cluster, model, p_tp, common, polite)
     return systems

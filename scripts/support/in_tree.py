@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,12 @@ def nixl(prefill: Engine, decode: Engine, tokens: int) -> Ask:
 
     def ask(prompt: list[int]) -> Answer:
         wanted: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        began = time.monotonic()
         first = post(prefill.url, body_of(prompt, 1, kv_transfer_params=wanted))
-        return complete(decode.url, body_of(prompt, tokens, kv_transfer_params=first["kv_transfer_params"]))
+        answer = complete(decode.url, body_of(prompt, tokens, kv_transfer_params=first["kv_transfer_params"]))
+        before = answer.started - began  # P's part
+        answer.started, answer.ttft = began, answer.ttft + before
+        answer.times = [at + before for at in answer.times]
+        return answer
 
     return ask
