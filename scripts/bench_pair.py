@@ -51,11 +51,6 @@ class Case:
     def __str__(self) -> str:
         return f"{self.length}" if not self.on_p else f"{self.length}, {self.on_d} on D"
 
-    def heads(self, tokens: list[int], decodes: bool) -> list[int]:
-        """What an engine is asked for before, so that its cache has it: whole blocks, and one token to compute."""
-        count = self.on_d if decodes else self.on_p
-        return [*tokens[:count], 1] if count else []
-
 
 BLOCK = {False: 128, True: 32}  # warm prompts: of smaller blocks, so that 95 % are whole ones
 COLD = (Case(512, (1.06, 1.20), 1.0), Case(2048, (1.03, 1.10), 1.0))
@@ -79,13 +74,10 @@ class System:
     paused: tuple[Engine, ...] = ()
 
     def answer(self, tokens: list[int], case: Case) -> Answer:
-        engines = [(self.prefill, False), *([(self.decode, True)] if self.decode else [])]
-        heads = [(engine, case.heads(tokens, decodes)) for engine, decodes in engines]
-        if any(head for _, head in heads):
-            with self.running():
-                for engine, head in heads:
-                    if head:
-                        complete(engine.url, body_of(head, 1))
+        for engine, head in ((self.prefill, tokens[: case.on_p]), (self.decode, tokens[: case.on_d])):
+            if engine is not None and head:  # into its cache: whole blocks, and one token to compute
+                with self.running():
+                    complete(engine.url, body_of([*head, 1], 1))
         rest()
         with self.running():
             return self.ask(tokens)

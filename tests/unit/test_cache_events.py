@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from metaserver_cluster import cluster, until
+from metaserver_cluster import Cluster, cluster, until
 from test_metaserver_prefixes import HEAD
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
+from scripts.support.checks import front_counter
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
@@ -162,9 +163,8 @@ class Publisher:
     """As vLLM has it: a topic, a number, a batch."""
 
     def __init__(self, port: int = 0) -> None:
-        self.socket = zmq.Context.instance().socket(
-            zmq.XPUB
-        )  # it hears of subscribers, so no test needs to wait by the clock
+        # It hears of subscribers, so no test needs to wait by the clock.
+        self.socket = zmq.Context.instance().socket(zmq.XPUB)
         self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # of each of them
         self.socket.setsockopt(zmq.LINGER, 0)
         self.number = -1
@@ -248,9 +248,8 @@ def test_an_address_that_cannot_be_subscribed_to_is_said(caplog: pytest.LogCaptu
         assert c.complete(HEAD).status_code == 200
 
 
-def counted(c: Any) -> float:
-    lines = c.http.get("/metrics").text.splitlines()
-    return sum(float(x.split()[-1]) for x in lines if x.startswith("ascend_pd_metaserver_cache_events_total"))
+def counted(c: Cluster) -> float:
+    return front_counter(str(c.http.base_url), "cache_events")
 
 
 @pytest.mark.usefixtures("heard")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from metaserver_cluster import Cluster, cluster, until
 
+from scripts.support.checks import front_counter
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MOST_BYTES, NEAR, Marks, Prompts, marks_of
@@ -99,7 +100,7 @@ def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[
                 assert prompts.has(its) == there
             elif all(
                 kinds.count(kind) == 1 for kind in kinds if kind >= 0
-            ):  # else one that was used again may hide what came between
+            ):  # one used again may hide what came between
                 assert prompts.has(its) <= there
             assert prompts.tokens <= block * len(engine)
 
@@ -208,8 +209,7 @@ def test_d_computes_what_is_short_or_in_its_cache_alone_where_that_is_wanted() -
 
 
 def counted(c: Cluster, why: str) -> float:
-    line = f'ascend_pd_metaserver_decode_alone_total{{why="{why}"}}'
-    return sum(float(text.split()[-1]) for text in c.http.get("/metrics").text.splitlines() if text.startswith(line))
+    return front_counter(str(c.http.base_url), "decode_alone", f'why="{why}"')
 
 
 # ---- models

@@ -26,7 +26,7 @@ async def attend_each(fleet: Fleet, name: str, attend: Attend) -> None:
             for new in [instance for instance in members if instance not in tasks]:
                 tasks[new] = asyncio.create_task(attend(new), name=f"{name} {new.name}")
             for instance, task in list(tasks.items()):
-                if task.done() and (problem := task.exception()) is not None:
+                if task.done() and not task.cancelled() and (problem := task.exception()) is not None:
                     log.error("%s failed, and is begun again in %g s", task.get_name(), _AGAIN_S, exc_info=problem)
                     tasks[instance] = asyncio.create_task(_again(attend, instance), name=task.get_name())
             await asyncio.sleep(_LOOK_EVERY_S)
