@@ -72,7 +72,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         self.first_tokens = self._scheduler.around()
         for part in self.first_tokens:
-            part.ungrammatical = first_token.ungrammatical(vllm_config)
+            part.settle(vllm_config)
 
     def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir
@@ -231,6 +231,7 @@ def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.
         "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
         "longest": vllm_config.model_config.max_model_len,
         "vocabulary": vocabulary,
+        "whole": first_token.begins_whole(vllm_config),
     }
     decode = DecodeScheduler(engine, waiting, **facts)
     return BothScheduler(prefill, decode) if prefill is not None else decode

@@ -172,6 +172,10 @@ CATALOGUE: dict[str, Entry] = {
         "The prefill engine {address}, which a request's header names, is not allowed.",
         "Give the sidecar its host, host:port or network in --prefill-allowed.",
     ),
+    "PD-META-033": Entry(
+        "Decode can begin with nothing but this prefill's first token, which is not told as it asks: {why}.",
+        "Nothing to do for one request. If it happens often, give all prefill engines the same first_token and sampling defaults.",
+    ),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(
@@ -196,6 +200,10 @@ CATALOGUE: dict[str, Entry] = {
     "PD-XFER-007": Entry(
         "This prefill worker cannot push any more: its writer thread died ({why}).",
         "Restart the engine; the traceback of the writer is in its log: report it.",
+    ),
+    "PD-XFER-008": Entry(
+        "The KV came, and prefill's first token did not ({why}): behind a whole prompt of windows or states nothing else can begin.",
+        "Nothing to do for one request. If it happens often, raise first_token_wait_s, or set first_token to off on decode.",
     ),
 }  # fmt: skip
 

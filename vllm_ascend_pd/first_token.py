@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_ascend_pd.compat import is_vllm_ascend
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.first import First, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
 
@@ -34,6 +35,7 @@ ASCEND_VERSIONS = ("0.23",)
 NEWEST = "0.32."  # with which drafts and grammars were tried
 CONNECTOR = "AscendPushConnector"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
+_FAILING = "_handle_failed_recving"  # from 0.32 on
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (
@@ -55,10 +57,20 @@ class Given(int):
 
 class Around:
     """What a role does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `ungrammatical`: why this
-    engine's requests with a grammar have their first token of themselves."""
+    engine's requests with a grammar have their first token of themselves. `logits`: it reports other numbers than log-probabilities
+    of what the model says."""
 
     def __init__(self) -> None:
-        self.entered, self.ungrammatical = False, ""
+        self.entered, self.ungrammatical, self.logits = False, "", False
+
+    def settle(self, vllm_config: Any) -> None:
+        self.ungrammatical = ungrammatical(vllm_config)
+        self.logits = vllm_config.model_config.logprobs_mode != "raw_logprobs"
+
+    def barred(self, request: Any) -> str:
+        """Why a request is not seeded on this engine, but for its sampling parameters."""
+        why = barred(request, self.ungrammatical)
+        return why or ("logprobs" if self.logits and request.sampling_params.logprobs is not None else "")
 
     def before(self, output: Any) -> None:
         """vLLM has not looked at the step's results yet."""
@@ -254,6 +266,33 @@ def release(scheduler: Any, request_id: str) -> None:
 
     if request_id in scheduler.requests:
         scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request_id}))
+
+
+def begins_whole(vllm_config: Any) -> bool:
+    """Whether a D can load all of a prompt where its last token cannot be computed again: a complete load can then be called a failed
+    one after all, and nothing else begins beside the token."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, _FAILING) and vllm_config.speculative_config is None
+
+
+def fail(scheduler: Any, request: Any) -> Any:
+    """Let a held request go without its KV, by vLLM's own policy: it computes its prompt, or ends in an error, which the client is
+    to get."""
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import RequestStatus
+
+    request_id = request.request_id
+    ends = getattr(scheduler, _FAILING)({request_id})
+    if not ends and request_id not in scheduler.failed_recving_kv_req_ids:
+        raise LocalProtocolError(f"vLLM does not take {request_id} for a request whose load has failed")
+    if ends:
+        scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+    release(scheduler, request_id)
+    if not ends:
+        return None
+    facts = {"events": request.take_events(), "trace_headers": request.trace_headers}
+    return EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason(), **facts)
 
 
 def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | None) -> Any:

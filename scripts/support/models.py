@@ -52,7 +52,7 @@ class Recipe:
 
     @property
     def leaves_last(self) -> bool:
-        """Whether D computes the last token of a prompt itself, which is not loaded then."""
+        """Whether D can load the last token of a prompt only where it begins with P's first one."""
         from scripts.support.states import FAMILIES
 
         return self.window > 0 or self.family in FAMILIES

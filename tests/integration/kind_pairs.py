@@ -9,14 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_metaserver import fake_metaserver, says_failed
-from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers, transfer_request, wait_for_free_blocks
+from fake_metaserver import Answer, fake_metaserver, says_failed
+from pairs import (
+    Pair,
+    PairMaker,
+    counter,
+    eventually,
+    fresh_prompt,
+    reference_answers,
+    transfer_request,
+    wait_for_free_blocks,
+)
 
+from scripts.support.checks import first_tokens
 from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 from scripts.support.models import ensure, recipe_of
 from scripts.support.spec import EngineSpec
+from vllm_ascend_pd.first_token import CONNECTOR
 
 KINDS = Path(__file__).parent / "plugins" / "kinds"
 BLOCK, CHUNK = 32, 96
@@ -43,6 +54,13 @@ def leaving(what: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def learn_of_first_tokens(pair: Pair) -> None:
+    """P says with its first answer that it tells its tokens: from then on D loads all of a prompt."""
+    (d,) = pair.decode
+    before, url = first_tokens(d), pair.front.url
+    eventually(lambda: complete(url, body_of(fresh_prompt(40), 2)) and first_tokens(d) > before, "a first token of P's")
+
+
 @contextmanager
 def running(
     cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
@@ -51,8 +69,9 @@ def running(
     started = cluster.start(*specs)
     pair = make_pair(*started, *beside)
     recipe = recipe_of(specs[0].model)
-    pair.leaves_last = recipe is not None and recipe.leaves_last
     try:
+        if recipe is not None and recipe.leaves_last and specs[0].connector == CONNECTOR:
+            learn_of_first_tokens(pair)
         yield pair
     finally:
         cluster.stop(pair.front, *started)
@@ -89,7 +108,7 @@ def wrong_answers(pair: Pair, lengths: Sequence[int]) -> int:
         (expected,) = reference_answers(pair.prefill, [prompt], 12)
         before = pair.loaded_tokens()
         got = complete(pair.front.url, body_of(prompt, 12))
-        assert pair.loaded_tokens() - before == length - pair.leaves_last
+        assert pair.loaded_tokens() - before in (length - 1, length)
         wrong += got.tokens != expected.tokens
     return wrong
 
@@ -124,6 +143,46 @@ def check_computed_again(pair: Pair, port: int, lengths: Sequence[int]) -> None:
             pair.compare([prompt], [answer], "computed again")
         assert sum("reservation" in body for body in seen) == len(lengths)  # the others tell how the loads ended
     wait_for_free_blocks((pair.prefill, *pair.decode), free)
+
+
+def check_first_token_lost(pair: Pair, port: int, length: int, *, fails: bool) -> None:
+    """All of a prompt has come, and P's token not: nothing else can begin there, so the load has failed."""
+    free, url, prompt = pair.free_counts(), f"http://127.0.0.1:{port}", fresh_prompt(length)
+    ours = "vllm:ascend_pd_num_failed_recvs_total"
+    before = counter(pair.decode[0], ours), first_tokens(pair.decode[0])
+
+    def loses(body: dict[str, Any]) -> Answer:
+        if "reservation" not in body:
+            return 204, []
+        params = {"do_remote_decode": True, "reservation": body["reservation"]}
+        said = post(pair.prefill.url, body_of(prompt, 1, **body["first_token"], kv_transfer_params=params))
+        assert said["kv_transfer_params"]["pd_push"]["first"], "P tells its token"
+        return 200, [{"event": "accepted", "prefill": pair.prefill.url.removeprefix("http://")}, {"event": "prefilled"}]
+
+    with fake_metaserver(port, loses) as seen:
+        (answer,) = attempt(pair.decode[0].url, [transfer_request(url, "l", prompt, 12, first_token=True)])
+        eventually(lambda: any("recomputed" in body for body in seen), "the metaserver hears that it was of no use")
+    (told,) = [body for body in seen if "reservation" not in body]
+    assert told["code"] == "PD-XFER-008" and told["recomputed"] == length and "received" not in told
+    eventually(lambda: counter(pair.decode[0], ours) == before[0] + 1, "it is counted")
+    assert first_tokens(pair.decode[0]) == before[1]
+    if fails:
+        assert isinstance(answer, RequestFailed), answer
+    else:
+        assert not isinstance(answer, RequestFailed)
+        pair.compare([prompt], [answer], "computed again")
+    wait_for_free_blocks((pair.prefill, *pair.decode), free)
+
+
+def check_cut(pair: Pair, lengths: Sequence[int]) -> None:
+    """Of a prompt whose first token is D's own the last one is not loaded. P knows too late how a grammar lets an answer begin to say at
+    the start whether it will tell."""
+    shaped = {"structured_outputs": {"regex": "[a-z]{2,40}"}, "ignore_eos": False}
+    for length in lengths:
+        prompt, before = fresh_prompt(length), (pair.loaded_tokens(), first_tokens(pair.decode[0]))
+        alone, pair_s = (complete(url, body_of(prompt, 12, **shaped)) for url in (pair.prefill.url, pair.front.url))
+        assert alone.tokens == pair_s.tokens
+        assert pair.loaded_tokens() == before[0] + length - 1 and first_tokens(pair.decode[0]) == before[1]
 
 
 def check_choices(pair: Pair, length: int) -> None:

@@ -51,7 +51,6 @@ class Pair:
     prefill: Served
     decode: tuple[Served, ...]
     tally: Tally
-    leaves_last: bool = False  # the model's windows: D runs the last token of a prompt itself, it is not loaded
     alone: Served | None = None  # the engine whose own answers are right; without one, P
 
     @property
@@ -76,7 +75,7 @@ class Pair:
         for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
             title = f"{name or 'prompt'} {index} of {len(p)} tokens"
             self.tally.check(title, p, want.tokens, got.tokens, self.reference.url, {"cache_salt": fresh_salt("gap")})
-        wanted = sum(len(p) - self.leaves_last for p in prompts if len(p) > 1)
+        wanted = sum(len(p) for p in prompts if len(p) > 1)
         assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
         return answers
 
@@ -145,7 +144,9 @@ def close_traces(pair: Pair) -> None:
     gather(pair.front.url, [body_of(fresh_prompt(40), 1) for _ in range(2 * len(pair.decode))])
 
 
-def transfer_request(metaserver: str, ticket: str, tokens: Sequence[int], max_tokens: int = 8) -> dict[str, Any]:
+def transfer_request(
+    metaserver: str, ticket: str, tokens: Sequence[int], max_tokens: int = 8, **more: Any
+) -> dict[str, Any]:
     """What a metaserver sends to D: a request with a ticket."""
-    params = {"do_remote_prefill": True, "metaserver": metaserver, "ticket": ticket}
+    params = {"do_remote_prefill": True, "metaserver": metaserver, "ticket": ticket, **more}
     return body_of(tokens, max_tokens, kv_transfer_params=params)

@@ -19,6 +19,7 @@ from kind_pairs import (
     check_left,
     check_preempted,
     exercise,
+    learn_of_first_tokens,
     spec,
 )
 from pairs import Pair, fresh_prompt
@@ -133,8 +134,10 @@ def test_a_cell(
     specs = p_spec(kind, cell, cluster.push_config()), d_spec(kind, cell, cluster.push_config(*allowed))
     p, d = shelf.get(*specs)
     front = cluster.metaserver([p], [d], ports[-3], STRICT)
-    pair = Pair(cluster, front, p, (d,), tally, leaves_last=RECIPES[kind.model].leaves_last)
+    pair = Pair(cluster, front, p, (d,), tally)
     try:
+        if RECIPES[kind.model].leaves_last:
+            learn_of_first_tokens(pair)
         check_all(pair, cell, ports[-1], f"{name}, {', '.join(cell.values())}")
     finally:
         cluster.stop(front)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states through real pairs, `verify: full`: Mamba-2 before attention (Nemotron-H), beside it (Falcon-H1), alone; Gated DeltaNet.
 
-A recurrent layer keeps one state of all tokens so far. D runs the last token of a prompt itself, so what crosses is the state before
-it: one token more or less, or another request's, and the answer is another one. The last class shows it.
+A recurrent layer keeps one state of all tokens so far. D begins with P's token, so what crosses is the state behind the prompt: one token
+more or less, or another request's, and the answer is another one. The last class shows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import pytest
 from kind_pairs import (
     check_choices,
     check_computed_again,
+    check_cut,
     check_failed_load,
+    check_first_token_lost,
     check_left,
     engines,
     exercise,
@@ -52,7 +54,7 @@ def check_prefixes(pair: Pair, block: int) -> None:
         answer = complete(pair.front.url, body_of(longer, 12))
         loaded = pair.loaded_tokens() - before
         pair.compare([longer], [answer], "a prefix on D")
-        assert loaded in (len(longer) - 1, len(longer) - 1 - 2 * block), f"D loaded {loaded} of {len(longer)} tokens"
+        assert loaded in (len(longer), len(longer) - 2 * block), f"D loaded {loaded} of {len(longer)} tokens"
     head = fresh_prompt(2 * block + 5)
     before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
     complete(pair.prefill.url, body_of(head, 1))  # P alone: D has never seen it
@@ -81,6 +83,9 @@ class TestStatesBesideAttention:
     def test_two_choices(self, pair: Pair) -> None:
         check_choices(pair, 193)
 
+    def test_a_prompt_whose_first_token_is_d_s_own_stops_one_token_short(self, pair: Pair) -> None:
+        check_cut(pair, (97, 193, 250))
+
 
 @pytest.mark.slow
 class TestStateShapes:
@@ -94,6 +99,7 @@ class TestStateShapes:
         with running(cluster, make_pair, *specs) as pair:
             pair.check([fresh_prompt(250)], name="before a load that fails")
             check_computed_again(pair, ports[-1], (97, 193, 250))
+            check_first_token_lost(pair, ports[-1], 193, fails=False)
             exercise(pair, "after loads that failed", (97, 250))
 
     def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
@@ -156,7 +162,7 @@ class TestGatedDeltaNet:
                 (expected,) = reference_answers(pair.prefill, [prompt], 8)
                 before = pair.loaded_tokens()
                 got = complete(pair.front.url, body_of(prompt, 8))
-                assert pair.loaded_tokens() - before == length - 1
+                assert pair.loaded_tokens() - before == length - bool(what)  # another connector of P's tells no tokens
                 others += got.tokens != expected.tokens
                 try:
                     judge.check(f"{length} tokens", prompt, expected.tokens, got.tokens, pair.prefill.url)

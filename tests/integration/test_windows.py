@@ -11,7 +11,9 @@ import pytest
 from kind_pairs import (
     BLOCK,
     check_choices,
+    check_cut,
     check_failed_load,
+    check_first_token_lost,
     check_left,
     engines,
     exercise,
@@ -43,7 +45,7 @@ def check_prefixes(pair: Pair, window: int) -> None:
     before = pair.loaded_tokens()
     answer = complete(pair.front.url, body_of(longer, 12))
     loaded = pair.loaded_tokens() - before
-    assert loaded == len(longer) - 1 - 6 * BLOCK, f"D loaded {loaded} of {len(longer)} tokens"
+    assert loaded == len(longer) - 6 * BLOCK, f"D loaded {loaded} of {len(longer)} tokens"
     pair.compare([longer], [answer], f"a prefix on D, window {window}")
     head = fresh_prompt(6 * BLOCK + 5)
     complete(pair.prefill.url, body_of(head, 1))  # P alone: D has never seen it
@@ -70,6 +72,12 @@ class TestTwoGroups:
 
     def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
         check_failed_load(pair, ports[-1], (127, 250))
+
+    def test_all_of_a_prompt_without_its_first_token_is_a_load_that_failed(self, pair: Pair, ports: list[int]) -> None:
+        check_first_token_lost(pair, ports[-1], 159, fails=True)
+
+    def test_a_prompt_whose_first_token_is_d_s_own_stops_one_token_short(self, pair: Pair) -> None:
+        check_cut(pair, (127, 159, 191))
 
 
 @pytest.mark.slow

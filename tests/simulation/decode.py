@@ -39,6 +39,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.states import ReservationState
+from vllm_ascend_pd.protocol.versions import WHOLE
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -65,6 +66,7 @@ class Request:
     left: bool = False
     outputs: list[int] = field(default_factory=list)  # first tokens that its client got: P's, or 0 for D's own
     push: str = ""  # whose KV it has
+    whole: bool = False  # it can begin with nothing but P's token
     held: float = 0.0  # since when it waits for its first token, with its KV complete
     hopeless: float | None = None  # when its engine was told that its prefill has failed, and no P had begun to push
     params: dict[str, object] = field(default_factory=dict)
@@ -244,7 +246,8 @@ class DecodeEngine:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
-        self.desk = Desk(self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.seeds(FIRST_WAIT_S))
+        waits = FIRST_WAIT_S, self.cluster.settings.timers.lease_s
+        self.desk = Desk(self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.seeds(*waits))
         self.book, self.seeds = self.desk.book, self.desk.seeds
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
@@ -396,7 +399,9 @@ class DecodeEngine:
         request.tables.grow(0, request.tokens, self.free, world.rng)
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
-        way, leaves = self._way(request), self.geometry.leaves_last
+        way, leaves, first = self._way(request), self.geometry.leaves_last, self.cluster.settings.first
+        request.whole = leaves and first and self.desk.tells(request.name) and not request.outputs
+        leaves = leaves and not request.whole
         count = self.desk.wanted(request.name, request.tokens, computed, leaves_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
@@ -414,10 +419,11 @@ class DecodeEngine:
         request.serial = self.cluster.new_transfer(bind.transfer)
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
-        if self.cluster.settings.first and self.desk.seeds_come(request.name):
-            wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY)
+        if first and self.desk.seeds_come(request.name):
+            wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY, request.whole)
             if not self.desk.ask(request.name, lambda: wanted, len(request.outputs), leaves_last=leaves):
-                reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST))
+                needs = (WHOLE,) if request.whole else ()
+                reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST), needs=needs)
         if isinstance(way, Meet):
             offer = Offer(bind.transfer, seal(reservation, SECRETS), way.source, way.name)
             self.offers.offer(self.scheduler.clock(), way.listener, offer)
@@ -456,7 +462,7 @@ class DecodeEngine:
             request.push, request.held, request.state = verdict.push, self.cluster.world.now, "held"
             request.stopped_before = self.stopped_s()
             self.held[request.name] = request
-            self.scheduler.post(FIRST_WAIT_S, self._poke)
+            self.scheduler.post(self.cluster.settings.timers.lease_s if request.whole else FIRST_WAIT_S, self._poke)
         elif request.left:
             self._end(request, "left")
         else:
@@ -474,6 +480,11 @@ class DecodeEngine:
         if start.first is not None:
             request.outputs.append(start.first.token)
             self.cluster.world.stats["first tokens taken"] += 1
+            self.cluster.world.stats["whole prompts begun"] += request.whole
+        elif start.fails:
+            self.cluster.world.stats["whole prompts computed again"] += 1
+        elif request.whole:
+            raise Violation(f"promise 3: {request.name} goes on in a cache in which nobody can compute its last token")
         else:
             self.cluster.world.stats[f"first tokens computed: {start.why}"] += 1
         self._decode(request)

@@ -982,8 +982,8 @@ class AnyPush(SeedBook):
 class TokenTakenTwice(SeedBook):
     """A token that comes again is an output again."""
 
-    def __init__(self, wait_s: float) -> None:
-        super().__init__(wait_s)
+    def __init__(self, *waits: float) -> None:
+        super().__init__(*waits)
         self._gone: dict[TransferId, Start] = {}
 
     def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
@@ -1007,8 +1007,8 @@ class AskedAgain(SeedBook):
 class WaitsForEver(SeedBook):
     """A token that does not come is waited for."""
 
-    def __init__(self, wait_s: float) -> None:
-        super().__init__(1e9)
+    def __init__(self, *waits: float) -> None:
+        super().__init__(1e9, 1e9)
 
 
 class HeldForgotten(SeedBook):
@@ -1016,6 +1016,18 @@ class HeldForgotten(SeedBook):
 
     def forget(self, request_id: str) -> bool:
         return self._remove(request_id) is not None
+
+
+class BegunWithoutToken(SeedBook):
+    """D goes on without P's token where it cannot compute the last one of the prompt."""
+
+    def take(self, now: float) -> list[Start]:
+        return [replace(start, whole=False) for start in super().take(now)]
+
+
+def _whole(settings: Settings) -> Settings:
+    """Windows and first tokens, some of which are lost or late."""
+    return replace(_windows(settings), p_first=0.0, at_once=0.0, first=True, first_faults=FirstFaults(0.1, 0.3))
 
 
 def _first(settings: Settings) -> Settings:
@@ -1096,6 +1108,7 @@ MORE = (
     Mutation("a first token for a request that has one", seeds=AskedAgain, world=_first),
     Mutation("a first token is waited for", seeds=WaitsForEver, world=_first),
     Mutation("an aborted request stays held", seeds=HeldForgotten, world=_first),
+    Mutation("a whole prompt begins without its token", seeds=BegunWithoutToken, world=_whole),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes nobody", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),

@@ -27,7 +27,7 @@ from vllm_ascend_pd.prefill.core.computing import Chunk as Told
 from vllm_ascend_pd.prefill.core.desk import Asked, opened
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.first import Sample
+from vllm_ascend_pd.protocol.first import Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -106,6 +106,7 @@ class PrefillEngine:
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
         self._finished: list[str] = []
+        self._telling = random.Random(f"telling/{self.scheduler.name}/{self.cluster.settings!r}")
         self._dice = random.Random(f"hot/{self.scheduler.name}/{self.cluster.settings!r}")
         self._beside: list[str] = []  # what hot blocks were said to be of
         self._looking = False
@@ -332,7 +333,8 @@ class PrefillEngine:
         if self.desk.knows(prompt.name):
             return
         if (r := prompt.reservation) is not None:
-            asked = Asked(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r)
+            tells = Seed(DIGEST) if self._telling.random() < 0.95 else None
+            asked = Asked(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, tells=tells)
         else:
             name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")
             uuid = self.cluster.world.name("uuid")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from simulation.front.speech import Speaker, Wish, speak
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
@@ -162,6 +163,7 @@ class Manner:
     fails_after_load: bool = False  # as D: 500 of its own, the KV being there
     cut_s: float = 0.0  # as D: between the two pieces of an event
     half: bool = False  # a whole answer is torn in its middle
+    speaks: bool = False  # as D: a stream has token ids, and one that begins with another's tokens is its rest
     drops_after: int | None = (
         None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
     )
@@ -188,6 +190,7 @@ class FakeEngine:
         self.incarnation = uuid.uuid4().hex[:16]
         self.fingerprint = fingerprint("fake")
         self.models: tuple[str, ...] = ("fake",)
+        self.tells = False  # as P: its first tokens
         self._loads: dict[str, LoadReport] = {}  # by ticket, the last one
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = Served(self._app, name, port)
@@ -416,7 +419,9 @@ class FakeEngine:
         if params.get("do_remote_decode"):
             refused = self._refusal(params)
             detail = "not mine" if refused else ""
-            answer["kv_transfer_params"] = params_of(PushReport(self.incarnation, refused, detail, self.fingerprint))
+            answer["kv_transfer_params"] = params_of(
+                PushReport(self.incarnation, refused, detail, self.fingerprint, tells=self.tells)
+            )
         elif (report := self._loads.get(params.get("ticket", ""))) is not None:
             answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.manner.odd_report else params_of(report)
         if self.manner.drops_after is not None:
@@ -428,7 +433,22 @@ class FakeEngine:
             raise ConnectionAbortedError("as told")
         await _answer(send, 200, said)
 
+    async def _speech(self, seen: Seen, send: Send) -> None:
+        prompt = _prompts(seen.body)[0]
+        ids = prompt if isinstance(prompt, list) else list(json.dumps(prompt).encode())
+        speaker = Speaker(seen.body, ids, "fake")
+        await _head(send, 200, b"text/event-stream; charset=utf-8")
+        for i, said in enumerate(speak(ids, Wish.of(seen.body))):
+            if i == self.manner.break_after:
+                raise ConnectionAbortedError("as told")
+            await _piece(send, speaker.event([said]))
+            await asyncio.sleep(self.manner.gap_s)
+        await _piece(send, speaker.end(), last=True)
+
     async def _stream(self, seen: Seen, send: Send) -> None:
+        if self.manner.speaks:
+            await self._speech(seen, send)
+            return
         chat = "chat" in seen.route
         count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.manner.tokens
         await _head(send, 200, b"text/event-stream; charset=utf-8")

@@ -26,10 +26,13 @@ from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.telling import Telling
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
+from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.forms import Slice, form_of
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.versions import WHOLE
 
 WINDOW, ALL = Group(16, "window", 20), Group(16)
 PLAIN = geometry(1)
@@ -216,16 +219,21 @@ def test_p_refuses_what_its_windows_cannot_give(changes: dict[str, Any], says: s
     assert refused is not None and refused.code == "PD-META-005" and says in refused.sentence
 
 
-def arrived(cache: CacheGeometry, **changes: Any) -> tuple[PrefillScheduler, Request]:
-    """A request that P's scheduler has heard of, with a reservation."""
+def arrived(
+    cache: CacheGeometry, seed: Seed | None = None, *, tells: bool = True, **changes: Any
+) -> tuple[PrefillScheduler, Request]:
+    """A request that P's scheduler has heard of, with a reservation; of all of the prompt if D begins with the token of that seed."""
     engine = Engine(PushConfig.parse({}), "i" * 16, "engine", "m", "127.0.0.1", None)
-    scheduler = PrefillScheduler(engine)
+    scheduler = PrefillScheduler(engine, tells=tells)
     scheduler.attach_workers({(0, 0): WorkerFacts(None, cache)})
     tokens = list(range(101))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None)
     blocks = wanted(cache).blocks if len(cache.tables) == 2 else (ids(1, 2, 3, 4, 5, 6, 7),)
     facts = {"model": "m", "prompt_hash": request_hash(request), "transfer": TransferId("d", 1, "u"), "blocks": blocks}
-    sealed = seal(wanted(cache, **{**facts, **changes}), None)
+    asked = wanted(cache, **{**facts, **changes})
+    if seed is not None:
+        asked = msgspec.structs.replace(asked, end=101, seed=seed, needs=(WHOLE,))
+    sealed = seal(asked, None)
     request.kv_transfer_params = {"do_remote_decode": True, "reservation": base64.b64encode(sealed).decode()}
     scheduler.arrived(request)
     return scheduler, request
@@ -244,6 +252,26 @@ def test_p_computes_all_of_what_it_does_not_push_and_of_a_plain_cache() -> None:
     assert request.num_prompt_tokens == 101
     scheduler, request = arrived(PLAIN)
     assert request.num_prompt_tokens == 101 and not scheduler._desk.book.knows("r")
+
+
+def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
+    _, other = arrived(PLAIN)
+    seed = Telling(None).would(other)
+    scheduler, request = arrived(TWO, seed)
+    assert request.num_prompt_tokens == 101 and request.max_tokens == 1
+    assert scheduler._desk.book.tracks("r") and scheduler._desk.ends("r") and not scheduler._desk.cuts("r")
+    for asked, tells, why in ((Seed("else"), True, "other sampling"), (seed, False, "none of this request's")):
+        scheduler, request = arrived(TWO, asked, tells=tells)
+        refusal = scheduler._desk.book.refusal("r")
+        assert refusal is not None and refusal.code == "PD-META-033" and why in refusal.sentence
+        assert request.num_prompt_tokens == 101 and not scheduler._desk.book.tracks("r")
+
+
+def test_all_of_a_prompt_is_all_of_it() -> None:
+    short = msgspec.structs.replace(wanted(model="m"), needs=(WHOLE,))
+    refused = PushBook(model="m").admit("r", short, 101, "h", "push", TWO)
+    assert refused is not None and "said to be all of them" in refused.sentence
+    assert decode_reservation(msgspec.msgpack.encode(form_of(short))).needs == (WHOLE,)
 
 
 # -- the engine's tensors

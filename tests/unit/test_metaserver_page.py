@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from metaserver_cluster import cluster, until
+from simulation.front.speech import understood
 
 from scripts.support import browser
 from vllm_ascend_pd.metaserver.service import page
@@ -141,6 +142,25 @@ def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab:
         tab.until("document.querySelector('#last').innerText.includes('loaded')")
         tab.until("document.querySelector('#last').innerText.includes('--trace-dir')")  # it says that it has none
         assert "secret" not in tab.text() and not tab.complaints
+
+
+@needs_browser
+def test_a_browser_shows_a_stream_that_another_d_went_on_with(tab: browser.Tab) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 12, "min_tokens": 12, "stream": True, "temperature": 0}
+    with cluster(decode=2) as c:
+        for decode in c.decode:
+            decode.manner.speaks = True
+        whole = understood(c.http.post("/v1/completions", json=body).content)
+        for decode in c.decode:
+            decode.manner.break_after = 7
+        said = understood(c.http.post("/v1/completions", json=body).content)
+        assert said == whole and len(whole["text"]) > 0
+        tab.open(str(c.http.base_url))
+        rows = "[...document.querySelectorAll('#last tr.row')].map(r => r.cells[7].innerText).join('|')"
+        tab.until(f"{rows} === '1|'")  # the newest comes first
+        tab.ask("document.querySelector('#last tr.row').click()")
+        tab.until("document.querySelector('#last pre')?.innerText.includes('resume  after 7 tokens')")
+        assert tab.text("#errors").count("PD-META-007") == 1 and not tab.complaints
 
 
 @needs_browser

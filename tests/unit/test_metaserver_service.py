@@ -234,6 +234,30 @@ def test_d_is_asked_for_token_ids_of_streams_that_can_go_on_and_p_is_not() -> No
             assert not any("return_token_ids" in leg for leg in c.legs())
 
 
+def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> None:
+    with cluster(prefill=2) as c:
+        for engines, expected in (((0,), False), ((0, 1), True)):
+            for index in engines:
+                c.prefill[index].tells = True
+            for _ in range(40):  # each P has answered, whatever chance chose
+                assert c.complete("x").status_code == 200
+            assert c.decode[0].generations()[-1].body["kv_transfer_params"].get("first_token", False) is expected
+        c.prefill[1].tells = False
+        c.prefill[1].incarnation = "another life"
+        until(lambda: c.complete("x") and "first_token" not in c.decode[0].generations()[-1].body["kv_transfer_params"])
+
+
+def test_after_a_push_that_was_refused_d_is_not_told_of_a_first_token() -> None:
+    with cluster() as c:
+        (p,), (d,) = c.prefill, c.decode
+        p.tells, d.manner.policy = True, "fail"
+        until(lambda: c.complete("x") and "first_token" in d.generations()[-1].body["kv_transfer_params"])
+        p.manner.refuses_push, before = "PD-META-033", len(d.generations())
+        c.complete("y")
+        asked = ["first_token" in seen.body["kv_transfer_params"] for seen in d.generations()[before:]]
+        assert asked[0] and len(asked) > 1 and not any(asked[1:])
+
+
 def test_a_greedy_stream_of_a_d_that_tells_no_ids_says_so_when_it_breaks() -> None:
     with cluster(decode=2) as c:
         for decode in c.decode:

@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_ascend_pd import first_token
@@ -236,7 +237,7 @@ REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), 
 
 
 def book(wanted: Wanted = WANTED) -> SeedBook:
-    made = SeedBook(0.2)
+    made = SeedBook(0.2, 15.0)
     assert made.ask("r", wanted, 0)
     return made
 
@@ -311,6 +312,31 @@ def test_a_token_that_does_not_come_is_not_waited_for() -> None:
     assert seeds.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
 
 
+WHOLE_WANTED = Wanted(TRANSFER, 10, "how", None, 100, whole=True)
+
+
+def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_failed() -> None:
+    seeds = book(WHOLE_WANTED)
+    seeds.complete("r", PUSH, 1.0)
+    assert seeds.whole("r") and seeds.take(15.9) == []
+    (late,) = seeds.take(16.0)
+    assert late == Start("r", None, "late", whole=True) and late.fails
+    for told, why in ((None, "not told"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
+        seeds = book(WHOLE_WANTED)
+        seeds.complete("r", PUSH, 1.0)
+        seeds.told(TRANSFER, told)
+        (start,) = seeds.take(1.0)
+        assert start.fails and start.why == why
+    seeds = book(WHOLE_WANTED)
+    seeds.complete("r", PUSH, 1.0)
+    seeds.told(TRANSFER, FIRST)
+    (start,) = seeds.take(1.0)
+    assert not start.fails and start.first == FIRST
+    seeds = book(WHOLE_WANTED)
+    seeds.complete("r", PUSH, 1.0)
+    assert seeds.forget("r") and not seeds.take(1.0)[0].fails, "its client has left: there is nothing to compute again"
+
+
 def test_an_aborted_request_is_let_go_without_a_token() -> None:
     seeds = book()
     seeds.complete("r", PUSH, 1.0)
@@ -322,7 +348,7 @@ def test_an_aborted_request_is_let_go_without_a_token() -> None:
 
 
 def test_a_request_whose_client_has_tokens_asks_for_no_first_one() -> None:
-    seeds = SeedBook(0.2)
+    seeds = SeedBook(0.2, 15.0)
     assert not seeds.ask("r", WANTED, 1)
     seeds.complete("r", PUSH, 1.0)
     assert not seeds.holds("r") and seeds.open_count() == 0
@@ -453,6 +479,13 @@ def test_drafts_and_grammars_were_tried_with_one_release(monkeypatch: pytest.Mon
     assert first_token.unproven(config()) == ""
     assert first_token.unproven(config(speculative_config=object())) == "vLLM 0.31.1 with drafts was not tried"
     assert first_token.ungrammatical(SimpleNamespace(structured_outputs_config=SimpleNamespace())) == "version"
+
+
+@pytest.mark.parametrize(("mode", "logprobs", "why"), [("raw_logprobs", 2, ""), ("raw_logits", 2, "logprobs"), ("processed_logprobs", 0, "logprobs"), ("raw_logits", None, "")])  # fmt: skip
+def test_other_numbers_than_log_probabilities_are_left_to_d(mode: str, logprobs: int | None, why: str) -> None:
+    around, models = first_token.Around(), SimpleNamespace(logprobs_mode=mode)
+    around.settle(SimpleNamespace(model_config=models, structured_outputs_config=SimpleNamespace()))
+    assert around.barred(Request("r", [1, 2], SamplingParams(logprobs=logprobs), None)) == why
 
 
 def test_what_p_runs_on_is_no_matter() -> None:

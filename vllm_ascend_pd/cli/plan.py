@@ -68,7 +68,7 @@ class Shape:
     @property
     def parts(self) -> list[tuple[set[str], int, int]]:
         """Layers with attention, and from which token up to which they are pushed. Beside windows and states the last token is left
-        to decode."""
+        to decode, where it does not begin with prefill's first token."""
         leaves_last = (self.windowed or self.states) and self.tokens > 1
         end = self.tokens - 1 if leaves_last else self.tokens
         begin = Group(self.block_size, WINDOW, self.window).begins(0, end) if self.windowed else 0

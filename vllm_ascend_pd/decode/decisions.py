@@ -27,6 +27,7 @@ class Ticket:
     metaserver: str
     ticket: str
     send_tokens: bool = False
+    first_token: bool = False  # each P that it may ask tells its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ti
         return "its metaserver is not in metaserver_urls"
     if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET or not ticket.isascii():
         return "it carries no ticket"
-    return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True)
+    return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True, params.get("first_token") is True)
 
 
 class LoadBook:

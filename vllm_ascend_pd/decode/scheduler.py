@@ -21,7 +21,7 @@ from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
 from vllm_ascend_pd.decode.offering import Offering
 from vllm_ascend_pd.decode.seeding import TAKEN, Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
-from vllm_ascend_pd.errors import PdError, one_line
+from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
 from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
@@ -34,6 +34,7 @@ from vllm_ascend_pd.protocol.dialects import Meet, Relay, read_meet, read_relay
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
+from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
@@ -55,6 +56,7 @@ class _Asked:
     transfer: TransferId
     first_token: str = ""  # whose it is, once that is known
     report: LoadReport | None = None  # once the load is over
+    untold: bool = False  # the metaserver has not been told of it: what the load is worth shows with P's token
     request_over: bool = False
 
 
@@ -90,9 +92,17 @@ class DecodeScheduler(SchedulerRole):
     """The constructor does no network I/O; the client and the doorbell start with the handshake."""
 
     def __init__(
-        self, engine: Engine, patience: Patience, *, longest: int = 0, recomputes: bool = False, vocabulary: int = 0
+        self,
+        engine: Engine,
+        patience: Patience,
+        *,
+        longest: int = 0,
+        recomputes: bool = False,
+        vocabulary: int = 0,
+        whole: bool = False,
     ) -> None:
-        """`longest`: of this engine's prompts, in tokens. With a `vocabulary` of so many tokens P's first one is taken."""
+        """`longest`: of this engine's prompts, in tokens. With a `vocabulary` of so many tokens P's first one is taken, and `whole` says
+        whether all of a prompt may then be loaded into any cache."""
         self._engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
@@ -102,9 +112,10 @@ class DecodeScheduler(SchedulerRole):
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
-        self._desk = Desk(LoadBook(engine.incarnation), SeedBook(engine.config.timers.first_token_wait_s))
-        told = self._listen, self._first_token, self._answer
-        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._desk, *told)
+        timers = engine.config.timers
+        self._desk = Desk(LoadBook(engine.incarnation), SeedBook(timers.first_token_wait_s, timers.lease_s))
+        told = self._listen, self._first_token, self._answer, self._useless
+        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._desk, *told, whole=whole)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -129,7 +140,7 @@ class DecodeScheduler(SchedulerRole):
         if self._online is None or request.prompt_token_ids is None:
             return 0
         self._way(request)
-        leaves = self._online.geometry.leaves_last
+        leaves = self._online.geometry.leaves_last and not self.first_tokens.begins(request)
         return self._desk.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
@@ -145,9 +156,13 @@ class DecodeScheduler(SchedulerRole):
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(way, count, request, bind.first, bind.transfer)
-        asks = self.first_tokens.ask(request, bind.transfer, leaves_last=online.geometry.leaves_last)
+        whole = online.geometry.leaves_last and bind.end == request.num_prompt_tokens
+        leaves = online.geometry.leaves_last and not whole
+        asks = self.first_tokens.ask(request, bind.transfer, leaves_last=leaves, whole=whole)
         if asks is not None:
-            reservation = msgspec.structs.replace(reservation, seed=asks[0])
+            reservation = msgspec.structs.replace(reservation, seed=asks[0], needs=(WHOLE,) if whole else ())
+        elif whole:
+            raise LocalProtocolError(f"all of {request.request_id} is reserved, and no first token is asked for")
         sealed = seal(reservation, self._engine.secrets)
         trace.emit(
             "reserved",
@@ -257,11 +272,7 @@ class DecodeScheduler(SchedulerRole):
             return False
         transfer, verdict, code = received.transfer, received.verdict, received.verdict.code
         if code:
-            self.tally.count("num_failed_recvs", code)
-            if code == EXPIRED:
-                self.tally.count("num_kv_expired_reqs", code)
-            if self._recomputes:
-                self.tally.count("num_recomputed_reqs", code)
+            self._failed(code)
         trace.emit("reported", transfer=str(transfer), request=request_id)
         if received.hangs_up:
             self._hang_up(transfer, asked.way)
@@ -283,9 +294,16 @@ class DecodeScheduler(SchedulerRole):
             first_token=asked.first_token,
             cached=verdict.cached,
         )
-        if self._online is not None and asked.way.metaserver:
-            self._online.client.report(asked.way.metaserver, asked.report)
+        asked.untold = True
+        if not self._desk.seeds.whole(request_id):
+            self._report(asked)
         return True
+
+    def _report(self, asked: _Asked) -> None:
+        """Tell the metaserver how a load ended, once."""
+        if self._online is not None and asked.way.metaserver and asked.report is not None and asked.untold:
+            self._online.client.report(asked.way.metaserver, asked.report)
+        asked.untold = False
 
     def around(self) -> tuple[Seeding, ...]:
         return (self.first_tokens,)
@@ -300,6 +318,27 @@ class DecodeScheduler(SchedulerRole):
                 self._expects_nothing(asked)
             if asked.report is not None:
                 asked.report = msgspec.structs.replace(asked.report, first_token=whose)
+                self._report(asked)
+
+    def _useless(self, request_id: str, why: str) -> None:
+        """The KV of a request came, and it cannot begin without P's token."""
+        asked, error = self._asked.get(request_id), PdError("PD-XFER-008", why=why)
+        log.warning("request %s: %s", request_id, error)
+        self._failed(error.code)
+        if asked is not None:
+            self._hang_up(asked.transfer, asked.way)
+            tell_cached(asked.request, asked.there)
+            if asked.report is not None:
+                asked.report = msgspec.structs.replace(
+                    asked.report, received=0, recomputed=asked.tokens, code=error.code, cached=0
+                )
+
+    def _failed(self, code: str) -> None:
+        self.tally.count("num_failed_recvs", code)
+        if code == EXPIRED:
+            self.tally.count("num_kv_expired_reqs", code)
+        if self._recomputes:
+            self.tally.count("num_recomputed_reqs", code)
 
     def _expects_nothing(self, asked: _Asked) -> None:
         """Of a P whose last word would still have brought a first token."""
@@ -325,6 +364,7 @@ class DecodeScheduler(SchedulerRole):
         answer = self._answer(request_id)
         if (asked := self._asked.pop(request_id, None)) is not None:
             self._expects_nothing(asked)
+            self._report(asked)
         return answer
 
     def stats(self) -> dict[str, Any] | None:

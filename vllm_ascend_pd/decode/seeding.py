@@ -28,8 +28,9 @@ Told = Callable[[str, str], None]
 
 
 class Seeding(first_token.Around):
-    """`listen` brings in what the loop thread has heard; `told` hears of each request where its first token came from, and
-    `answer` says what stands in a request's answer. With a vocabulary of 0 nothing is seeded."""
+    """`listen` brings in what the loop thread has heard; `told` hears of each request where its first token came from, `useless`
+    of each whose KV is of no use without it, and `answer` says what stands in a request's answer. With a vocabulary of 0 nothing
+    is seeded."""
 
     def __init__(
         self,
@@ -40,10 +41,15 @@ class Seeding(first_token.Around):
         listen: Callable[[], None],
         told: Told,
         answer: Callable[[str], dict[str, Any] | None],
+        useless: Told,
+        *,
+        whole: bool = False,
     ) -> None:
         super().__init__()
         self._engine, self._tally, self._vocabulary, self._desk = engine, tally, vocabulary, desk
-        self._listen, self._told, self._answer = listen, told, answer
+        self._listen, self._told, self._answer, self._useless = listen, told, answer, useless
+        self._whole = whole  # what begins with P's token may load all of its prompt into any cache
+        self._proven = False  # vLLM has been seen to call `after`
 
     def off(self, why: str) -> None:
         """A worker cannot go on behind a token that it has not sampled."""
@@ -51,21 +57,32 @@ class Seeding(first_token.Around):
             log.warning("P's first token is not used, a worker says: %s", why)
         self._vocabulary = 0
 
-    def ask(self, request: Any, transfer: TransferId, *, leaves_last: bool) -> tuple[Seed, dict[str, Any]] | None:
-        """What the reservation asks for, and what P must be sent to choose the same."""
+    def begins(self, request: Any) -> bool:
+        """Whether all of a prompt may be loaded into a cache in which its last token cannot be computed again: only P's token can
+        begin there, and without it the load has failed. Repeatable."""
+        if not (self._whole and self._vocabulary and self._proven and self._desk.tells(request.request_id)):
+            return False
+        if self.barred(request) or _produced(request):
+            return False
+        # How a grammar is read is known on P when the prompt has been computed, which is too late to end one token earlier.
+        return request.structured_output_request is None and not sampling.refusal(first_token.chosen(request))
+
+    def ask(
+        self, request: Any, transfer: TransferId, *, leaves_last: bool, whole: bool = False
+    ) -> tuple[Seed, dict[str, Any]] | None:
+        """What the reservation asks for, and what P must be sent to choose the same. `whole`: nothing else can begin there."""
         if not self._vocabulary or not self._desk.seeds_come(request.request_id):
             return None
         given = first_token.chosen(request) if request.sampling_params is not None else {}
 
         def wanted() -> Wanted | str:  # of what is refused no digest is made: its lists have no bound
             why, place = sampling.refusal(given), request.num_prompt_tokens
-            return why or Wanted(transfer, place, sampling.digest(given), given.get("logprobs"), self._vocabulary)
+            asked = sampling.digest(given), given.get("logprobs"), self._vocabulary
+            return why or Wanted(transfer, place, *asked, whole)
 
-        produced = (
-            request.num_output_tokens or request.num_preemptions
-        )  # what it had when it lost its blocks may still come
+        produced = _produced(request)
         asked = request.request_id, wanted, produced
-        why = first_token.barred(request, self.ungrammatical) or self._desk.ask(*asked, leaves_last=leaves_last)
+        why = self.barred(request) or self._desk.ask(*asked, leaves_last=leaves_last)
         if why:
             self.unseeded(request.request_id, why)
             return None
@@ -85,25 +102,48 @@ class Seeding(first_token.Around):
         self._desk.token(transfer, first, failed, why)
 
     def after(self, scheduler: Any, outputs: Any) -> None:
+        self._proven = True
         if not self._desk.seeds.held_count():
             return
         self._listen()
         for ready in self._desk.seeds.take(time.monotonic()):
-            first_token.release(scheduler, ready.request_id)
-            request = scheduler.requests.get(ready.request_id)
-            if ready.first is None or request is None or request.is_finished():
-                self.unseeded(ready.request_id, ready.why or "aborted")
+            request, why = scheduler.requests.get(ready.request_id), ready.why
+            if request is None or request.is_finished():
+                first_token.release(scheduler, ready.request_id)
+                self.unseeded(ready.request_id, why or "aborted")
                 continue
-            if why := first_token.unfit(request, ready.first.token):
-                self.unseeded(ready.request_id, why)
-                continue
-            self._tally.add("first_tokens_taken", 1)
-            self._told(ready.request_id, TAKEN)
-            trace.emit("seeded", transfer=str(ready.first.transfer), request=ready.request_id)
-            output = first_token.start(scheduler, request, ready.first, self._answer(ready.request_id))
-            first_token.add(outputs, request.client_index, output)
+            if ready.first is not None:
+                why = first_token.unfit(request, ready.first.token)
+            if not why and ready.first is not None:
+                output = self._start(scheduler, request, ready.first)
+            else:
+                output = self._go_without(scheduler, request, why, useless=ready.whole)
+            if output is not None:
+                first_token.add(outputs, request.client_index, output)
+
+    def _start(self, scheduler: Any, request: Any, first: First) -> Any:
+        self._tally.add("first_tokens_taken", 1)
+        self._told(request.request_id, TAKEN)
+        trace.emit("seeded", transfer=str(first.transfer), request=request.request_id)
+        first_token.release(scheduler, request.request_id)
+        return first_token.start(scheduler, request, first, self._answer(request.request_id))
+
+    def _go_without(self, scheduler: Any, request: Any, why: str, *, useless: bool) -> Any:
+        """`useless`: nothing but P's token could begin behind this KV."""
+        if useless:
+            self._useless(request.request_id, why)
+        self.unseeded(request.request_id, why)
+        if useless:
+            return first_token.fail(scheduler, request)
+        first_token.release(scheduler, request.request_id)
+        return None
 
     def unseeded(self, request_id: str, why: str) -> None:
         """D computes its first token itself."""
         self._tally.count("num_first_tokens_computed", why)
         self._told(request_id, why)
+
+
+def _produced(request: Any) -> int:
+    """Not 0 of a request that was computed here before: what it had when it lost its blocks may still come."""
+    return int(request.num_output_tokens or request.num_preemptions)

@@ -116,6 +116,10 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-XFER-005": (Culprit.NOBODY, "one refused what the other said: the two do not fit, and others may fit either"),
     "PD-XFER-006": (Culprit.PREFILL, "P's own ranks could not exchange what they were to push"),
     "PD-XFER-007": (Culprit.PREFILL, "P's writer is dead: it pushes nothing until it is started again"),
+    "PD-XFER-008": (
+        Culprit.NOBODY,
+        "P's first token was lost on its way, or P's answer, which was counted where it happened",
+    ),
     "PD-WIRE-003": (Culprit.NOBODY, "a write did not fit the memory that D named: a bug of one or the other"),
     "PD-WIRE-004": (Culprit.NOBODY, "what came is not what was sent: the network's or either's memory"),
     "PD-WIRE-005": (Culprit.NOBODY, "what D said of its memory does not fit its caches: no P could have pushed there"),
@@ -136,6 +140,10 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-META-028": (Culprit.NOBODY, "P holds as much as it may for D's that do not come"),
     "PD-META-029": (Culprit.NOBODY, "another router, or a client, sent what D does not understand"),
     "PD-META-030": (Culprit.NOBODY, "D is not configured for this P"),
+    "PD-META-033": (
+        Culprit.NOBODY,
+        "P chooses its first token otherwise than D asks: the two are started with other settings",
+    ),
     "PD-META-031": (Culprit.NOBODY, "P's kind of cache cannot be held for a D that comes later"),
 }
 
@@ -156,15 +164,16 @@ class Told(NamedTuple):
     incarnation: str
     at: float
     fingerprint: str = ""  # which engines it can be a pair with
+    tells: bool = False  # as P: its first tokens
 
 
 def _newest(words: Sequence[Told]) -> tuple[Told, ...]:
     """The last word of each rank (of two at once the later one here), sorted. Of too many ranks the newest. Others name a process
-    too, who do not know its fingerprint: it keeps the one that it told."""
-    prints = {word.incarnation: word.fingerprint for word in words if word.fingerprint}
+    too, who do not know its fingerprint: it keeps what it told itself."""
+    own = {word.incarnation: word for word in words if word.fingerprint}
     of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
     newest = sorted(of_rank.values(), key=lambda word: word.at)[-MOST_RANKS:]
-    told = (w if w.fingerprint else w._replace(fingerprint=prints.get(w.incarnation, "")) for w in newest)
+    told = (w if w.fingerprint else own.get(w.incarnation, w)._replace(at=w.at) for w in newest)
     return tuple(sorted(told))
 
 
@@ -190,16 +199,22 @@ class Life:
         another version by now: behind an address that never refuses only this brings it back."""
         return self.printed.fingerprint if self.printed is not None and now < self.printed.at + PRINT_S else ""
 
+    @property
+    def tells(self) -> bool:
+        """Whether it is a P that tells its first tokens, as it said last. One that was started again otherwise refuses what it would not
+        tell, which says so."""
+        return self.printed is not None and self.printed.tells
+
     @classmethod
     def of(cls, told: Iterable[Sequence[Any]], refused: float) -> Life:
         """As another worker of this metaserver sent it."""
         return cls(tuple(Told(*word) for word in told), refused)
 
-    def heard(self, incarnation: str, at: float, fingerprint: str = "") -> Life:
+    def heard(self, incarnation: str, at: float, fingerprint: str = "", tells: bool = False) -> Life:
         """An engine that was asked at `at` told its incarnation in an answer, a reservation or a report."""
         if not incarnation:
             return self
-        return replace(self, told=_newest((*self.told, Told(incarnation, at, fingerprint))))
+        return replace(self, told=_newest((*self.told, Told(incarnation, at, fingerprint, tells))))
 
     def refuses(self, at: float) -> Life:
         """Nobody listens there: the process has ended, or it is about to."""

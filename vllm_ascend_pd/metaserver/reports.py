@@ -51,6 +51,7 @@ class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     fingerprint: Fingerprint = ""  # P's
     first: Annotated[str, msgspec.Meta(max_length=MAX_FIRST)] = ""  # the token that P has sampled, for D to unseal
+    tells: bool = False  # this engine tells its first tokens to those that ask
 
 
 class _Params(msgspec.Struct, frozen=True):

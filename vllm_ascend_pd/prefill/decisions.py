@@ -19,7 +19,7 @@ from vllm_ascend_pd.metadata import Blocks, Exchanged, PrefillStep, PushAbort, P
 from vllm_ascend_pd.protocol.first import First, Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.versions import OURS
+from vllm_ascend_pd.protocol.versions import OURS, WHOLE
 
 LOOKS = 8  # steps that follow catch-up exchanges at once: their slots are free again soon, for what else was missed
 
@@ -159,6 +159,11 @@ class PushBook:
 
     def tracks(self, request_id: str) -> bool:
         return request_id in self._tracked
+
+    def whole(self, request_id: str) -> bool:
+        """Whether its D can begin with nothing but the first token of this engine."""
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and WHOLE in tracked.reservation.needs
 
     def asks(self, request_id: str) -> Seed | None:
         """What its D would start with."""
@@ -328,8 +333,10 @@ def _malformed(reservation: Reservation) -> str:
         return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
     if len(reservation.endpoints) != d.workers:
         return f"{len(reservation.endpoints)} endpoints for {d.workers} workers"
-    if d.leaves_last and reservation.end >= reservation.prompt_length:
+    if d.leaves_last and reservation.end >= reservation.prompt_length and WHOLE not in reservation.needs:
         return f"{reservation.end} tokens of {reservation.prompt_length}, of a cache of which the last is not pushed"
+    if WHOLE in reservation.needs and reservation.end < reservation.prompt_length:
+        return f"{reservation.end} tokens of {reservation.prompt_length}, which is said to be all of them"
     sizes = [len(ids) for ids in reservation.blocks]
     if any(size % 4 for size in sizes):
         return f"{', '.join(map(str, sizes))} bytes of block ids"

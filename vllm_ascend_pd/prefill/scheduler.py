@@ -29,6 +29,7 @@ from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
+from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 
 log = logging.getLogger(__name__)
@@ -73,16 +74,17 @@ class PrefillScheduler(SchedulerRole):
 
     def arrived(self, request: Any) -> None:
         """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
-        the prompt that is computed here ends before that token, and no token is decoded behind it: a state would change in its place."""
+        the prompt that is computed here ends before that token, unless D begins with the token behind it."""
         engine = self._desk.engine
         if engine is None or not engine.leaves_last:
             return
         self.allocated(request)
+        if self._desk.ends(request.request_id):
+            request.max_tokens = 1
         if self._desk.cuts(request.request_id):
             for tokens in (request.prompt_token_ids, request._all_token_ids):
                 tokens.pop()
             request.num_prompt_tokens -= 1
-            request.max_tokens = 1
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """vLLM schedules the request: take its reservation, once."""
@@ -184,7 +186,8 @@ class PrefillScheduler(SchedulerRole):
         return {**said, **params_of(self._report())}
 
     def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
-        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first)
+        tells = self.first_tokens is not None
+        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, tells)
 
     def around(self) -> tuple[Telling, ...]:
         return (self.first_tokens,) if self.first_tokens is not None else ()
@@ -247,6 +250,6 @@ class PrefillScheduler(SchedulerRole):
             push_id(self._engine.incarnation, uuid.uuid4().hex),
             (request.num_prompt_tokens, request_hash(request)),
         )
-        return Asked(
-            request.request_id, prompt, push, reservation, meets_under(params, request.request_id), uuid.uuid4().hex
-        )
+        facts = request.request_id, prompt, push, reservation, meets_under(params, request.request_id), uuid.uuid4().hex
+        whole = reservation is not None and WHOLE in reservation.needs
+        return Asked(*facts, self.first_tokens.would(request) if whole and self.first_tokens is not None else None)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first
-from vllm_ascend_pd.protocol.first import First, LogProb, Sample
+from vllm_ascend_pd.protocol.first import First, LogProb, Sample, Seed
 
 
 class Telling(first_token.Around):
@@ -32,16 +32,21 @@ class Telling(first_token.Around):
             if told := first_token.reported(output, request_id, count):
                 self._logprobs[request_id] = told
 
-    def sampled(self, request: Any) -> Sample | None:
-        """Of a request that has ended, if D may start with it."""
-        if len(request.output_token_ids) != 1 or first_token.barred(request, self.ungrammatical):
-            return None
-        if request.get_finished_reason() not in first_token.well_finished():
+    def would(self, request: Any) -> Seed | None:
+        """How the first token of a request is chosen and reported; None: it is not told."""
+        if self.barred(request):
             return None
         given = first_token.chosen(request)
-        if sampling.refusal(given):
+        return Seed(sampling.digest(given), given.get("logprobs")) if not sampling.refusal(given) else None
+
+    def sampled(self, request: Any) -> Sample | None:
+        """Of a request that has ended, if D may start with it."""
+        if len(request.output_token_ids) != 1 or request.get_finished_reason() not in first_token.well_finished():
             return None
-        return int(request.output_token_ids[0]), sampling.digest(given), self._logprobs.get(request.request_id, ())
+        seed = self.would(request)
+        if seed is None:
+            return None
+        return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
 
     def told(self, first: First | None) -> str:
         """The sealed token, in base64, for P's answer."""

@@ -40,7 +40,9 @@ class Release:
         return None if unknown is None else PdError("PD-CTRL-004", word=unknown)
 
 
-OURS = Release(features=("seed",))
+WHOLE = "whole"  # of a reservation: nothing can begin there but P's first token
+
+OURS = Release(features=("seed", WHOLE))
 
 MAX_FINGERPRINT = 64
 _FINGERPRINT = re.compile(r"([0-9a-f]{12})\.v(\d{1,4})-(\d{1,4})")

@@ -66,6 +66,11 @@ class Desk:
         """Whether P's first token can come on the way of its KV: no other router's word brings it."""
         return isinstance(self._ways.get(request_id), Ticket | Meet)
 
+    def tells(self, request_id: str) -> bool:
+        """Whether the router says that each P that may be asked tells its first token."""
+        way = self._ways.get(request_id)
+        return isinstance(way, Ticket) and way.first_token
+
     def ask(self, request_id: str, wanted: Callable[[], Wanted | str], produced: int, *, leaves_last: bool) -> str:
         """Ask P for its first token with the reservation; else why not. `wanted` may say why not, too."""
         found = "window" if leaves_last else wanted()
@@ -87,7 +92,7 @@ class Desk:
         if transfer is None:
             return None
         unseeded = ""
-        if starts and not verdict.code:
+        if (starts or self.seeds.whole(request_id)) and not verdict.code:
             self.seeds.complete(request_id, verdict.push, now)
         elif self.seeds.forget(request_id):
             unseeded = "load failed" if verdict.code else "scheduler"

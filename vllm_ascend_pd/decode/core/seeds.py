@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which first tokens D takes from P: each request's once, only of the push that its KV is of, and not later than `wait_s` after it.
+"""Which first tokens D takes from P: each request's once, only of the push that its KV is of, and in time.
 
 The token and the KV come on different ways, in either order. A request whose KV is complete is held until both are there or it is
 known that no token comes. Pure: `now` is an argument.
@@ -24,6 +24,7 @@ class Wanted:
     digest: str
     logprobs: int | None
     vocabulary: int
+    whole: bool = False  # D can begin with nothing else: of its cache the prompt's last token cannot be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class Start:
     request_id: str
     first: First | None
     why: str = SEEDED
+    whole: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether its KV is of no use without P's token."""
+        return self.whole and self.first is None
 
 
 @dataclass(slots=True)
@@ -65,8 +72,9 @@ def fault(wanted: Wanted, first: First) -> str:
 class SeedBook:
     """By request, from its reservation until it goes on or ends."""
 
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
+    def __init__(self, wait_s: float, whole_wait_s: float) -> None:
+        """`whole_wait_s`: for requests that can begin with nothing else."""
+        self._wait_s = {False: wait_s, True: max(wait_s, whole_wait_s)}
         self._records: dict[str, _Record] = {}
         self._held: dict[str, _Record] = {}  # of these the ones whose KV is complete: each step asks for them
         self._by_transfer: dict[TransferId, _Record] = {}
@@ -101,6 +109,11 @@ class SeedBook:
             record.push, record.complete = push, now
             self._held[request_id] = record
 
+    def whole(self, request_id: str) -> bool:
+        """Whether it can begin with nothing but P's token."""
+        record = self._records.get(request_id)
+        return record is not None and record.wanted.whole
+
     def holds(self, request_id: str) -> bool:
         record = self._records.get(request_id)
         return record is not None and record.complete is not None
@@ -113,7 +126,7 @@ class SeedBook:
         return record is not None
 
     def take(self, now: float) -> list[Start]:
-        """Held requests that go on now, each once."""
+        """Held requests that go on now, or have failed, each once."""
         ready, self._dropped = self._dropped, []
         for record in list(self._held.values()):
             start = self._start(record, now)
@@ -131,13 +144,14 @@ class SeedBook:
     def _start(self, record: _Record, now: float) -> Start | None:
         if record.complete is None:
             return None
+        request, whole = record.request_id, record.wanted.whole
         if record.first is not None:
             if record.first.push == record.push:
-                return Start(record.request_id, record.first)
-            return Start(record.request_id, None, "another push")
+                return Start(request, record.first, whole=whole)
+            return Start(request, None, "another push", whole)
         if record.none:
-            return Start(record.request_id, None, record.none)
-        return Start(record.request_id, None, "late") if now >= record.complete + self._wait_s else None
+            return Start(request, None, record.none, whole)
+        return Start(request, None, "late", whole) if now >= record.complete + self._wait_s[whole] else None
 
     def _remove(self, request_id: str) -> _Record | None:
         record = self._records.pop(request_id, None)

@@ -340,6 +340,12 @@ class Fleet:
         now = time.monotonic()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
+    def tell(self, fits: Fits) -> bool:
+        """Whether all P's that fit and take requests tell their first tokens."""
+        now = time.monotonic()
+        usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
+        return bool(usable) and all(i.life.tells for i in usable)
+
     def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = anybody) -> Fits:
         """Which D's have a P that fits them, serves and takes requests, beside those in `avoid`."""
         now = time.monotonic()

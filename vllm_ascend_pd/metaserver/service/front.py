@@ -18,7 +18,7 @@ from vllm_ascend_pd.metaserver.resume import Kept
 from vllm_ascend_pd.metaserver.service import relay, resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, both, pairing
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, among, both, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.shared import Shared
@@ -273,6 +273,11 @@ class Front(Shared):
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
         if request.send_tokens:
             params["send_tokens"] = True
+        # An attempt that failed may have failed for it: without it D takes what any P can give.
+        if not exchange.bad_prefills and self.fleet.tell(
+            fits if exchange.pinned is None else among(frozenset((exchange.pinned[0].name,)))
+        ):
+            params["first_token"] = True
         return params
 
     def _close(self, attempt: Attempt, well: bool) -> None:

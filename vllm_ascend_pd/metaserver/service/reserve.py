@@ -303,7 +303,7 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
     if push is None:
         return ""
-    prefill.life = prefill.life.heard(push.prefill, asked, push.fingerprint)
+    prefill.life = prefill.life.heard(push.prefill, asked, push.fingerprint, push.tells)
     if push.code:
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
     return push.first

@@ -14,9 +14,10 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
 from vllm_ascend_pd.prefill.core.meetings import Meetings, Record, failure_of, not_held
 from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.protocol.first import First, Sample
+from vllm_ascend_pd.protocol.first import First, Sample, Seed
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.versions import WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class Asked:
     reservation: Reservation | None = None  # None: a target may come by itself
     meets: str = ""
     uuid: str = ""
+    tells: Seed | None = (
+        None  # for a D that can begin with nothing else: how its first token will be chosen; None: it is not told
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,9 @@ class Desk:
         """Once for each request: a refusal is returned, and the request is prefilled all the same."""
         engine = self.engine
         if asked.reservation is not None:
+            if WHOLE in asked.reservation.needs and asked.tells != asked.reservation.seed:
+                why = "other sampling" if asked.tells is not None else "none of this request's"
+                return self.book.refuse(asked.request_id, PdError("PD-META-033", why=why))
             return self.book.admit(asked.request_id, asked.reservation, *asked.prompt, asked.push, engine)
         why = not_held(engine) if engine is not None else "no worker has told its cache"
         if why or engine is None:
@@ -83,7 +90,12 @@ class Desk:
         return None
 
     def cuts(self, request_id: str) -> bool:
-        """Whether the last token of its prompt is not computed here: D must find what it needs to run that one."""
+        """Whether the last token of its prompt is not computed here: D must find what it needs to run that one, but where it begins
+        with this engine's token."""
+        return self.ends(request_id) and not self.book.whole(request_id)
+
+    def ends(self, request_id: str) -> bool:
+        """Whether nothing may be computed behind its prompt: a state would change in its place."""
         return self.engine is not None and self.engine.leaves_last and self.book.tracks(request_id)
 
     def step(
