@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of vLLM 0.23 without a model, driven as vllm-ascend 0.23 drives it.
+"""An engine of a release of vLLM without a model, driven as vllm-ascend 0.23 drives it.
 
 vLLM's own Scheduler, KVOutputAggregator and KVConnectorModelRunnerMixin call our connectors; the "forward" only writes KV
 and calls the layer hooks. As in vllm-ascend the caches are tuples `[block, token, head, dim]`, hooks come with the layer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on vLLM 0.23.0: each function is a scenario. Prints one JSON line for each: its name, and what went wrong.
+"""What runs on a release of vLLM: each function is a scenario. Prints one JSON line for each: its name, and what went wrong.
 
-Started by test_vllm023.py in the environment that vllm023_env.sh makes.
+Started by test_releases.py with the version that is to be there, in the environment that tests/vllm_release.sh makes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))
 import vllm
 import worker_batch
 from fake_metaserver import fake_metaserver
-from vllm023_engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
+from release_engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
 
 from scripts.support.process import free_port
 from vllm_ascend_pd import compat
@@ -146,6 +146,8 @@ def a_layer_in_a_graph() -> None:
 
 def hooks_in_the_order_of_0_23() -> None:
     """start_load_kv before the layers; get_finished instead of get_transfer_results; no wait_for_save in an empty step."""
+    if not vllm.__version__.startswith("0.23."):
+        return
     check(not compat.HAS_TRANSFER_RESULTS, "this vLLM has get_transfer_results: it is not 0.23")
     with site() as pair:
         pair.send("one", prompt("one", 50))
@@ -285,7 +287,7 @@ def aborted_while_held_gives_the_blocks_back() -> None:
 
     with site() as pair:
         pair.outcome = "seeded"
-        pair.decode.scheduler.connector.first_tokens[0]._desk.seeds._wait_s = 60.0
+        pair.decode.scheduler.connector.first_tokens[0]._desk.seeds._wait_s[False] = 60.0
         pair.send("left", prompt("left", 100))
         pair.until(pair.decode.scheduler.connector.first_tokens[0]._desk.seeds.held_count, "D holds it")
         check(pair.decode.request("left-d").status == RequestStatus.WAITING_FOR_REMOTE_KVS, "vLLM has heard of it")
@@ -314,8 +316,9 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    print(json.dumps({"name": "version", "error": "" if vllm.__version__.startswith("0.23.") else vllm.__version__}))
-    wanted = sys.argv[1:]
+    version, *wanted = sys.argv[1:]
+    there = vllm.__version__.split("+")[0]
+    print(json.dumps({"name": "version", "error": "" if there == version else f"vLLM {there} is there"}))
     for scenario in SCENARIOS:
         if wanted and scenario.__name__ not in wanted:
             continue

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines of earlier releases of vLLM: pairs of one release, and of one beside the newest, on either side."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pairs import PairMaker, fresh_prompt
+
+from scripts.support.checks import first_tokens
+from scripts.support.cluster import Cluster
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST = "0.32.0"
+RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0")
+LENGTHS = (20, 127, 128, 300, 700)
+
+
+def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) -> EngineSpec:
+    more = {}
+    if release != NEWEST:
+        made = subprocess.run(
+            [ROOT / "tests" / "vllm_release.sh", release], capture_output=True, text=True, check=False, timeout=800
+        )
+        assert made.returncode == 0, made.stderr
+        more = {"python": made.stdout.strip()}
+    extra = cluster.push_config(*urls)
+    return EngineSpec(f"{release}-{name}", ensure("gqa"), role=role, extra=extra, block_size=32, chunk=256, **more)
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [(one, one) for one in RELEASES] + [(one, NEWEST) for one in RELEASES] + [(NEWEST, one) for one in RELEASES],
+    ids=lambda release: f"{release}",
+)
+def test_a_pair_of_two_releases(
+    p: str, d: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+) -> None:
+    started = cluster.start(spec(p, "p", "kv_producer", cluster, []), spec(d, "d", "kv_consumer", cluster, allowed))
+    pair = None
+    try:
+        pair = make_pair(*started)
+        for length in LENGTHS:
+            pair.check([fresh_prompt(length)], name=f"P {p}, D {d}")
+        pair.check([fresh_prompt(30 + 40 * i) for i in range(6)], name=f"P {p}, D {d}, 6 at once")
+        told(f"figure: P {p}, D {d}: {first_tokens(started[1])} of 11 answers begin with P's token")
+    finally:
+        cluster.stop(*((pair.front,) if pair is not None else ()), *started)
