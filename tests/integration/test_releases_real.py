@@ -3,36 +3,29 @@
 
 from __future__ import annotations
 
-import subprocess
+import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from pairs import PairMaker, fresh_prompt
 
 from scripts.support.checks import first_tokens
 from scripts.support.cluster import Cluster
+from scripts.support.environments import beside
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).resolve().parents[2]
 NEWEST = "0.32.0"
 RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0")
 LENGTHS = (20, 127, 128, 300, 700)
 
 
 def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) -> EngineSpec:
-    more = {}
-    if release != NEWEST:
-        made = subprocess.run(
-            [ROOT / "tests" / "vllm_release.sh", release], capture_output=True, text=True, check=False, timeout=800
-        )
-        assert made.returncode == 0, made.stderr
-        more = {"python": made.stdout.strip()}
-    extra = cluster.push_config(*urls)
-    return EngineSpec(f"{release}-{name}", ensure("gqa"), role=role, extra=extra, block_size=32, chunk=256, **more)
+    python = beside(release) if release != NEWEST else sys.executable
+    shape = {"extra": cluster.push_config(*urls), "block_size": 32, "chunk": 256, "python": python}
+    return EngineSpec(f"{release}-{name}", ensure("gqa"), role=role, **shape)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs on a release of vLLM: each function is a scenario. Prints one JSON line for each: its name, and what went wrong.
 
-Started by test_releases.py with the version that is to be there, in the environment that tests/vllm_release.sh makes.
+Started by test_releases.py with the version that is to be there, in the environment that tests/environment.sh makes.
 """
 
 from __future__ import annotations

