@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes of an engine that are not the cache's, each in a pair of its own: how steps are scheduled, what is cached, dtypes, LoRA.
+
+Other modes have files of their own: ranks and experts, pipelines, drafts, Ray, releases of vLLM, routers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import Pair, PairMaker, counter, fresh_prompt
+from safetensors.torch import save_file
+
+from scripts.support.client import body_of, gather, post
+from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+BLOCK, LENGTHS = 32, (20, 31, 32, 33, 300, 700)
+NO_ASYNC, NO_PREFIXES = ("--no-async-scheduling",), ("--no-enable-prefix-caching",)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is said to P and to D beside the usual."""
+
+    p: tuple[str, ...] = ()
+    d: tuple[str, ...] = ()
+    chunk: int = 256
+    tie: float = 0.0  # where one engine's answer may change with the order of additions
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+MODES = {
+    "async scheduling off": Mode(NO_ASYNC, NO_ASYNC),
+    "async scheduling off on P": Mode(p=NO_ASYNC),
+    "async scheduling off on D": Mode(d=NO_ASYNC),
+    "no prefix cache": Mode(NO_PREFIXES, NO_PREFIXES),
+    "no prefix cache on P": Mode(p=NO_PREFIXES),
+    "no prefix cache on D": Mode(d=NO_PREFIXES),
+    "chunks that cut blocks": Mode(chunk=50),
+    "bfloat16": Mode(("--dtype", "bfloat16"), ("--dtype", "bfloat16"), tie=0.05),
+    "priorities": Mode(("--scheduling-policy", "priority"), ("--scheduling-policy", "priority")),
+}
+
+
+def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode) -> Pair:
+    same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "environment": mode.environment}
+    p = EngineSpec("mode-p", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), arguments=mode.p, **same)
+    extra = cluster.push_config(*allowed)
+    d = EngineSpec("mode-d", ensure("gqa"), role="kv_consumer", extra=extra, arguments=mode.d, **same)
+    pair = make_pair(*cluster.start(p, d))
+    return replace(pair, tally=Tally(tie=mode.tie, excused_per=4)) if mode.tie else pair
+
+
+def exercise(pair: Pair, name: str) -> None:
+    for length in LENGTHS:
+        pair.check([fresh_prompt(length)], name=name)
+    pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode(
+    name: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+) -> None:
+    pair = start(cluster, allowed, make_pair, MODES[name])
+    try:
+        exercise(pair, name)
+        for engine, words in ((pair.prefill, MODES[name].p), (pair.decode[0], MODES[name].d)):
+            head = fresh_prompt(5 * BLOCK)
+            before = counter(engine, "vllm:prefix_cache_hits_total")
+            for tail in (1, 2):
+                post(engine.url, body_of([*head, *fresh_prompt(tail)], 1))
+            hits = counter(engine, "vllm:prefix_cache_hits_total") > before
+            assert hits is (words != NO_PREFIXES), "the engine is in the mode"
+        told(f"figure: {name}: {pair.tally.summary()}")
+    finally:
+        cluster.stop(pair.front, *pair.decode, pair.prefill)
+
+
+def adapter(folder: Path) -> Path:
+    """A random LoRA adapter for the projections of each layer, which makes other answers."""
+    config = json.loads((ensure("gqa") / "config.json").read_text())
+    rank, hidden, head = 8, config["hidden_size"], config["head_dim"]
+    out = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
+    dice, weights = torch.Generator().manual_seed(3), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in out.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(rank, hidden, generator=dice) * 0.1
+            weights[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=dice) * 0.1
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(out), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**told, "base_model_name_or_path": "model"}))
+    return folder
+
+
+def test_lora(cluster: Cluster, allowed: list[str], make_pair: PairMaker, tmp_path: Path) -> None:
+    """One base model and one adapter, side by side: an adapter's KV is its own, also where the prompt is the same."""
+    words = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter(tmp_path / 'tuned')}")
+    pair = start(cluster, allowed, make_pair, Mode(words, words))
+    try:
+        prompts = [fresh_prompt(length) for length in (20, 97, 300, 700)]
+        answers: dict[str, list[tuple[int, ...]]] = {}
+        for name in ("model", "tuned"):
+            before, bodies = pair.loaded_tokens(), [body_of(prompt, 12, model=name) for prompt in prompts]
+            alone = gather(pair.prefill.url, [{**body, "cache_salt": "alone"} for body in bodies])
+            found = gather(pair.front.url, bodies)
+            answers[name] = [one.tokens for one in alone]
+            assert [one.tokens for one in found] == answers[name], name
+            assert pair.loaded_tokens() - before == sum(map(len, prompts)), name
+        assert answers["model"] != answers["tuned"], "the adapter changes nothing: the test shows nothing"
+    finally:
+        cluster.stop(pair.front, *pair.decode, pair.prefill)
