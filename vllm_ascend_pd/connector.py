@@ -231,7 +231,7 @@ def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.
         "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
         "longest": vllm_config.model_config.max_model_len,
         "vocabulary": vocabulary,
-        "whole": first_token.begins_whole(vllm_config),
+        "whole": first_token.can_fail(),
     }
     decode = DecodeScheduler(engine, waiting, **facts)
     return BothScheduler(prefill, decode) if prefill is not None else decode

@@ -268,12 +268,12 @@ def release(scheduler: Any, request_id: str) -> None:
         scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request_id}))
 
 
-def begins_whole(vllm_config: Any) -> bool:
-    """Whether a D can load all of a prompt where its last token cannot be computed again: a complete load can then be called a failed
-    one after all, and nothing else begins beside the token."""
+def can_fail() -> bool:
+    """Whether a complete load can be called a failed one after all: only then may all of a prompt be loaded where its last token cannot
+    be computed again. (Drafts beside such a cache are refused at the start.)"""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    return hasattr(Scheduler, _FAILING) and vllm_config.speculative_config is None
+    return hasattr(Scheduler, _FAILING)
 
 
 def fail(scheduler: Any, request: Any) -> Any:

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the rows of the matrix (a mode of P and D, tests that show it), and writes what came of them into docs/matrix.md.
+
+Each row is a pytest run of its own with a record in out/matrix, so that what is cut off goes on where it was: without names all rows run that
+have no good record of this commit. A row that has not run here keeps what the page says of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.parts import ROOT, commit
+from scripts.support.matrix import REFUSED, ROWS, Row
+
+PAGE = ROOT / "docs" / "matrix.md"
+BEGIN, END = "<!-- scripts/matrix.sh --write: begin -->", "<!-- scripts/matrix.sh --write: end -->"
+HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared", "minutes", "in CI", "commit")
+DEADLINE_S = 7200.0
+_TOKENS = re.compile(r"(?:tokens|figure: .*): (\d+) answers, (\d+) tokens compared")
+
+
+@dataclass(frozen=True)
+class Result:
+    row: str
+    words: str  # pytest's own: "9 passed"
+    good: bool
+    answers: int
+    tokens: int
+    minutes: float
+    commit: str
+
+
+def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
+    """What a row's pytest run printed."""
+    last = [
+        line for line in output.splitlines() if " in " in line and re.search(r"\d+ (passed|failed|error|skipped)", line)
+    ]
+    words = (
+        re.sub(r", \d+ (warnings?|deselected)", "", last[-1].strip("= ").split(" in ")[0])
+        if last
+        else f"exit code {code}"
+    )
+    counts = [(int(a), int(t)) for a, t in _TOKENS.findall(output)]
+    answers, tokens = max(counts, default=(0, 0))
+    return Result(row.name, words, code == 0, answers, tokens, round(seconds / 60, 1), at)
+
+
+def run(row: Row, folder: Path, at: str) -> Result:
+    """One row to its end; its output is kept beside its record."""
+    begun = time.monotonic()
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "", *row.tests)
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+        output, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        output, code = str(late.stdout or ""), 124
+    result = read(row, output, code, time.monotonic() - begun, at)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{row.name}.log").write_text(output)
+    (folder / f"{row.name}.json").write_text(json.dumps(asdict(result), indent=1))
+    return result
+
+
+def recorded(row: Row, folder: Path) -> Result | None:
+    try:
+        return Result(**json.loads((folder / f"{row.name}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def cells(row: Row, result: Result | None) -> list[str]:
+    """One line of the page."""
+    told = ["has not run", "–", "–", "–"]
+    if result is not None:
+        compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
+        told = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
+    return [row.mode, row.vllm, row.how, told[0], told[1], told[2], row.ci, told[3]]
+
+
+def known(page: str) -> dict[str, list[str]]:
+    """The page's lines by mode."""
+    lines = (line.strip().strip("|").split(" | ") for line in page.splitlines() if line.startswith("| "))
+    return {line[0].strip(): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
+
+
+def table(page: str, folder: Path) -> str:
+    """Both tables, as they stand between the page's marks."""
+    before = known(page)
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for row in ROWS:
+        result = recorded(row, folder)
+        line = cells(row, result)
+        if result is None and row.mode in before:
+            line = [row.mode, row.vllm, row.how, *before[row.mode][3:6], row.ci, before[row.mode][7]]
+        lines.append("| " + " | ".join(line) + " |")
+    lines += ["", "| not run, or refused | why |", "|---|---|"]
+    lines += [f"| {mode} | {why} |" for mode, why in REFUSED.items()]
+    return "\n".join(lines)
+
+
+def written(page: str, folder: Path) -> str:
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{table(page, folder)}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/matrix.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("row", nargs="*", help="run these alone, also if they were good; default: all")
+    parser.add_argument("--list", action="store_true", help="print the rows, and what is known of them on this commit")
+    parser.add_argument("--write", action="store_true", help="write docs/matrix.md from the records, and run nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "matrix", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    by_name, at = {row.name: row for row in ROWS}, commit(ROOT)
+    if strange := [name for name in args.row if name not in by_name]:
+        parser.error(f"no such row: {', '.join(strange)}; --list names them")
+    if args.write:
+        PAGE.write_text(written(PAGE.read_text(), args.out))
+        return 0
+    if args.list:
+        for row in ROWS:
+            result = recorded(row, args.out)
+            here = result is not None and result.commit == at
+            print(
+                f"{row.name:24} {row.mode[:60]:60} {result.words if result is not None and here else 'has not run here'}"
+            )
+        return 0
+    bad = 0
+    for row in [by_name[name] for name in args.row] or ROWS:
+        result = recorded(row, args.out)
+        if not args.row and result is not None and result.good and result.commit == at:
+            continue
+        print(f"{row.name} … ", end="", flush=True)
+        result = run(row, args.out, at)
+        bad += not result.good
+        print(f"{result.words}, {result.minutes:g} min", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""scripts/matrix.py: what a row's tests printed becomes its line; a row that has not run keeps its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from scripts import matrix
+from scripts.matrix import BEGIN, END, Result, read, written
+from scripts.support.matrix import REFUSED, ROWS
+
+PAGE = f"before\n{BEGIN}\nan older table\n{END}\nafter\n"
+RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused
+engines: 2 servers started, 73 s in all
+1 passed, 14 warnings in 73.46s (0:01:13)
+"""
+
+
+def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
+    page = matrix.PAGE.read_text()
+    for row in ROWS:
+        assert (matrix.ROOT / row.tests[0]).is_file() and f"| {row.mode} |" in page, row
+    assert len({row.name for row in ROWS}) == len({row.mode for row in ROWS}) == len(ROWS)
+    assert all(f"| {mode} |" in page for mode in REFUSED)
+    assert {row.ci for row in ROWS} <= {"all", "one", "none"}
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "words", "counts"),
+    [
+        (RAN, 0, "1 passed", (10, 120)),
+        ("figure: bf16: 14 answers, 168 tokens compared, 0 excused\n2 failed, 3 passed in 9.1s", 1, "2 failed, 3 passed", (14, 168)),
+        ("Traceback", 124, "exit code 124", (0, 0)),
+    ],
+)  # fmt: skip
+def test_what_a_run_printed_is_read(output: str, code: int, words: str, counts: tuple[int, int]) -> None:
+    result = read(ROWS[0], output, code, 90.0, "abc")
+    assert (result.words, result.good, result.minutes, (result.answers, result.tokens)) == (
+        words,
+        code == 0,
+        1.5,
+        counts,
+    )
+
+
+def test_the_page_takes_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
+    first, second = ROWS[:2]
+    record = Result(first.name, "9 passed", True, 10, 120, 2.5, "abc")
+    (tmp_path / f"{first.name}.json").write_text(json.dumps(asdict(record)))
+    page = written(PAGE, tmp_path)
+    assert page.startswith("before\n") and page.endswith("\nafter\n") and "an older table" not in page
+    assert f"| {first.mode} | {first.vllm} | {first.how} | 9 passed | 10, 120 | 2.5 | {first.ci} | abc |" in page
+    assert f"| {second.mode} | {second.vllm} | {second.how} | has not run |" in page
+    (tmp_path / f"{first.name}.json").unlink()
+    assert written(page, tmp_path) == page, "it has not run here, and keeps what the page says"
+    failed = Result(first.name, "1 failed", False, 0, 0, 1.0, "def")
+    (tmp_path / f"{first.name}.json").write_text(json.dumps(asdict(failed)))
+    assert "| **1 failed** | – | 1 |" in written(page, tmp_path)
