@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class Mode:
     d: tuple[str, ...] = ()
     chunk: int = 256
     tie: float = 0.0  # where one engine's answer may change with the order of additions
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 MODES = {
@@ -54,7 +53,7 @@ MODES = {
 
 
 def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode) -> Pair:
-    same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "environment": mode.environment}
+    same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "max_seqs": 16}
     p = EngineSpec("mode-p", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), arguments=mode.p, **same)
     extra = cluster.push_config(*allowed)
     d = EngineSpec("mode-d", ensure("gqa"), role="kv_consumer", extra=extra, arguments=mode.d, **same)

@@ -163,6 +163,7 @@ class Manner:
     fails_after_load: bool = False  # as D: 500 of its own, the KV being there
     cut_s: float = 0.0  # as D: between the two pieces of an event
     half: bool = False  # a whole answer is torn in its middle
+    torn_at_end: bool = False  # a stream's connection breaks when all of it is said
     speaks: bool = False  # as D: a stream has token ids, and one that begins with another's tokens is its rest
     drops_after: int | None = (
         None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
@@ -443,7 +444,7 @@ class FakeEngine:
                 raise ConnectionAbortedError("as told")
             await _piece(send, speaker.event([said]))
             await asyncio.sleep(self.manner.gap_s)
-        await _piece(send, speaker.end(), last=True)
+        await self._finish(send, speaker.end())
 
     async def _stream(self, seen: Seen, send: Send) -> None:
         if self.manner.speaks:
@@ -469,7 +470,13 @@ class FakeEngine:
                 await asyncio.sleep(0.01)
         if self.manner.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
-        await _piece(send, b"data: [DONE]\n\n", last=True)
+        await self._finish(send, b"data: [DONE]\n\n")
+
+    async def _finish(self, send: Send, said: bytes) -> None:
+        await _piece(send, said, last=not self.manner.torn_at_end)
+        if self.manner.torn_at_end:
+            await asyncio.sleep(0.05)
+            raise ConnectionAbortedError("as told")
 
 
 def reservation_of(params: dict[str, Any]) -> dict[str, Any]:

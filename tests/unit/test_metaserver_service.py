@@ -176,6 +176,15 @@ def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
             assert ("samples" in error) is (resume_tokens > 0), "why nobody goes on with it"
 
 
+@pytest.mark.parametrize("speaks", [False, True], ids=["not kept", "kept"])
+def test_nothing_follows_the_end_of_a_stream_whose_connection_breaks_then(speaks: bool) -> None:
+    with cluster() as c:
+        c.decode[0].manner.torn_at_end, c.decode[0].manner.speaks = True, speaks
+        answer = c.complete([1, 2, 3], stream=True, **({"temperature": 0, "max_tokens": 5} if speaks else {}))
+        *pieces, done = events(answer)
+        assert done == "[DONE]" and pieces and not any(piece == "[DONE]" or "error" in piece for piece in pieces)
+
+
 def test_an_empty_200_is_no_answer() -> None:
     with cluster() as c:
         c.decode[0].manner.empty = True

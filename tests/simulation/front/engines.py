@@ -338,7 +338,10 @@ class Decode(Engine):
             await self._stumble_in_stream(request, speaker, fault)
             return False
         request.piece(speaker.end())
-        request.end()
+        if not self.kind.sound and random.Random(f"torn/{self.incarnation}/{self._count}").random() < 0.05:
+            request.tear()  # it dies when all is said
+        else:
+            request.end()
         return True
 
     async def _stumble_in_stream(self, request: Request, speaker: Speaker, fault: str) -> None:

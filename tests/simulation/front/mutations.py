@@ -216,6 +216,7 @@ ALL = {
         Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
         Mutation("a place is never given back", ((front.Turnstile, "leave", _nothing),)),
         Mutation("a leg that failed keeps its load", ((fleet.Trial, "__exit__", _keeps_its_load),)),
+        Mutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
         Mutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
         Mutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
         Mutation("heartbeats never end", ((reserve.Heart, "remove", _nothing),)),

@@ -226,7 +226,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     send, interrupt = attempt.exchange.send, attempt.exchange.interrupt
     await send({"type": "http.response.start", "status": 200, "headers": head})
     piece, held, code = first, b"", "PD-META-007"
-    problem = ""
+    problem, over = "", False
     try:
         while piece and not problem:
             piece, held = _whole_events(held + piece if held else piece)
@@ -241,16 +241,17 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return
+                over = over or _said_all(piece)
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
         shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
-        problem = f"The decode instance broke off: {broken.why}."
+        problem = "" if over else f"The decode instance broke off: {broken.why}."
     except asyncio.CancelledError:
         if not interrupt.closing:
             raise
         uncancel(interrupt.task)
-        problem = "The metaserver is shutting down."
+        problem = "" if over else "The metaserver is shutting down."
     if held and not problem:  # it ended without the empty line; half an event that broke off would only confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
     if problem and not interrupt.closing and attempt.exchange.unkept:
@@ -262,6 +263,11 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         shared.journal.trouble(code, problem, attempt.decode.name, attempt.exchange.request_id)
         await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+def _said_all(piece: bytes) -> bool:
+    """Whether a stream's last word is out: nothing may follow it, however its connection ends."""
+    return piece.endswith(b"data: [DONE]\n\n")
 
 
 def _whole_events(stream: bytes) -> tuple[bytes, bytes]:

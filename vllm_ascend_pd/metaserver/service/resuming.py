@@ -76,7 +76,9 @@ async def relay(shared: Shared, attempt: Attempt, kept: Kept, reply: Reply, firs
         await _relay(shared, exchange, kept, reply, first)
     except UpstreamError as broken:
         shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
-        raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
+        if not kept.done:
+            raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
+        await _end(exchange)  # its last word is out: nothing may follow it
     except NotContinued as why:
         raise StreamBroke("The decode instance broke off.", "differs", final=str(why)) from why
     if kept.done:
@@ -109,8 +111,12 @@ async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, f
             return
         piece = await reply.read()
     if kept.done:
-        exchange.streaming = False
-        await send({"type": "http.response.body", "body": b""})
+        await _end(exchange)
+
+
+async def _end(exchange: Exchange) -> None:
+    exchange.streaming = False
+    await exchange.send({"type": "http.response.body", "body": b""})
 
 
 def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
@@ -151,6 +157,9 @@ async def finish(exchange: Exchange, kept: Kept) -> None:
 
 async def break_off(shared: Shared, exchange: Exchange, problem: str, code: str, decode: str = "") -> None:
     """The honest end of a stream that nobody goes on with."""
+    if exchange.kept is not None and exchange.kept.done:
+        await _end(exchange)
+        return
     METRICS.broken_streams.inc()
     exchange.stage("broken", problem)
     shared.journal.trouble(code, problem, decode, exchange.request_id)
