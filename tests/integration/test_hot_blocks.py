@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM calls a block cached when it schedules the step that computes it. A P that believes it pushes what was in the block before: a
+planted fault, which tokens show. (That the sound P is right in the same place is `check_prefix_on_prefill` in pairs.py.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pairs import PairMaker, fresh_prompt, reference_answers
+
+from scripts.support.client import body_of, gather
+from scripts.support.cluster import Cluster
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PLUGIN = Path(__file__).parent / "plugins" / "hot"
+BLOCK, ROUNDS = 32, 10
+
+
+@pytest.mark.parametrize("planted", [True, False], ids=["planted", "as it is"])
+def test_blocks_of_the_step_taken_for_computed_make_other_answers(
+    planted: bool, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+) -> None:
+    plugins = (PLUGIN,) if planted else ()
+    p, d = cluster.start(
+        EngineSpec("hot-p", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), plugins=plugins),
+        EngineSpec("hot-d", ensure("gqa"), role="kv_consumer", extra=cluster.push_config(*allowed)),
+    )
+    pair = make_pair(p, d)
+    try:
+        wrong = 0
+        for _ in range(ROUNDS):  # whether requests of one head meet in one step of P's is chance
+            head = fresh_prompt(6 * BLOCK)
+            prompts = [fresh_prompt(1200), *([*head, *fresh_prompt(20 + i)] for i in range(6))]
+            found = gather(pair.front.url, [body_of(prompt, 12) for prompt in prompts])
+            expected = reference_answers(p, prompts, 12)
+            wrong += sum(one.tokens != right.tokens for one, right in zip(found, expected, strict=True))
+            if planted and wrong:
+                break
+        assert bool(wrong) is planted, f"{wrong} answers differ"
+    finally:
+        cluster.stop(pair.front, d, p)
