@@ -32,7 +32,7 @@ def pins(file: Path) -> dict[str, str]:
     return found
 
 
-APART = {"ascend-host"}  # environments of their own, in which nothing else is installed
+APART = {"ascend-host", "torch-2.11"}  # environments of their own
 
 
 def requirements() -> dict[str, dict[str, str]]:
