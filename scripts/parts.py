@@ -86,26 +86,32 @@ def run(part: str, path: Path, record: Record, words: Sequence[str], deadline_s:
     log = record.log(part)
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            (sys.executable, "-m", "pytest", "-q", *words, str(path)),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(deadline_s)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as cut:
-            code = _end(process)
-            if isinstance(cut, KeyboardInterrupt):
-                raise
+    code = pytest_run((*words, str(path)), log, deadline_s)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].strip("= ") if lines else "it said nothing"
     ended = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     result = Result(part, code, time.monotonic() - begun, said, ended)
     record.add(result)
     return result
+
+
+def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
+    """Run pytest to its end or its deadline, into a log. Returns its exit code; 124: it was ended."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "pytest", "-q", *words),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(deadline_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as cut:
+            code = _end(process)
+            if isinstance(cut, KeyboardInterrupt):
+                raise
+            return code
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -27,7 +27,7 @@ fi
 packages=${PACKAGES[$name]} between=${BETWEEN[$name]:-}
 [ "${2:-}" != --python ] || { [ -n "$between" ] && name+=-python between=; }
 
-pd_choose_interpreter
+pd_setup test
 main=$PD_PYTHON
 venv=$PD_CACHE/beside-$name
 packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
@@ -36,7 +36,7 @@ if [ -n "$between" ]; then
   other=$("tests/$(basename "$0")" "$between")
   behind=$(packages_of "$other")$'\n'$behind
 fi
-stamp="$behind $(sha256sum "tests/$(basename "$0")" | cut -c1-16)"
+stamp="$behind $(cat "tests/$(basename "$0")" requirements/torch-2.11.txt | sha256sum | cut -c1-16)"
 
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
@@ -54,6 +54,6 @@ make_venv() {
 
 mkdir -p "$PD_CACHE"
 exec 9>"$venv.lock"
-flock -w "$PD_SETUP_LOCK_TIMEOUT" 9
+flock -w "$PD_SETUP_LOCK_TIMEOUT" 9 || pd_fail "another set-up has held $venv.lock for $PD_SETUP_LOCK_TIMEOUT s" || exit 1
 is_there || make_venv
 printf '%s\n' "$venv/bin/python"

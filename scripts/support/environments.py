@@ -7,7 +7,9 @@ import subprocess
 
 from scripts.support.models import ROOT
 
-SETUP_S = 800.0
+NEWEST = "0.32.0"  # the main environment's vLLM
+RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0")  # that others have
+SETUP_S = 1200.0  # longer than the set-up waits for another one
 
 
 def beside(name: str, *options: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from scripts.support.environments import NEWEST, RELEASES
+
 INTEGRATION = "tests/integration/test_"
 ONE = "tokens of one engine"
-NEWEST = "0.32.0"
 
 
 class Row(NamedTuple):
@@ -40,14 +41,15 @@ ROWS = (
     Row("windows", "sliding windows, several groups", _file("windows")),
     Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     Row("fp8", "fp8 caches", _file("quantised")),
-    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, priorities, LoRA", _file("modes"), ci="none"),
+    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes"), ci="none"),
+    Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="none"),
     Row("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
     Row("orders", "P first, both at once: routers of others", _file("routers")),
     Row("both", "both roles in one engine", _file("both")),
     Row("multi", "behind a MultiConnector, beside other connectors", _file("beside"), ci="all"),
     Row("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="none"),
-    *map(_release, ("0.23.0", "0.26.0", "0.29.0", "0.31.0")),
+    *map(_release, RELEASES),
     Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, without a model", ("tests/unit/test_releases.py",), "scenarios", "0.23.0–0.31.0", "none"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py",), "tokens of one vllm-ascend engine; bytes", "0.23.0"),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from simulation.broker import SECRETS
 from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
-from simulation.settings import DIGEST, MODEL, Shape
+from simulation.settings import DIGEST, MODEL, Faults, Shape
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
@@ -333,7 +333,8 @@ class PrefillEngine:
         if self.desk.knows(prompt.name):
             return
         if (r := prompt.reservation) is not None:
-            tells = Seed(DIGEST) if self._telling.random() < 0.95 else None
+            odd = self.cluster.settings.faults != Faults() and self._telling.random() < 0.05  # its settings are not D's
+            tells = None if odd else Seed(DIGEST)
             asked = Asked(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, tells=tells)
         else:
             name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")

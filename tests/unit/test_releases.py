@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.support.environments import beside
+from scripts.support.environments import RELEASES, beside
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -34,8 +34,6 @@ SCENARIOS = (
     "first_tokens_that_do_not_come_are_computed",
     "aborted_while_held_gives_the_blocks_back",
 )
-
-RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment takes a minute to make
 

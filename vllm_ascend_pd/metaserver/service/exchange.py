@@ -132,6 +132,7 @@ class Exchange:
     kept_bytes: int = 0
     unkept: str = ""  # why none can; empty where nobody asked
     streaming: bool = False  # the head of a stream that is kept is out, and its end is not
+    said_all: bool = False  # the last word of such a stream is out, and nothing may follow it
     before: int = 0  # attempts before its stream broke last
     broke_at: float = 0.0  # when that was, until the client hears something again
     release: Callable[[], None] = _nothing  # of the body, which is counted as long as it may be needed

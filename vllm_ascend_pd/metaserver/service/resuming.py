@@ -107,6 +107,7 @@ async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, f
             return
         if said:
             await send({"type": "http.response.body", "body": said, "more_body": True})
+            exchange.said_all = kept.done
         if kept.cut is not None:
             return
         piece = await reply.read()
@@ -157,7 +158,7 @@ async def finish(exchange: Exchange, kept: Kept) -> None:
 
 async def break_off(shared: Shared, exchange: Exchange, problem: str, code: str, decode: str = "") -> None:
     """The honest end of a stream that nobody goes on with."""
-    if exchange.kept is not None and exchange.kept.done:
+    if exchange.said_all:
         await _end(exchange)
         return
     METRICS.broken_streams.inc()
