@@ -64,11 +64,13 @@ def run(row: Row, folder: Path, at: str) -> Result:
     return result
 
 
-def recorded(row: Row, folder: Path) -> Result | None:
+def recorded(row: Row, folder: Path, at: str) -> Result | None:
+    """What came of it on this commit."""
     try:
-        return Result(**json.loads((folder / f"{row.name}.json").read_text()))
+        result = Result(**json.loads((folder / f"{row.name}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return result if result.commit == at else None
 
 
 def cells(row: Row, result: Result | None) -> list[str]:
@@ -91,9 +93,7 @@ def table(page: str, folder: Path, at: str) -> str:
     before = known(page)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
-        result = recorded(row, folder)
-        if result is not None and result.commit != at:
-            result = None
+        result = recorded(row, folder, at)
         line = cells(row, result)
         if result is None and row.mode in before:
             line = [row.mode, row.vllm, row.how, *before[row.mode][3:6], row.ci, before[row.mode][7]]
@@ -125,16 +125,13 @@ def main() -> int:
         return 0
     if args.list:
         for row in ROWS:
-            result = recorded(row, args.out)
-            here = result is not None and result.commit == at
-            print(
-                f"{row.name:24} {row.mode[:60]:60} {result.words if result is not None and here else 'has not run here'}"
-            )
+            result = recorded(row, args.out, at)
+            print(f"{row.name:24} {row.mode[:60]:60} {result.words if result is not None else 'has not run here'}")
         return 0
     bad = 0
     for row in [by_name[name] for name in args.row] or ROWS:
-        result = recorded(row, args.out)
-        if not args.row and result is not None and result.good and result.commit == at:
+        result = recorded(row, args.out, at)
+        if not args.row and result is not None and result.good:
             continue
         print(f"{row.name} … ", end="", flush=True)
         result = run(row, args.out, at)
