@@ -102,8 +102,7 @@ async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, f
             METRICS.resume_seconds.observe(time.monotonic() - exchange.broke_at)
             exchange.broke_at = 0.0
         if kept.done and not held and reply.at_end:
-            exchange.streaming = False
-            await send({"type": "http.response.body", "body": said})
+            await _end(exchange, said)
             return
         if said:
             await send({"type": "http.response.body", "body": said, "more_body": True})
@@ -115,9 +114,10 @@ async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, f
         await _end(exchange)
 
 
-async def _end(exchange: Exchange) -> None:
+async def _end(exchange: Exchange, last: bytes = b"") -> None:
+    """The end of a stream that is kept, with what is left to say."""
     exchange.streaming = False
-    await exchange.send({"type": "http.response.body", "body": b""})
+    await exchange.send({"type": "http.response.body", "body": last})
 
 
 def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
@@ -152,8 +152,7 @@ async def room(shared: Shared, exchange: Exchange, decode: Instance) -> int:
 async def finish(exchange: Exchange, kept: Kept) -> None:
     """Every token has gone out before D went: what is missing is known."""
     exchange.stage("end")
-    exchange.streaming = False
-    await exchange.send({"type": "http.response.body", "body": kept.ending()})
+    await _end(exchange, kept.ending())
 
 
 async def break_off(shared: Shared, exchange: Exchange, problem: str, code: str, decode: str = "") -> None:
