@@ -41,7 +41,9 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
 
     from vllm_ascend_pd.transport.create import create_target, create_wire
 
-    push = config(**{"transport": "mooncake", "mooncake_protocol": "tcp", "transfer_timeout_s": 30, **keys})
+    push = config(
+        **{"transport": "mooncake", "mooncake_protocol": "tcp", "transfer_timeout_s": 30, "quiet_extra_s": 2.0, **keys}
+    )
 
     class Site(DecodeSite):  # type: ignore[misc]
         def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]

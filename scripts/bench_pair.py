@@ -7,12 +7,15 @@ everything else has come to rest (in-tree pairs are stopped while they are not a
 second after every message, which on two cores is the largest cost of all; so every table is made twice: `polite` replaces that
 spin in all systems, `as it is` in none (nor does our D nap then).
 
-With --warm the prompts have 2,048 tokens of which P, and one engine, have 95 % in their prefix caches, and D nothing or half.
+With --beside, further pairs with this package have other settings (keys of the connector, or of the environment in capitals).
+
+With --warm the prompts have 2,048 tokens of which P, and one engine, have 95 % in their prefix caches, and D nothing, half, or as much.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -57,6 +60,8 @@ COLD = (Case(512, (1.06, 1.20), 1.0), Case(2048, (1.03, 1.10), 1.0))
 WARM = (
     Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32),
     Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32, on_d=32 * 32),
+    # What a pair takes where next to nothing is to be copied: less is not to be had by copying better.
+    Case(2048, (math.inf, math.inf), math.inf, on_p=61 * 32, on_d=60 * 32),
 )
 
 RESTING = 0.85  # idle share of two processors; whoever spins takes half, whoever naps a hundredth
@@ -105,8 +110,10 @@ def shape(warm: bool) -> dict[str, Any]:
     return {"max_len": 2624, "chunk": 2560, "kv_bytes": 384 << 20, "max_seqs": 8, "block_size": BLOCK[warm]}
 
 
-def start_all(cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool) -> dict[str, System]:
-    """The engines of the systems wanted, and our metaserver; returns how each system is asked."""
+def start_all(
+    cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool, beside: dict[str, list[str]]
+) -> dict[str, System]:
+    """The engines of the systems wanted, and our metaservers; returns how each system is asked."""
     model = ensure(MODEL)
     common = {**shape(warm), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
     systems: dict[str, System] = {}
@@ -121,16 +128,33 @@ def start_all(cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool
                 engine.process.pause()
     if "c" in wanted:
         systems["c"] = start_ours(cluster, model, p_tp, common, polite)
+    for name, settings in beside.items():
+        systems[name] = start_ours(cluster, model, p_tp, common, polite, f"-{name[1]}", settings)
     return systems
 
 
-def start_ours(cluster: Cluster, model: Path, p_tp: int, common: dict[str, Any], polite: bool) -> System:
+def start_ours(
+    cluster: Cluster,
+    model: Path,
+    p_tp: int,
+    common: dict[str, Any],
+    polite: bool,
+    mark: str = "",
+    settings: Sequence[str] = (),
+) -> System:
+    """A pair with this package behind its metaserver; `settings` are KEY=VALUE of the connector, or of the environment."""
     port = cluster.port()
     config = cluster.push_config(verify="off", patient=polite, patient_shm="on" if polite else "off")
+    environment = {}
+    for key, value in (setting.split("=", 1) for setting in settings):
+        if key.isupper():
+            environment[key] = value
+        else:
+            config[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
     d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
     prefill, decode = cluster.start(
-        pair_spec(model, p_tp, common, "ours-p", "kv_producer", extra=config),
-        pair_spec(model, p_tp, common, "ours-d", "kv_consumer", extra=d_side),
+        pair_spec(model, p_tp, common, f"ours{mark}-p", "kv_producer", extra=config, environment=environment),
+        pair_spec(model, p_tp, common, f"ours{mark}-d", "kv_consumer", extra=d_side, environment=environment),
     )
     front = cluster.metaserver([prefill], [decode], port, STRICT)
     return System(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
@@ -184,12 +208,15 @@ def measure(systems: dict[str, System], cases: Sequence[Case], rounds: int, seed
     return samples, tally
 
 
-def table(samples: list[Sample], cases: Sequence[Case], p_tp: int, title: str) -> list[str]:
-    names = [name for name in NAMES if any(s.system == name for s in samples)]
+def table(
+    samples: list[Sample], cases: Sequence[Case], p_tp: int, title: str, beside: dict[str, list[str]]
+) -> list[str]:
+    titles = {**NAMES, **{name: f"{name} {' '.join(settings)}" for name, settings in beside.items()}}
+    names = [name for name in titles if any(s.system == name for s in samples)]
     rows = [f"\n{title}, TP {p_tp}→1: TTFT in ms, median (lowest–highest)"]
-    rows.append(f"{'tokens':>16}" + "".join(f"  {NAMES[name]:>22}" for name in names) + "    c/a   c/in-tree")
+    rows.append(f"{'tokens':>16}" + "".join(f"  {titles[name]:>22}" for name in names) + "    c/a   c/in-tree")
     for case in cases:
-        cells, medians = [], dict.fromkeys(NAMES, math.nan)
+        cells, medians = [], dict.fromkeys(titles, math.nan)
         for name in names:
             values = [s.ttft * 1e3 for s in samples if s.system == name and s.case == case]
             medians[name] = statistics.median(values)
@@ -197,6 +224,9 @@ def table(samples: list[Sample], cases: Sequence[Case], p_tp: int, title: str) -
         over_a = medians["c"] / medians["a"]
         over_b = medians["c"] / min((medians[name] for name in "bn" if name in names), default=math.nan)
         good = over_a <= case.over_one[p_tp - 1] and not over_b > case.over_in_tree
+        if math.isinf(case.over_in_tree):
+            rows.append(f"{case!s:>16}{''.join(cells)}  {over_a:5.2f}  {over_b:5.2f}  (nearly nothing is copied)")
+            continue
         wanted = f"wanted c/a <= {case.over_one[p_tp - 1]:.2f} and c/in-tree <= {case.over_in_tree:.1f}"
         rows.append(
             f"{case!s:>16}{''.join(cells)}  {over_a:5.2f}  {over_b:5.2f}  {'met' if good else 'NOT MET'} ({wanted})"
@@ -245,7 +275,18 @@ def main() -> int:
     parser.add_argument("--spin", choices=("both", "polite", "as-it-is"), default="both")
     parser.add_argument("--systems", default="", help="which of a, b, c and n (default abc; abcn with --warm)")
     parser.add_argument("--warm", action="store_true", help="prompts of which P has 95 %% in its prefix cache")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one more pair with this package, with these settings; may be repeated",
+    )
     args = parser.parse_args()
+    beside = {f"({letter})": settings for letter, settings in zip("defghijk", args.beside, strict=False)}
+    if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
+        parser.error(f"--beside takes KEY=VALUE, at most {len('defghijk')} times")
     cases, systems = WARM if args.warm else COLD, args.systems or ("abcn" if args.warm else "abc")
     modes = [("polite", True), ("as it is", False)]
     modes = [mode for mode in modes if args.spin in ("both", mode[0].replace(" ", "-"))]
@@ -256,11 +297,11 @@ def main() -> int:
         for p_tp in args.p_tp:
             directory: Path = out / f"{title.replace(' ', '-')}-{p_tp}"
             with Cluster(directory) as cluster:
-                started = start_all(cluster, p_tp, polite, systems, args.warm)
+                started = start_all(cluster, p_tp, polite, systems, args.warm, beside)
                 samples, tally = measure(started, cases, args.rounds, seed=p_tp * 10_000)
             leaks += cluster.leaks
             made = [
-                *table(samples, cases, p_tp, title),
+                *table(samples, cases, p_tp, title, beside),
                 *(profile(samples, cases, Trace(cluster.traces)) if "c" in systems else []),
             ]
             made += [f"  tokens differ: {line}" for line in tally.excused] or ["  all tokens are equal"]

@@ -108,7 +108,7 @@ CASES = (
 
 
 # Three groups of four components, beside one group of one: at most so many times as long, in one run.
-MOST_TIMES = 10.0
+MAX_TIMES = 10.0
 SCALED = {"k": 128, "v": 128, "k_scale": 4, "v_scale": 4}
 SPARSE = {"latent": 1024, "rope": 128, "index": 128, "index_scale": 4}
 WINDOWS = (0, 1 << 20, 1 << 20)  # longer than the prompts: of every group all tokens leave
@@ -122,7 +122,7 @@ BESIDE = (
 
 def beside(args: argparse.Namespace) -> bool:
     """Whether a case takes more than it may. The two are measured in turns, in the processor's time."""
-    print(f"\nThree groups of four components beside one plain group; wanted: at most {MOST_TIMES:.0f} times as long")
+    print(f"\nThree groups of four components beside one plain group; wanted: at most {MAX_TIMES:.0f} times as long")
     print(f"{'P -> D':42} {'plain':>8} {'3 x 4':>8} {'times':>7}   ms of the processor a step, best")
     late = False
     for name, how, heads, p_tp, d_tp, plain, components in BESIDE:
@@ -137,9 +137,9 @@ def beside(args: argparse.Namespace) -> bool:
                 plan(jobs, 0)
                 best[which] = min(best[which], time.thread_time() - began)
         times = best[1] / best[0]
-        late |= times > MOST_TIMES
+        late |= times > MAX_TIMES
         print(
-            f"{name:42} {best[0] * 1e3:8.2f} {best[1] * 1e3:8.2f} {times:7.1f}{'   ABOVE' if times > MOST_TIMES else ''}"
+            f"{name:42} {best[0] * 1e3:8.2f} {best[1] * 1e3:8.2f} {times:7.1f}{'   ABOVE' if times > MAX_TIMES else ''}"
         )
     return late
 

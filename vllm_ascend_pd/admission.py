@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine configurations may start with this connector.
+"""Admission of engine configurations: only what is proven may start with this connector.
 
-What is not proven stops the start with a code and a sentence: wrong KV that looks right costs more than a start.
+Anything else stops the start with a code and a sentence: wrong KV that looks right costs more than a failed start.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ascend_pd import drafts, quantised
 from vllm_ascend_pd.compat import is_vllm_ascend
@@ -23,29 +23,29 @@ from vllm_ascend_pd.transport.create import protocol_of
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# By name: vllm-ascend puts a class of its own in the place of vLLM's.
 BOTH = "kv_both"
 _ONE_ROLE = "Give each engine one role, kv_producer or kv_consumer."
+# Specs by class name: vllm-ascend puts classes of its own in the place of vLLM's.
 _PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
 _STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
 _PROVEN_BESIDE = (
     "FullAttentionSpec",
     "SlidingWindowSpec",
     _STATE_SPEC,
-)  # in one of several groups, or without all tokens
+)  # in one of several groups, or in a group that does not keep all tokens
 _RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
 _PROVEN_FP8 = ("FullAttentionSpec", "SlidingWindowSpec")
 _PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def check_engine(config: Any, push: PushConfig) -> None:
-    """Raises ConfigError for an engine configuration that is not proven."""
+    """Raise ConfigError for an engine configuration that is not proven."""
     for refusal in engine_refusals(config, push):
         raise refusal
 
 
 def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
-    """All that is not proven in an engine's configuration; the first is what stops its start."""
+    """Yield all that is not proven in an engine's configuration; the first stops its start."""
     role = config.kv_transfer_config.kv_role
     if role not in ("kv_producer", "kv_consumer", BOTH):
         yield ConfigError("PD-CONF-004", role=role)
@@ -53,20 +53,17 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     parallel = config.parallel_config
     if role == BOTH:
         yield from _both_refusals(config, push)
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        yield _refused("Prefill context parallelism", "Use 1.")
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        yield _refused("Decode context parallelism", "Use 1.")
+    yield from _context_refusals(config, role)
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
     if role != "kv_consumer" and mode is not None and mode.has_full_cudagraphs():
-        # They replay without the layer hooks: every layer would be pushed after the forward, and nothing hidden behind it.
+        # Full graphs replay without the layer hooks: all layers would be pushed after the forward pass, none during it.
         remedy = """Start prefill with --enforce-eager or --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
         yield _refused(f"cudagraph_mode {mode.name} on prefill", remedy)
     if getattr(parallel, "use_ubatching", False):
         # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
         yield _refused("Micro-batching (DBO)", "Start without --enable-dbo.")
     if getattr(config.model_config, "enable_sleep_mode", False):
-        # It takes the cache's memory away, into which or from which others write, and asks no connector.
+        # Sleep mode frees the cache's memory, which transfers read and write, without asking a connector.
         yield _refused("Sleep mode", "Start without --enable-sleep-mode.")
     for feature, remedy in drafts.not_proven(config.speculative_config, parallel):
         yield _refused(feature, remedy)
@@ -87,7 +84,7 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
 
 
 def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
-    """Both roles in one engine were tried in the order P first, in a plain engine."""
+    """Yield what is not proven with both roles in one engine: all but the order P first in a plain engine."""
     parallel = config.parallel_config
     if push.wire.transport == "mooncake" and (protocol := protocol_of(push.wire)) != "tcp":
         yield _refused(f"{BOTH} over {protocol}", _ONE_ROLE)
@@ -106,8 +103,52 @@ def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         )
 
 
+def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
+    """Yield what is not proven with context parallelism.
+
+    Proven are decode context parallelism on either side, and prefill context parallelism on prefill, by the rule of
+    geometry/context.py.
+    """
+    parallel = config.parallel_config
+    divided = context(parallel)
+    if divided.world == 1:
+        return
+    if role == BOTH:
+        yield _refused(f"{BOTH} with context parallelism", _ONE_ROLE)
+    without = "Start without --decode-context-parallel-size and --prefill-context-parallel-size."
+    if not is_vllm_ascend():
+        # It is vllm-ascend's rule which rank keeps which tokens; in vLLM it depends on the backend and the release.
+        yield _refused("Context parallelism without vllm-ascend", without)
+    if divided.pcp > 1 and role != "kv_producer":
+        yield _refused("Prefill context parallelism on decode", "Start with --prefill-context-parallel-size 1.")
+    if parallel.pipeline_parallel_size > 1:
+        yield _refused("Context parallelism with pipeline parallelism", "Start with -pp 1.")
+    if str(config.cache_config.cache_dtype) not in quantised.PLAIN:
+        yield _refused("Context parallelism with a quantised KV cache", without)
+    if config.speculative_config is not None:
+        yield _refused("Speculative decoding with context parallelism", "Start without a draft model.")
+
+
+class Context(NamedTuple):
+    """Division of an engine's tokens among ranks."""
+
+    dcp: int
+    pcp: int
+    interleave: int
+
+    @property
+    def world(self) -> int:
+        return self.dcp * self.pcp
+
+
+def context(parallel: Any) -> Context:
+    dcp = int(getattr(parallel, "decode_context_parallel_size", 1))
+    pcp = int(getattr(parallel, "prefill_context_parallel_size", 1))
+    return Context(dcp, pcp, int(parallel.cp_kv_cache_interleave_size) if dcp * pcp > 1 else 1)
+
+
 def check_both(kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError where both roles in one engine were not tried: what only the engine itself knows."""
+    """Raise ConfigError if both roles are not proven in this engine, by what only the engine itself knows."""
     if is_vllm_ascend():
         raise _refused(f"{BOTH} under vllm-ascend", _ONE_ROLE)
     if not knows_transfer_groups():
@@ -117,7 +158,7 @@ def check_both(kv_cache_config: KVCacheConfig) -> None:
 
 
 def check_alone(connector: object) -> None:
-    """Raises ConfigError where vLLM's connector is another one, which has this one in it."""
+    """Raise ConfigError if vLLM's connector is another one that contains this one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group() and get_kv_transfer_group() is not connector:
@@ -125,25 +166,30 @@ def check_alone(connector: object) -> None:
 
 
 def listening_ports(parallel: Any) -> range:
-    """Which ports an engine's workers listen on, counted from side_channel_port: those of its data-parallel rank, so that ranks on
-    one host do not meet."""
-    size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+    """Return the ports that an engine's workers listen on, counted from side_channel_port.
+
+    Each data-parallel rank has its own ports, so that ranks on one host do not collide.
+    """
+    size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size) * context(parallel).pcp
     first = dp_rank(parallel) * size
     return range(first, first + size)
 
 
 def dp_rank(parallel: Any) -> int:
-    """vLLM takes the ranks of a dense model apart: each is told a size of 1 and the rank 0, and keeps its index."""
+    """Return the data-parallel index: in a dense model vLLM gives each rank a size of 1 and the rank 0."""
     return int(parallel.data_parallel_index)
 
 
 def ranks_here(parallel: Any) -> int:
-    """Data-parallel ranks behind one address on this host. Those of a dense model do not know of each other."""
+    """Return how many data-parallel ranks one address on this host stands for.
+
+    It is 1 for a dense model, whose ranks do not know of each other.
+    """
     return int(parallel.data_parallel_size_local) if parallel.data_parallel_size > 1 else 1
 
 
 def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
-    """The cache's sizes by the engine's own word; the tensors are read against them."""
+    """Return the cache's sizes by the engine's own configuration; the tensors are compared with them."""
     made = kv_cache_config.kv_cache_groups
     spec: Any = made[0].kv_cache_spec
     names = [name for group in made for name in group.layer_names]
@@ -164,6 +210,17 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     for refusal in _unlike(specs, shapes, layers):
         raise refusal
     staged, groups = config.parallel_config.pipeline_parallel_size > 1, _groups(made)
+    divided = context(config.parallel_config)
+    if divided.world > 1 and (groups or any(map(_has_indexer, specs, specs.values()))):
+        # An indexer's keys are on every rank, windows and states are not divided.
+        feature = "Context parallelism with a sparse indexer, sliding windows, states or several groups"
+        raise _refused(feature, "Start without it.")
+    if divided.world > 1 and spec.block_size % divided.interleave:
+        feature = f"Context parallelism in runs of {divided.interleave} tokens, which do not end with a block of {spec.block_size},"
+        raise _refused(feature, "Set --cp-kv-cache-interleave-size to the block size.")
+    if divided.dcp > 1 and any(tp % (one.total_heads * divided.dcp) for one in shapes.values()):
+        feature = f"Decode context parallelism of {divided.dcp} among {tp} ranks that do not hold one head"
+        raise _refused(feature, "Use a divisor of the ranks that hold the same head.")
     if staged and any(map(_has_indexer, specs, specs.values())):
         raise _refused("A sparse indexer with pipeline parallelism", "Start with -pp 1.")
     if staged and groups:
@@ -178,7 +235,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     unlike = {name: one for name, one in shapes.items() if one != first}
     sizes = first.local_heads, first.total_heads, first.head_size
     of = {name: index for index, group in enumerate(made) for name in group.layer_names} if groups else {}
-    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of, states, words)
+    return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of, states, words, *divided)
 
 
 def _recurrent(config: Any, spec: Any) -> Recurrent:
@@ -197,7 +254,7 @@ def _recurrent(config: Any, spec: Any) -> Recurrent:
 
 
 def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
-    """Where there is more than one, or tokens cease to matter."""
+    """Return the groups if there are several, or if one does not keep all tokens; else an empty tuple."""
 
     def group(spec: Any) -> Group:
         if _is_state(spec):
@@ -209,7 +266,7 @@ def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
 
 
 def _is_window(spec: Any) -> bool:
-    """Whether vLLM lets go of what is outside of a window. Full attention may have one written down, and keeps all its blocks."""
+    """Return whether vLLM frees blocks outside a window. Full attention may name a window, but keeps all its blocks."""
     return type(spec).__name__ == "SlidingWindowSpec"
 
 
@@ -220,8 +277,10 @@ def _is_state(spec: Any) -> bool:
 def _unlike(
     specs: Mapping[str, Any], shapes: Mapping[str, LayerShape], drafts: Collection[str]
 ) -> Iterator[ConfigError]:
-    """Layers of one group that are unlike in a way that is not proven. Shown are latents of unlike sizes, an indexer's keys among
-    them, and a draft model with heads of its own."""
+    """Yield layers of one group that differ in a way that is not proven.
+
+    Proven are latents of different sizes, an indexer's keys among them, and a draft model with heads of its own.
+    """
     own = {name: shapes[name] for name in specs if name not in drafts}
     latent = {name for name in specs if _is_latent(specs[name])}
     if len(latent.intersection(own)) not in (0, len(own)):
@@ -232,30 +291,32 @@ def _unlike(
         yield _refused("A draft model with MLA for a target without", "Use another draft model.")
     for name in specs:
         if (attention := attention_of(name)) and attention not in latent:
-            # Its own write has no hook: nobody would say when it is computed.
+            # Its own write has no hook: nothing would report when it is computed.
             yield _refused(f"An indexer's cache without MLA in the same layer ({name})", "Use another model.")
 
 
 def _has_indexer(name: str, spec: Any) -> bool:
-    """As a layer of its own, or as a part of its layer's tuple."""
+    """Return whether there is an indexer: as a layer of its own, or as a part of its layer's tuple."""
     return bool(attention_of(name) or getattr(spec, "sparse_head_dim", None))
 
 
 def _by_layer(spec: Any) -> dict[str, Any]:
-    """Of layers that are unlike in one group; empty where one spec is for all."""
+    """Return the specs by layer, if layers of one group differ; empty if one spec is for all."""
     return dict(getattr(spec, "kv_cache_specs", {}))
 
 
 def _is_latent(spec: Any) -> bool:
-    """One vector per token, which all ranks hold: MLA's, and an indexer's keys."""
+    """Return whether a layer has one vector per token, which all ranks hold: MLA's, or an indexer's keys."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     return isinstance(spec, MLAAttentionSpec)
 
 
 def model_fingerprint(config: Any, version: str = "") -> str:
-    """What must be the same on both sides, readable in an error message. Weights of one shape look the same: the operator's own
-    word tells them apart."""
+    """Return what must be the same on both sides, readable in an error message.
+
+    Weights of one shape look the same; `version`, a word of the operator, distinguishes them.
+    """
     model = config.model_config
     hf = model.hf_text_config
     facts: dict[str, Any] = {
@@ -278,9 +339,9 @@ def _refused(feature: str, remedy: str) -> ConfigError:
 
 
 def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
-    # The predecessor's configurations name both engines' sizes; ours must at least be true.
+    # The predecessor's configurations name both engines' sizes; this engine's own must at least be right.
     own = {"tp_size": parallel.tensor_parallel_size}
-    # A dense model's rank knows that it is one (which one of its host, in vLLM 0.23), and not of how many.
+    # A rank of a dense model knows its own number (in vLLM 0.23 only that on its host), but not the number of ranks.
     if not _is_dense_rank(engine_id) or parallel.data_parallel_size > 1:
         own["dp_size"] = parallel.data_parallel_size
     for name, configured in push.sizes.get(side, {}).items():
@@ -293,13 +354,13 @@ def _is_dense_rank(engine_id: str | None) -> bool:
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
-    """Raises ConfigError for a model whose cache is not proven, as the layers made it."""
+    """Raise ConfigError for a model whose cache, as its layers have made it, is not proven."""
     for refusal in group_refusals(kv_cache_config):
         raise refusal
 
 
 def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
-    """All that is not proven in a model's cache; the first is what stops the start."""
+    """Yield all that is not proven in a model's cache; the first stops the start."""
     groups = kv_cache_config.kv_cache_groups
     beside = len(groups) > 1 or any(_is_window(g.kv_cache_spec) or _is_state(g.kv_cache_spec) for g in groups)
     if beside and not knows_transfer_groups():
@@ -316,7 +377,7 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
 
 
 def knows_transfer_groups() -> bool:
-    """Whether this vLLM tells connectors of several groups what they must know of them."""
+    """Return whether this vLLM gives connectors what they must know of several groups."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     return hasattr(KVCacheConfig, "transfer_group_ids")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both roles in one engine (`kv_both`): the role of a request is what its `kv_transfer_params` say, and neither role knows of the other.
+"""Both roles in one engine (`kv_both`): a request's `kv_transfer_params` name its role; the roles are independent.
 
-They share the block pool, vLLM's, and a process; each has its own book, threads and transfer engine.
+They share vLLM's block pool, and a process; each has its own book, threads and transfer engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.first_token import Around
+from vllm_ascend_pd.first_token import StepHooks
 from vllm_ascend_pd.observe.metrics import PushStats
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
@@ -50,6 +50,9 @@ class BothScheduler(SchedulerRole):
         counts = self._prefill.open_loads(), self._decode.open_loads()
         return min(counts) if min(counts) < 0 else sum(counts)
 
+    def due_s(self) -> float:
+        return min(self._prefill.due_s(), self._decode.due_s())
+
     def heard(self, news: WorkerNews) -> None:
         self._prefill.heard(news)
         self._decode.heard(news)
@@ -63,7 +66,7 @@ class BothScheduler(SchedulerRole):
     def holds(self, request_id: str) -> bool:
         return self._decode.holds(request_id)
 
-    def around(self) -> tuple[Around, ...]:
+    def around(self) -> tuple[StepHooks, ...]:
         return (*self._prefill.around(), *self._decode.around())
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
@@ -85,7 +88,7 @@ class BothWorker(WorkerRole):
         self._decode.register_kv_caches(tensors)
 
     def handshake(self) -> WorkerFacts | None:
-        return self._decode.handshake()  # P's of the same cache says less: nothing listens there
+        return self._decode.handshake()  # P's facts of the same cache lack an endpoint
 
     def preempt(self, step: StepMetadata) -> None:
         self._prefill.preempt(step)
@@ -119,7 +122,7 @@ class BothWorker(WorkerRole):
 
 
 def _close(prefill: SchedulerRole | WorkerRole, decode: SchedulerRole | WorkerRole) -> None:
-    """What the one cannot close does not keep the other open."""
+    """Close both, even if closing the first one raises."""
     try:
         prefill.close()
     finally:

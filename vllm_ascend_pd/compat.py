@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between vLLM versions, detected by feature, never by version number."""
+"""Differences between vLLM versions, detected by feature, never by version number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 
 
 def is_vllm_ascend() -> bool:
-    """Whether the engine's platform is vllm-ascend's, on an NPU or not."""
+    """Return whether the engine's platform is vllm-ascend's, on an NPU or not."""
     from vllm.platforms import current_platform
 
     return type(current_platform).__module__.startswith("vllm_ascend")
 
 
 def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
-    """vLLM's own result object (0.32 and later)."""
+    """Return vLLM's own result object (0.32 and later)."""
     return base.KVConnectorTransferResults(
         finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed)
     )

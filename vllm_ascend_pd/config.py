@@ -69,7 +69,7 @@ class MetaserverConfig:
 
 @dataclass(frozen=True, slots=True)
 class MeetConfig:
-    """Of routers that do not go to D first (docs/routers.md)."""
+    """Settings for routers that do not go to D first (docs/routers.md)."""
 
     hold_sources: int = _key(
         0,
@@ -162,7 +162,11 @@ class Timers:
     resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)
     resend_max_s: float = _key(2.0, "P, D", "longest time between repetitions", low=0.01, high=60)
     quiet_extra_s: float = _key(
-        10.0, "P, D", "T = transfer_timeout_s + this: a failed write may land that long", low=0.0, high=60
+        10.0,
+        "P, D",
+        "T = transfer_timeout_s + this: a failed write may land that long; at least 2, but for memory",
+        low=0.0,
+        high=60,
     )
 
 
@@ -182,7 +186,8 @@ class ObserveConfig:
     )
 
 
-MOST_VERSION = 64  # characters of `model_version`, which each reservation carries
+FIRST_CONTACT_S = 2.0  # a peer without an answer for this long fails the write to it; nothing of it was issued
+MAX_VERSION = 64  # characters of `model_version`, which each reservation carries
 
 _GROUPS = {
     "channel": ChannelConfig,
@@ -194,7 +199,7 @@ _GROUPS = {
     "observe": ObserveConfig,
 }
 
-# Keys of vllm-ascend's connector that people have in their configurations.
+# Keys of vllm-ascend's connector, which operators may still have in their configurations.
 _CHECKED_SIZES = ("prefill", "decode")
 _IGNORED = ("use_ascend_direct", "ascend_local_comm_res_path", "tls_config", "send_type", "kv_port")
 
@@ -215,7 +220,7 @@ class PushConfig:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> PushConfig:
-        """Check every key and value; raises ConfigError with the key, the value and the remedy."""
+        """Check every key and value. Raise ConfigError with the key, the value and the remedy."""
         owners = {f.name: (name, f) for name, group in _GROUPS.items() for f in dataclasses.fields(group)}
         values: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         sizes: dict[str, Mapping[str, int]] = {}
@@ -239,10 +244,8 @@ class PushConfig:
         return parsed
 
     def _check_together(self) -> None:
-        if len(version := self.wire.model_version) > MOST_VERSION:
-            _impossible(
-                "model_version", version, f"it is longer than {MOST_VERSION} characters", "Give a shorter word."
-            )
+        if len(version := self.wire.model_version) > MAX_VERSION:
+            _impossible("model_version", version, f"it is longer than {MAX_VERSION} characters", "Give a shorter word.")
         t = self.timers
         if t.resend_max_s < t.resend_first_s:
             _impossible(
@@ -267,6 +270,13 @@ class PushConfig:
                 "D refuses a quiet time above 120 s",
                 "Lower transfer_timeout_s or quiet_extra_s.",
             )
+        if self.wire.transport != "memory" and t.quiet_extra_s < FIRST_CONTACT_S:
+            _impossible(
+                "quiet_extra_s",
+                t.quiet_extra_s,
+                f"the first write to a peer may be issued {FIRST_CONTACT_S:g} s after its submission",
+                f"Give at least {FIRST_CONTACT_S:g}.",
+            )
         for url in self.metaserver.metaserver_urls:
             if not _is_origin(url):
                 _impossible(
@@ -290,12 +300,12 @@ class PushConfig:
 
     @property
     def quiet_s(self) -> float:
-        """T: how long a failed write of ours may still land."""
+        """T: how long a failed write of this engine may still land."""
         return self.wire.transfer_timeout_s + self.timers.quiet_extra_s
 
 
 def _is_origin(url: str) -> bool:
-    """scheme://host:port and nothing else: the allow-list compares exactly these three."""
+    """Return whether a URL is scheme://host:port and nothing else: the allow-list compares exactly these three."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -349,7 +359,7 @@ def _checked_sizes(key: str, value: Any) -> Mapping[str, int]:
 
 
 def reference() -> str:
-    """docs/configuration.md's table, from the declarations above; values as they are written in JSON."""
+    """Return the table of docs/configuration.md, from the declarations above; values as they are written in JSON."""
     lines = ["| key | default | owner | meaning |", "|---|---|---|---|"]
     for group in _GROUPS.values():
         for f in dataclasses.fields(group):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AscendPushConnector: the thin face vLLM sees. It builds one role object and delegates.
+"""AscendPushConnector: the thin class that vLLM calls. It builds one role object and delegates to it.
 
-A role is prefill, decode or both (`kv_role`), in the scheduler's process or in a worker (roles.py). Importing this module needs neither an
-NPU nor a transfer engine: the API server imports the class.
+A role is prefill, decode or both (`kv_role`), in the scheduler's process or in a worker (roles.py). Importing this
+module needs neither an NPU nor a transfer engine: the API server imports the class.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """One worker → its scheduler, once."""
+    """Facts of one worker, sent to its scheduler once."""
 
     facts: WorkerFacts
 
@@ -54,8 +54,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         if kv_cache_config is not None:
             admission.check_groups(kv_cache_config)
         self._engine = engine
-        self.patience = patience.Patience(self._open_loads)
-        self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # what this process is not answers nothing
+        self.patience = patience.Patience(self._open_loads, self._due_s)
+        self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
         self._is_both = vllm_config.kv_transfer_config.kv_role == admission.BOTH
@@ -83,13 +83,19 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def _open_loads(self) -> int:
         return self._scheduler.open_loads()
 
+    def _due_s(self) -> float:
+        return self._scheduler.due_s()
+
     # -- class-level questions
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """For P, whose layer hooks full graphs would skip. vLLM asks without a role: a configuration that names whom D may call is
-        D's, and keeps its full graphs, but for an engine that is both, which has hold_sources. A P that names them too is refused
-        (admission.py)."""
+        """Return whether full graphs must not be used, because they would skip P's layer hooks.
+
+        vLLM does not pass the role. A configuration with one of D's allow-lists is D's, and keeps its full graphs,
+        unless it has hold_sources, as an engine with both roles has. A P that has such a list too, and full graphs, is
+        refused (admission.py).
+        """
         return "hold_sources" in extra_config or not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
 
     # -- worker
@@ -113,10 +119,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.bind(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: P writes into our memory, and pushes are prepared when the metadata is bound."""
+        """Do nothing: P writes into D's memory, and pushes are prepared when the metadata is bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled only when its KV is complete."""
+        """Do nothing: a request is scheduled only when its KV is complete."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.save_layer(layer_name)
@@ -149,7 +155,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._worker.stats() or self._scheduler.stats()
         if data is None and self._is_worker and not compat.HAS_TRANSFER_RESULTS:
-            data = {}  # before 0.32 vLLM asks its scheduler's side only in a step in which a worker has told something
+            data = {}  # before 0.32 vLLM asks the scheduler's side only in steps in which a worker reports something
         return PushStats(data=data) if data is not None else None
 
     @classmethod
@@ -176,7 +182,14 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        workers = {key: shake.facts for key, shake in metadata.items() if isinstance(shake, Handshake)}
+        """Receive the workers' facts by stage and TP rank. vllm-ascend has the PCP rank between these two."""
+        told: dict[tuple[int, ...], WorkerFacts] = {
+            key: shake.facts for key, shake in metadata.items() if isinstance(shake, Handshake)
+        }
+        workers = {
+            (stage, again[0] * facts.geometry.tp_size + tp if again else tp): facts
+            for (stage, *again, tp), facts in told.items()
+        }
         self._scheduler.attach_workers(workers)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -202,13 +215,13 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         news = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(news, WorkerNews):
             self._scheduler.heard(news)
-        # Behind a MultiConnector others' reports are among them: what is not known here is theirs, and vLLM is to hear of it.
+        # Behind a MultiConnector, reports of other connectors are among these: unknown here, they stay for vLLM.
         for request_id in sorted(connector_output.finished_sending or ()):
             self._scheduler.released(request_id)
         for request_id in sorted(connector_output.finished_recving or ()):
             self._scheduler.received(request_id)
             if self._scheduler.holds(request_id):
-                connector_output.finished_recving.discard(request_id)  # vLLM hears of it with its first token
+                connector_output.finished_recving.discard(request_id)  # vLLM learns of it with its first token
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, bool(block_ids))
@@ -238,19 +251,21 @@ def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.
 
 
 def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRole:
-    """The API server imports this module, without a device: what needs one is imported here."""
+    """Return the worker's role. What needs a device is imported here: the API server, which has none, imports this
+    module too.
+    """
     from vllm_ascend_pd.device.current import current
 
     shape = admission.cache_shape(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
-    stage, tp = divmod(parallel.rank, parallel.tensor_parallel_size)
+    stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size * shape.pcp)
     stage %= parallel.pipeline_parallel_size
     transfer, decode = vllm_config.kv_transfer_config, None
     if transfer.is_kv_consumer:
         from vllm_ascend_pd.decode.worker import DecodeWorker
 
         unseeded = first_token.install_on_worker(vllm_config) if engine.config.wire.first_token != "off" else "off"
-        decode = DecodeWorker(engine, shape, current(), stage, tp, unseeded)
+        decode = DecodeWorker(engine, shape, current(), stage, rank, unseeded)
         if not transfer.is_kv_producer:
             return decode
     from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -260,15 +275,15 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     place = Place(
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         tp_size=parallel.tensor_parallel_size,
-        groups=parallel.pipeline_parallel_size * parallel.data_parallel_size,
+        groups=parallel.pipeline_parallel_size * parallel.data_parallel_size * shape.pcp,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    prefill = PrefillWorker(engine, shape, current(), Contributor(stage, tp), place)
+    prefill = PrefillWorker(engine, shape, current(), Contributor(stage, rank), place)
     return BothWorker(prefill, decode) if decode is not None else prefill
 
 
 def _first_tokens(engine: Engine, vllm_config: Any) -> int:
-    """The size of the vocabulary, if P's first token can be taken here or told; else 0."""
+    """Return the size of the vocabulary, if P's first token can be taken or sent here; else 0."""
     if engine.config.wire.first_token == "off":
         return 0
     if why := first_token.install(vllm_config):
@@ -278,7 +293,9 @@ def _first_tokens(engine: Engine, vllm_config: Any) -> int:
 
 
 def _install_patience(engine: Engine, *, lock_step: bool) -> None:
-    """Ranks that step together, as experts make them, would all wait for the one that sleeps."""
+    """Install naps and short waits. With `lock_step` there are no naps: ranks that step together (with experts) would
+    all wait for the one that sleeps.
+    """
     from vllm.platforms import current_platform
 
     if engine.config.observe.patient and not lock_step:

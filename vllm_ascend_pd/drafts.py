@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft models: which are proven, what tells them apart, and which layers are theirs.
+"""Draft models: those that are proven, what distinguishes them, and their layers.
 
-vLLM runs a draft model after the target and puts its layers into the target's cache, in the same group. How many tokens it
-drafts is each engine's own affair.
+vLLM runs a draft model after the target and puts its layers into the target's cache, in the same group. The number of
+drafted tokens may differ between engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def told(speculative: Mapping[str, Any]) -> Any:
-    """A --speculative-config as vLLM names things in its own, where there is no model to ask. What it does not say is None."""
+    """Return a --speculative-config under vLLM's own names, for checks without a model.
+
+    What it does not give is None or False.
+    """
     method = speculative.get("method")
     flags = ("disable_padded_drafter_batch", "parallel_drafting", "num_speculative_tokens_per_batch_size")
     given = {name: speculative.get(name) not in (None, False, "false", "False") for name in flags}
@@ -27,7 +30,7 @@ def told(speculative: Mapping[str, Any]) -> Any:
 
 
 def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
-    """What an engine does not start with, and what to do."""
+    """Yield what an engine does not start with, and the remedy."""
     if speculative is None or speculative.method is None:
         return
     if speculative.method not in _PROVEN:
@@ -36,21 +39,21 @@ def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
     model = speculative.draft_model_config
     modules = (model and getattr(model.hf_config, "num_nextn_predict_layers", None)) or 1
     if speculative.method == "mtp" and modules > 1:
-        # vLLM runs the second and later ones on what they draft alone: nobody computes their cache of the prompt.
+        # vLLM runs the second and later layers on drafted tokens only: their cache of the prompt is never computed.
         yield f"A draft model of {modules} MTP layers", "Start without it."
     if getattr(speculative, "disable_padded_drafter_batch", False):
         yield "disable_padded_drafter_batch", "Leave it out."
     if speculative.method != "dflash" and getattr(speculative, "parallel_drafting", False):
         yield "parallel_drafting", "Leave it out."
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
-        # Where that says none, the draft model does not run, and a prompt that is prefilled then has no cache of it.
+        # For batch sizes with 0 tokens the draft model does not run, and a prompt prefilled then lacks its layers' KV.
         yield "num_speculative_tokens_per_batch_size", "Use one num_speculative_tokens."
     if parallel.pipeline_parallel_size > 1:
         yield "A draft model with pipeline parallelism", "Start with -pp 1, or without a draft model."
 
 
 def drafter(speculative: Any) -> str:
-    """The draft model, as the one side's must be the other's; empty where there is none, or none with a cache."""
+    """Return a description of the draft model, which must be equal on both sides; empty without one with a cache."""
     if speculative is None or speculative.method not in _WITH_LAYERS:
         return ""
     model = speculative.draft_model_config
@@ -67,8 +70,10 @@ def drafter(speculative: Any) -> str:
 
 
 def layers(config: Any, names: Iterable[str]) -> frozenset[str]:
-    """vLLM counts a draft model's layers on from the target's, or puts a prefix before them. A layer of the target is never taken
-    for one: P may lack a draft model's."""
+    """Return the draft model's layers. vLLM numbers them on from the target's, or puts a prefix before their names.
+
+    A layer of the target must never be taken for one of these: P may lack a draft model's layers.
+    """
     if not drafter(config.speculative_config):
         return frozenset()
     own = int(config.model_config.hf_text_config.num_hidden_layers)

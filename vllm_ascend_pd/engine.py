@@ -30,7 +30,7 @@ WILDCARDS = ("0.0.0.0", "::", "*")
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker tells its scheduler through vLLM's handshake: where it listens (D), how its cache lies, what it can."""
+    """Facts that a worker sends to its scheduler in vLLM's handshake: its endpoint (D), its cache, and its limits."""
 
     endpoint: Endpoint | None
     geometry: CacheGeometry
@@ -39,7 +39,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What one process knows. `incarnation` is this process's own; D's workers serve that of their scheduler."""
+    """Facts of one process. `incarnation` is this process's own; D's workers serve that of their scheduler."""
 
     config: PushConfig
     incarnation: str
@@ -48,12 +48,12 @@ class Engine:
     host: str
     secrets: Secrets | None
     listeners_before: int = 0  # of the data-parallel ranks before this one
-    both: bool = False  # roles: then P's scheduler listens before D's workers
+    both: bool = False  # whether it has both roles: P's scheduler then has the port before D's workers
     ranks_here: int = 1  # data-parallel ranks that this one's address stands for
 
     @classmethod
     def of(cls, vllm_config: Any) -> Engine:
-        """Parse and check the configuration; raises ConfigError with the remedy."""
+        """Parse and check the configuration. Raise ConfigError with the remedy."""
         transfer = vllm_config.kv_transfer_config
         push = PushConfig.parse(transfer.kv_connector_extra_config or {})
         if push.ignored:
@@ -76,48 +76,51 @@ class Engine:
         )
 
     def port_of(self, worker: int) -> int:
-        """Where a worker's side channel listens; 0: the kernel chooses."""
+        """Return the port of a worker's side channel; 0: the kernel chooses."""
         port = self.config.channel.side_channel_port
         return port and port + self.listeners_before + self.both + worker
 
     @property
     def listening_port(self) -> int:
-        """Where P's scheduler listens; 0: the kernel chooses."""
+        """Port on which P's scheduler listens; 0: the kernel chooses."""
         port = self.config.channel.side_channel_port
         return port and port + int(dp_rank_of(self.incarnation) or 0)
 
     def listeners(self, port: int) -> tuple[Endpoint, ...]:
-        """Where the schedulers of P's ranks take offers, from the first rank on, which listens on `port`."""
+        """Return the endpoints at which the schedulers of P's ranks take offers. The first rank listens on `port`."""
         ranks = (
             self.ranks_here if self.config.channel.side_channel_port else 1
         )  # else only a rank itself knows its port
         return tuple(Endpoint(self.known_as, port + rank) for rank in range(ranks))
 
     def create_target(self, attach_thread: Callable[[], None]) -> Target:
-        """Imports the transfer engine only here: the API server has none. Its threads may touch device memory."""
+        """Create the transfer engine that receives; its threads call `attach_thread` before they touch device memory.
+
+        It is imported only here: the API server has none.
+        """
         from vllm_ascend_pd.transport.create import create_target
 
         return create_target(self.config.wire, self.known_as, attach_thread)
 
     def create_wire(self, attach_thread: Callable[[], None]) -> Wire:
-        """As `create_target`, for who writes."""
+        """Create the transfer engine that writes; else as `create_target`."""
         from vllm_ascend_pd.transport.create import create_wire
 
         return create_wire(self.config.wire, self.known_as, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
 
     @property
     def fingerprint(self) -> str:
-        """For routers: which engines this one can be a pair with."""
+        """Model and protocol versions in short: routers see from it which engines can be a pair."""
         return fingerprint(self.model)
 
     @property
     def known_as(self) -> str:
-        """By peers, which must reach the transfer engine under its session's name."""
+        """Host under which peers know this engine; they must reach its transfer engine's session under it."""
         return self.config.channel.advertise_host or self.host
 
 
 def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
-    """What the engine binds; ConfigError where peers could not use it, or strangers could."""
+    """Return the address to bind. Raise ConfigError if peers cannot use it, or if it is exposed without a secret."""
     host = push.channel.side_channel_host or environ.get("VLLM_HOST_IP", "") or LOOPBACK
     if host in WILDCARDS and not push.channel.advertise_host:
         why = "it is every address of this host, and peers need one"
@@ -135,7 +138,7 @@ _UNTOLD = (
 
 
 def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeometry:
-    """The engine's geometry from its workers: one set of layers per pipeline stage, the same for all its ranks."""
+    """Merge the workers' geometries into the engine's: one set of layers per pipeline stage, the same for its ranks."""
     stages: dict[int, CacheGeometry] = {}
     for (stage, _), facts in sorted(workers.items()):
         own = facts.geometry
@@ -161,7 +164,9 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
         first,
         stages=tuple(own.layers for own in stages.values()),
         drafts=drafts,
-        others=tuple(Kind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names), k.group) for k, names in others),
+        others=tuple(
+            Kind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names), k.group, k.only) for k, names in others
+        ),
     )
 
 
@@ -170,7 +175,7 @@ def _common(geometry: CacheGeometry) -> tuple[object, ...]:
 
 
 def request_hash(request: Any) -> str:
-    """What makes two prompts the same KV: tokens, LoRA, multimodal input, cache salt."""
+    """Return a hash of all that a prompt's KV depends on: tokens, LoRA, multimodal input, cache salt."""
     lora = request.lora_request
     return prompt_hash(
         request.prompt_token_ids,

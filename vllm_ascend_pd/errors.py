@@ -48,7 +48,8 @@ CATALOGUE: dict[str, Entry] = {
     # -- geometry: the two engines' caches do not fit each other
     "PD-GEO-001": Entry(
         "{field} differs between prefill ({prefill!r}) and decode ({decode!r}).",
-        "Start both engines with the same model, cache dtype and attention backend.",
+        "Start both engines with the same model, cache dtype and attention backend; with context parallelism with block sizes and "
+        "--cp-kv-cache-interleave-size of which one divides the other.",
     ),
     "PD-GEO-002": Entry(
         "Block sizes differ ({prefill} and {decode}) and the token axis of this layout is opaque.",
@@ -208,11 +209,11 @@ CATALOGUE: dict[str, Entry] = {
 }  # fmt: skip
 
 
-MOST_FOREIGN = 1000  # characters of a peer's or another library's text that are shown
+MAX_FOREIGN = 1000  # characters of a peer's or another library's text that are shown
 
 
-def one_line(text: object, most: int = MOST_FOREIGN) -> str:
-    """Text of somebody else as one bounded, printable line: a line break in it must not look like a line of our log."""
+def one_line(text: object, most: int = MAX_FOREIGN) -> str:
+    """Return foreign text as one bounded, printable line: a line break in it must not look like a line of our log."""
     whole = str(text)
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in whole[:most])
     return shown if len(whole) <= most else f"{shown} … ({len(whole)} characters)"
@@ -241,15 +242,15 @@ def _rebuild(kind: type[PdError], code: str, values: dict[str, object]) -> PdErr
 
 
 class ConfigError(PdError, ValueError):
-    """Stops the start of an engine."""
+    """Error that stops the start of an engine."""
 
 
 class LocalProtocolError(RuntimeError):
-    """We did something the protocol forbids: our bug, never the peer's."""
+    """This side did something that the protocol forbids: a bug here, never the peer's."""
 
 
 class RemoteProtocolError(PdError):
-    """The peer did something the protocol forbids. Counted and answered; changes nothing."""
+    """The peer did something that the protocol forbids. It is counted and answered, and changes nothing."""
 
 
 _FAMILIES = {
@@ -271,7 +272,7 @@ running cluster. This page is printed by `python -m vllm_ascend_pd.errors`; a te
 
 
 def reference() -> str:
-    """docs/errors.md, from the catalogue."""
+    """Return docs/errors.md, from the catalogue."""
     lines = [_HEAD]
     family = ""
     for code, entry in CATALOGUE.items():

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's first token in vLLM's scheduler: the only file that reaches into it for that.
+"""P's first token in vLLM. Only this file reaches into vLLM's scheduler and batches for it.
 
-`Scheduler.update_from_output` is wrapped. On P what the step reports of a token is read before vLLM forgets it. On D a request whose KV
-is complete is started with P's token after the step: it becomes the request's first output, for the client and in the request.
-The next step computes that token's KV and samples the second one, by vLLM's own code.
+`Scheduler.update_from_output` is wrapped. On P, what a step reports of a token is read before vLLM drops it. On D, a
+request whose KV is complete is started with P's token after the step: the token becomes the request's first output, for
+the client and in the request. The next step computes that token's KV and samples the second one, by vLLM's own code.
 
-A worker of vLLM's first model runner knows a new request by its prompt alone. The token comes to it among the request's extra
-arguments, and `InputBatch.add_request` is wrapped: it takes it as an output that was there before, as of a request that comes back.
+A worker of vLLM's first model runner receives only the prompt of a new request. P's token comes to it in the request's
+extra arguments. `InputBatch.add_request` is wrapped: it adds the token as an earlier output, as a resumed request has.
 
-The wrappers are put on where the version was tried and all that they use is there as it was found (`install`, `install_on_worker`);
-elsewhere D computes the first token itself, as without this file.
+The wrappers are installed only if the version was tried and all that they use is as it was then (`install`,
+`install_on_worker`). Elsewhere D computes the first token itself, as without this file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from vllm_ascend_pd.protocol.sampling import GRAMMAR
 
 log = logging.getLogger(__name__)
 
-VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32")
+VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32", "0.33")
 ASCEND_VERSIONS = ("0.23",)
-NEWEST = "0.32."  # with which drafts and grammars were tried
+NEWEST = "0.32."  # the only release with which drafts and grammars were tried
 CONNECTOR = "AscendPushConnector"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.32 on
@@ -52,13 +52,15 @@ _installed: set[str] = set()
 
 
 class Given(int):
-    """A first token on its way to the workers. A type of its own: a client's extra arguments are JSON, so none is one."""
+    """A first token on its way to the workers. A client's extra arguments are JSON, so none is of this type."""
 
 
-class Around:
-    """What a role does around a step's outputs. `entered`: vLLM is inside one, so `after` will follow. `ungrammatical`: why this
-    engine's requests with a grammar have their first token of themselves. `logits`: it reports other numbers than log-probabilities
-    of what the model says."""
+class StepHooks:
+    """Work of a role before and after vLLM reads a step's outputs.
+
+    `entered`: vLLM is reading them, so `after` will follow. `ungrammatical`: why requests with a grammar do not start
+    with P's token on this engine. `logits`: this engine reports other numbers than the model's raw log-probabilities.
+    """
 
     def __init__(self) -> None:
         self.entered, self.ungrammatical, self.logits = False, "", False
@@ -67,20 +69,20 @@ class Around:
         self.ungrammatical = ungrammatical(vllm_config)
         self.logits = vllm_config.model_config.logprobs_mode != "raw_logprobs"
 
-    def barred(self, request: Any) -> str:
-        """Why a request is not seeded on this engine, but for its sampling parameters."""
-        why = barred(request, self.ungrammatical)
+    def seed_refusal(self, request: Any) -> str:
+        """Return why a request is not seeded on this engine, its sampling parameters aside; empty: it may be."""
+        why = seed_refusal(request, self.ungrammatical)
         return why or ("logprobs" if self.logits and request.sampling_params.logprobs is not None else "")
 
     def before(self, output: Any) -> None:
-        """vLLM has not looked at the step's results yet."""
+        """Act before vLLM reads a step's results."""
 
     def after(self, scheduler: Any, outputs: Any) -> None:
-        """It has; `outputs` are what clients get, by their front end."""
+        """Act after vLLM has read them. `outputs` are those for clients, by their front end."""
 
 
 def install(vllm_config: Any) -> str:
-    """Wrap vLLM's scheduler, once. Returns why not; empty: it is wrapped."""
+    """Wrap vLLM's scheduler, once. Return why not; empty: it is wrapped."""
     why = unproven(vllm_config)
     if why or "outputs" in _installed:
         return why
@@ -90,7 +92,7 @@ def install(vllm_config: Any) -> str:
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        roles: tuple[Around, ...] = getattr(self.connector, "first_tokens", ())
+        roles: tuple[StepHooks, ...] = getattr(self.connector, "first_tokens", ())
         for role in roles:
             role.entered = True
             role.before(model_runner_output)
@@ -106,7 +108,7 @@ def install(vllm_config: Any) -> str:
 
 
 def install_on_worker(vllm_config: Any) -> str:
-    """Wrap the workers' batch, once. Returns why not; empty: this worker goes on behind a token that it has not sampled."""
+    """Wrap the workers' batch, once. Return why not; empty: this worker can go on behind a token it has not sampled."""
     why = unproven(vllm_config)
     if why or "batch" in _installed:
         return why
@@ -131,7 +133,7 @@ def install_on_worker(vllm_config: Any) -> str:
 
 
 def unproven(vllm_config: Any) -> str:
-    """Why this engine takes and tells no first tokens."""
+    """Return why this engine neither takes nor sends first tokens; empty: it does."""
     import vllm
 
     installed: dict[str, tuple[str, tuple[str, ...]]] = {"vLLM": (vllm.__version__, VERSIONS)}
@@ -156,7 +158,7 @@ def unproven(vllm_config: Any) -> str:
 
 
 def _other_shape(scheduler: type) -> str:
-    """What of vLLM's is not as it was found."""
+    """Return what in this vLLM differs from the releases that were tried; empty: nothing."""
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.core.sched.utils import check_stop
@@ -184,7 +186,7 @@ def _other_shape(scheduler: type) -> str:
 
 
 def given(params: Any) -> dict[str, Any]:
-    """Sampling parameters that are not as vLLM's defaults, for the rules in protocol/sampling.py."""
+    """Return the sampling parameters that differ from vLLM's defaults, for the rules in protocol/sampling.py."""
     kind: Callable[[], Any] = type(params)
     usual = _usual(kind)
     return {name: getattr(params, name) for name in params.__struct_fields__ if getattr(params, name) != usual[name]}
@@ -197,26 +199,29 @@ def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
 
 
 def ungrammatical(vllm_config: Any) -> str:
-    """Why a grammar of this engine's may let other tokens begin than another engine's. They do not tell each other their settings."""
+    """Return why this engine may read a grammar differently than another one; empty: it reads it alike.
+
+    Engines do not exchange these settings.
+    """
     import vllm
 
     if not vllm.__version__.startswith(NEWEST):
         return "version"
     settings = vllm_config.structured_outputs_config
     if getattr(settings, "reasoning_parser", ""):
-        return "reasoning"  # it begins where the model's reasoning ends
+        return "reasoning"  # the grammar begins where the model's reasoning ends
     own = ("disable_any_whitespace", "disable_additional_properties")
     return "grammar settings" if any(getattr(settings, name, False) for name in own) else ""
 
 
 def chosen(request: Any) -> dict[str, Any]:
-    """How a request's tokens are chosen: what is `given`, and which library reads its grammar."""
+    """Return how a request's tokens are chosen: the parameters `given`, and the library that reads its grammar."""
     found, shaped = given(request.sampling_params), request.structured_output_request
     return found if shaped is None else {**found, GRAMMAR: type(shaped.grammar).__name__}
 
 
-def barred(request: Any, ungrammatical: str = "") -> str:
-    """Why a request is not seeded, but for its sampling parameters."""
+def seed_refusal(request: Any, ungrammatical: str = "") -> str:
+    """Return why a request is not seeded (started with P's token), its sampling parameters aside; empty: it may be."""
     if request.sampling_params is None or request.prompt_token_ids is None:
         return "prompt"
     if request.resumable:
@@ -232,14 +237,14 @@ def barred(request: Any, ungrammatical: str = "") -> str:
 
 
 def well_finished() -> tuple[Any, ...]:
-    """How a request ends that has its token."""
+    """Return the finish reasons of requests that have their token."""
     from vllm.v1.engine import FinishReason
 
     return (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def reported(output: Any, request_id: str, count: int) -> tuple[LogProb, ...]:
-    """What a step reports of the token that it sampled for a request: itself first, then the `count` likeliest."""
+    """Return the log-probabilities that a step reports for a request: its sampled token, then the `count` likeliest."""
     index = output.req_id_to_index.get(request_id)
     if index is None or output.logprobs is None or not output.sampled_token_ids[index]:
         return ()
@@ -253,7 +258,7 @@ def reported(output: Any, request_id: str, count: int) -> tuple[LogProb, ...]:
 
 
 def unfit(request: Any, token: int) -> str:
-    """Why a request cannot begin with this token after all."""
+    """Return why a request cannot begin with this token after all; empty: it can."""
     if request.num_output_tokens:
         return "preempted"
     asked = request.structured_output_request
@@ -261,7 +266,7 @@ def unfit(request: Any, token: int) -> str:
 
 
 def release(scheduler: Any, request_id: str) -> None:
-    """Tell vLLM what was kept from it: the KV of the request is complete, or nothing writes there any more."""
+    """Report to vLLM what was withheld: the KV of the request is complete, or nothing writes there any more."""
     from vllm.v1.outputs import KVConnectorOutput
 
     if request_id in scheduler.requests:
@@ -269,16 +274,21 @@ def release(scheduler: Any, request_id: str) -> None:
 
 
 def can_fail() -> bool:
-    """Whether a complete load can be called a failed one after all: only then may all of a prompt be loaded where its last token cannot
-    be computed again. (Drafts beside such a cache are refused at the start.)"""
+    """Return whether this vLLM can still fail a load that is complete.
+
+    Only then may all of a prompt be loaded into a cache in which its last token cannot be computed again. (Drafts
+    beside such a cache are refused at the start.)
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return hasattr(Scheduler, _FAILING)
 
 
 def fail(scheduler: Any, request: Any) -> Any:
-    """Let a held request go without its KV, by vLLM's own policy: it computes its prompt, or ends in an error, which the client is
-    to get."""
+    """Release a held request without its KV, by vLLM's own policy.
+
+    Return None if it computes its prompt, or the output for the client if it ends with an error.
+    """
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.request import RequestStatus
 
@@ -296,7 +306,10 @@ def fail(scheduler: Any, request: Any) -> Any:
 
 
 def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | None) -> Any:
-    """Give a released request its first token; `params` stand in its answer if it is the last. What the client gets."""
+    """Give a released request its first token, and return the output for the client.
+
+    `params` stand in its answer if the token is the last one.
+    """
     from vllm.v1.core.sched.utils import check_stop
     from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 
@@ -323,7 +336,7 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
 
 
 def add(outputs: Any, client: int, output: Any) -> None:
-    """Into what a step returns."""
+    """Add an output to those that a step returns."""
     from vllm.v1.engine import EngineCoreOutputs
 
     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)

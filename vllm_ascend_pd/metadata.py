@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's metadata carries from a scheduler to its workers, and what they tell it of loads that ended: data only, on which both
-sides stand."""
+"""Metadata of a step, from a scheduler to its workers, and their reports of loads that ended. Data only, for both."""
 
 from __future__ import annotations
 
@@ -21,23 +20,23 @@ Blocks = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PushStart:
-    """A transfer that the workers hear of for the first time."""
+    """A push that is new to the workers."""
 
     request_id: str
     push: str
     reservation: Reservation
-    cached: int = 0  # tokens of its prompt that were in P's cache: D tells its client
-    ended: bool = False  # vLLM has finished the request before
+    cached: int = 0  # tokens of its prompt that were in P's cache: D reports them to the client
+    ended: bool = False  # vLLM has finished the request already
 
 
 @dataclass(frozen=True, slots=True)
 class PushSlice:
-    """What one step adds to a push: its watermark goes from `before` to `after` tokens."""
+    """Tokens that one step adds to a push: its watermark goes from `before` to `after`."""
 
     push: str
     before: int
     after: int
-    new_blocks: tuple[Blocks, ...]  # by group; appended to what the workers know. Of a state its one, at the end
+    new_blocks: tuple[Blocks, ...]  # by group; appended to the workers' tables. For states only one block, at the end
     restart: bool  # the workers forget blocks and coverage first (preemption)
     final: bool
 
@@ -54,10 +53,13 @@ Exchanged = tuple[int, int, int]  # step, layer, sub-step of an exchange that so
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """One step's metadata for P's workers. `rotation` is the step's sequence number. What was computed before a push had a
-    target is pushed as by a step of its own, `before`, whose layers are all there already."""
+    """One step's metadata for P's workers. `number` is the step's sequence number.
 
-    rotation: int
+    What earlier steps have computed of a push that starts now is pushed as if by a step of its own, with the number
+    `before`. All its layers are there already.
+    """
+
+    number: int
     engine: CacheGeometry | None = None
     starts: tuple[PushStart, ...] = ()
     slices: tuple[PushSlice, ...] = ()
@@ -67,7 +69,7 @@ class PrefillStep:
     catch_ups: tuple[Exchanged, ...] = ()
     computed: tuple[PushSlice, ...] = ()  # of earlier steps
     before: int = 0  # sequence number of those
-    freed: tuple[str, ...] = ()  # requests whose blocks were held for nobody
+    freed: tuple[str, ...] = ()  # requests whose blocks were held and never pushed
 
     @property
     def empty(self) -> bool:
@@ -97,7 +99,7 @@ class Bind:
         prompt_length: int,
         prompt_hash: str,
     ) -> Reservation:
-        """What P is told of it."""
+        """Return the reservation to send to P."""
         return Reservation(
             version=PROTOCOL_VERSION,
             transfer=self.transfer,
@@ -115,7 +117,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """How one rank's part of a load ended; data of the worker's, for the scheduler."""
+    """End of one rank's part of a load, from the worker for the scheduler."""
 
     request_id: str
     code: str  # empty: the KV is complete here
@@ -139,7 +141,7 @@ class DecodeStep:
     settles: tuple[TransferId, ...] = ()
     overs: tuple[TransferId, ...] = ()
     wake: tuple[str, int] | None = None
-    incarnation: str = ""  # of the scheduler: what its transfers are named after
+    incarnation: str = ""  # of the scheduler; its transfers are named after it
     engine: CacheGeometry | None = None  # with binds: the cache of all stages
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting politely. The only file that changes how vLLM itself waits.
+"""Waiting without spinning. Only this file changes how vLLM itself waits.
 
 1. A request in WAITING_FOR_REMOTE_KVS keeps the engine core stepping once a millisecond. `install_nap` lets the core
-   sleep on its own input queue instead, up to 50 ms, while remote loads are all that is pending; a new request, an
-   abort or news of a transfer wakes it at once. Switch: `patient` in kv_connector_extra_config.
+   sleep on its own input queue instead while remote loads are all that is pending; a new request, an abort or news
+   of a transfer wakes it at once. Switch: `patient` in kv_connector_extra_config.
 2. vLLM's shared-memory queue calls sched_yield for a second after every message. On CPU that takes the cores which the
    model needs. `install_shm` waits on the queue's own notification socket instead, at most 1 ms at a time. Switch:
    `patient_shm` (auto: CPU only); VLLM_ASCEND_PD_PATIENT_SHM=1 does it for any engine, so that benchmarks compare alike.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import queue
 import threading
@@ -25,19 +26,22 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SHM_VARIABLE = "VLLM_ASCEND_PD_PATIENT_SHM"
-NAP_S = 0.05
+NAP_S = 0.25  # the longest: news wakes it, and of news on its way between two hosts a datagram may be lost
 SHM_POLL_MS = 1
 _installed: set[str] = set()
 
 
 class Patience:
-    """The scheduler side's part: when the core may nap, and what wakes it. `news` may be called from any thread."""
+    """Naps of an engine core: when it may nap, and what wakes it. `news` may be called from any thread.
 
-    def __init__(self, pending: Callable[[], int]) -> None:
-        self._pending = pending
+    `pending` counts the remote loads, `due_s` returns the time until the scheduler must look without news.
+    """
+
+    def __init__(self, pending: Callable[[], int], due_s: Callable[[], float] = lambda: math.inf) -> None:
+        self._pending, self._due_s = pending, due_s
         self._news = threading.Event()
         self._queue: queue.Queue[Any] | None = None
-        self._unread = 0  # steps that must follow at once, until what the workers told after the news has been read
+        self._unread = 0  # steps that must follow at once, until the workers' reports from after the news are read
 
     def news(self) -> None:
         self._news.set()
@@ -47,8 +51,11 @@ class Patience:
                 waiting.not_empty.notify_all()
 
     def nap(self, inbox: queue.Queue[Any], waiting_requests: int, in_flight: int = 0) -> None:
-        """Sleep until there is news or input, if remote loads are all that the engine waits for. With batches in flight (empty
-        ones) the next step brings an answer from before the news: as many steps more bring the one that tells it."""
+        """Sleep until there is news or input, if remote loads are all that the engine waits for.
+
+        With (empty) batches in flight the next step brings a result from before the news. As many more steps are needed
+        until the result that reports the news.
+        """
         if waiting_requests > self._pending():
             return
         if self._unread > 0:
@@ -57,7 +64,7 @@ class Patience:
         self._queue = inbox
         with inbox.not_empty:
             if not self._news.is_set() and not inbox.queue:
-                inbox.not_empty.wait(NAP_S)
+                inbox.not_empty.wait(max(0.0, min(NAP_S, self._due_s())))
         if self._news.is_set():
             self._unread = in_flight
         self._news.clear()
@@ -122,6 +129,6 @@ def install_shm() -> bool:
 
 
 def install_shm_if_asked() -> None:
-    """For engines without our connector: benchmarks set the variable for all of them."""
+    """Install it if the environment asks, also without our connector: benchmarks set the variable for all engines."""
     if os.environ.get(SHM_VARIABLE) == "1":
         install_shm()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's entry point (`vllm.general_plugins`): runs in the API server, the engine core and every worker.
+"""vLLM's entry point (`vllm.general_plugins`). It runs in the API server, the engine core and every worker.
 
-Idempotent, and an error here is logged instead of raised: a plug-in that raises stops engines that never asked for it.
+It is idempotent. An error here is logged instead of raised: a plug-in that raises stops engines that do not use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def register() -> None:
 
 
 def _log_as_vllm() -> None:
-    """This package's lines stand beside vLLM's, at its level. Left to the root logger they are lost where torch_npu has set that to errors."""
+    """Log this package's lines beside vLLM's, at its level.
+
+    The root logger would drop them where torch_npu has set its level to errors.
+    """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_ascend_pd")
     if theirs.handlers and not ours.handlers:
         for handler in theirs.handlers:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised caches of vLLM: which may start, and what their bytes are called.
+"""Quantised caches of vLLM: those that may start, and the dtype names under which P and D compare them.
 
-An fp8 cache is bytes to whoever moves it. What they mean is the engine's: the format, and a scale for a layer's keys and one for
-its values, which come with the checkpoint and are not in the cache. Both are part of the word that P and D compare.
+A transfer moves an fp8 cache as plain bytes. Their meaning depends on the engine: on the format, and on one scale for a
+layer's keys and one for its values, which come with the checkpoint and are not in the cache. Format and scales are part
+of the name that P and D compare.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from vllm_ascend_pd.errors import ConfigError
 
-_PLAIN = ("auto", "float32", "float", "bfloat16", "float16", "half")
+PLAIN = ("auto", "float32", "float", "bfloat16", "float16", "half")
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _STORED = ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
 _REMEDY = 'Use --kv-cache-dtype "auto".'
@@ -22,9 +23,9 @@ Scales = tuple[float, float]  # of a layer's keys, and of its values
 
 
 def not_proven(config: Any) -> Iterator[tuple[str, str]]:
-    """Features and remedies, by the engine's configuration alone."""
+    """Yield features that are not proven, and remedies, by the engine's configuration alone."""
     cache, dtype = config.cache_config, str(config.cache_config.cache_dtype)
-    if dtype in _PLAIN:
+    if dtype in PLAIN:
         return
     if dtype not in _FP8:
         yield f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".'
@@ -39,13 +40,13 @@ def not_proven(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_fp8(spec: Any) -> bool:
-    """Whether a layer's cache has one scale for all its keys, and one for its values, as vLLM's fp8 has."""
+    """Return whether a layer's cache has one scale for all its keys, and one for its values, as vLLM's fp8 has."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "")
     return mode == "FP8_PER_TENSOR" and str(getattr(spec, "dtype", "")) in _STORED
 
 
 def words(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
-    """Of each layer with such a cache what its dtype is called. Raises PD-CONF-005 for what cannot be compared."""
+    """Return the dtype name of each layer with such a cache. Raise PD-CONF-005 for what cannot be compared."""
     names = [name for name in specs if is_fp8(specs[name])]
     if not names:
         return {}
@@ -68,7 +69,7 @@ def _scales(name: str, layer: Any) -> Scales:
 
 
 def _told(scales: list[Scales]) -> str:
-    """One word for all layers, however many there are."""
+    """Return one short text for the scales of all layers; empty if all are 1."""
     if all(scale == (1.0, 1.0) for scale in scales):
         return ""
     text = " ".join(f"{k.hex()} {v.hex()}" for k, v in scales)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector's role is asked, in the scheduler's process and in a worker, and what travels between the two.
+"""Interfaces of a connector's role, in the scheduler's process and in a worker, and the data sent between the two.
 
-Each default is the answer of a role that has nothing to do with the question.
+Each default is the answer of a role that the call does not concern.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.first_token import Around
+from vllm_ascend_pd.first_token import StepHooks
 from vllm_ascend_pd.metadata import DecodeStep, Exchanged, LoadEnd, PrefillStep
 
 if TYPE_CHECKING:
@@ -47,100 +48,104 @@ class Ended:
     """Requests that a worker reports to vLLM after a step."""
 
     sent: frozenset[str] = frozenset()
-    received: frozenset[str] = frozenset()  # well or not
+    received: frozenset[str] = frozenset()  # successfully or not
     failed: frozenset[str] = frozenset()
     invalid_blocks: frozenset[int] = frozenset()  # of those that failed
 
 
 class SchedulerRole:
-    """In the scheduler's process. Without a role of its own it is the answer to everything."""
+    """A role in the scheduler's process. The class itself is for a process without one: it does nothing."""
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        """By (stage, rank)."""
+        """Receive the workers' facts, by (stage, rank)."""
 
     def arrived(self, request: Any) -> None:
-        """vLLM has taken the request in, and not scheduled it yet."""
+        """Handle a request that vLLM has accepted, and not scheduled yet."""
 
     def wanted(self, request: Any, computed: int) -> int:
-        """Tokens to load remotely beyond `computed`."""
+        """Return how many tokens to load remotely beyond `computed`."""
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
-        """vLLM schedules the request; `count` tokens are to be loaded into `blocks`, its tables by group."""
+        """Handle a request that vLLM schedules. `count` tokens are to be loaded into `blocks`, its tables by group."""
 
     def metadata(self, output: Any) -> StepMetadata:
         """Translate one SchedulerOutput."""
         return StepMetadata()
 
     def must_step(self) -> bool:
-        """Whether the engine must step although it has nothing to compute."""
+        """Return whether the engine must step although it has nothing to compute."""
         return False
 
     def open_loads(self) -> int:
-        """Requests that may be waited for politely; negative if nobody may sleep."""
+        """Return how many requests the engine core may nap for; negative if it must not nap."""
         return 0
 
+    def due_s(self) -> float:
+        """Time until the scheduler must look by itself: no news wakes it then."""
+        return math.inf
+
     def heard(self, news: WorkerNews) -> None:
-        """What the workers tell, before `released` and `received` are asked."""
+        """Handle the workers' news, before `released` and `received` are called."""
 
     def released(self, request_id: str) -> bool:
-        """All workers have reported it: whether it was a push of ours."""
+        """Record that all workers have reported a request. Return whether it was a push of ours."""
         return False
 
     def received(self, request_id: str) -> bool:
-        """All workers have reported it: whether it was a load of ours."""
+        """Record that all workers have reported a request. Return whether it was a load of ours."""
         return False
 
     def holds(self, request_id: str) -> bool:
-        """Whether vLLM is not to hear yet that a load is over."""
+        """Return whether the end of a load is still withheld from vLLM."""
         return False
 
-    def around(self) -> tuple[Around, ...]:
-        """What is to be done around a step's outputs."""
+    def around(self) -> tuple[StepHooks, ...]:
+        """Return what acts before and after vLLM reads a step's outputs."""
         return ()
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended: whether its blocks are held, and what its answer says."""
+        """Handle the end of a request. Return whether its blocks are held, and what its answer says."""
         return False, None
 
     def stats(self) -> dict[str, Any] | None:
         return None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 class WorkerRole:
-    """In a worker. Without a role of its own it is the answer to everything."""
+    """A role in a worker's process. The class itself is for a process without one: it does nothing."""
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
-        """Once, before the first step."""
+        """Receive the KV caches, once, before the first step."""
 
     def handshake(self) -> WorkerFacts | None:
         return None
 
     def preempt(self, step: StepMetadata) -> None:
-        """Before blocks are overwritten."""
+        """Act before blocks of preempted requests are overwritten."""
 
     def bind(self, step: StepMetadata) -> None:
-        """Before the forward pass."""
+        """Begin a step, before the forward pass."""
 
     def save_layer(self, name: str) -> None:
-        """A layer's hook fired."""
+        """Record that a layer's hook fired."""
 
     def end_step(self) -> None:
-        """After the forward pass."""
+        """End a step, after the forward pass."""
 
     def ended(self, requests: Iterable[str]) -> Ended:
-        """`requests` are those that vLLM has finished."""
+        """Return what has ended here. `requests` are those that vLLM has finished."""
         return Ended()
 
     def news(self) -> WorkerNews:
-        """For the scheduler, since the last call."""
+        """Return the news for the scheduler since the last call."""
         return WorkerNews()
 
     def stats(self) -> dict[str, Any] | None:
         return None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release all resources. Idempotent."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the shared secret from its file. Its contents are never logged, never part of an error."""
+"""Reading of the shared secret from its file. The secret is never logged and never part of an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SECRET_BYTES = 4096
 
 
 def load_secrets(config: ChannelConfig) -> Secrets | None:
-    """The secrets of the configuration, or None where none is configured. Raises PD-SEC-001."""
+    """Return the secrets of the configuration; None if none is configured. Raise PD-SEC-001 if a file is of no use."""
     if not config.secret_file:
         return None
     previous = read_secret(config.secret_file_previous) if config.secret_file_previous else None
@@ -22,11 +22,14 @@ def load_secrets(config: ChannelConfig) -> Secrets | None:
 
 
 def read_private(path: str, code: str) -> bytes:
-    """What a file says that its owner alone may read, without surrounding white space. Raises ConfigError with `code`."""
+    """Return the content of a file that only its owner may read, without surrounding white space.
+
+    Raise ConfigError with `code` if the file is of no use.
+    """
     file = Path(path)
     try:
         found = file.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait
             raise ConfigError(code, path=path, why="it is not a regular file")
         if found.st_mode & 0o077:
             raise ConfigError(code, path=path, why=f"others may read it (mode {stat.S_IMODE(found.st_mode):04o})")
@@ -38,7 +41,7 @@ def read_private(path: str, code: str) -> bytes:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret without surrounding white space; only its owner may read the file."""
+    """Return the secret without surrounding white space; only its owner may read the file."""
     secret = read_private(path, "PD-SEC-001")
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError("PD-SEC-001", path=path, why=f"it holds {len(secret)} bytes, {MIN_SECRET_BYTES} are wanted")

@@ -93,12 +93,12 @@ AT_ONCE = Order(
 )
 ORDERS = (D_FIRST, P_FIRST, AT_ONCE)
 
-# Short, so that a cell takes seconds. With them D frees at most X + H + T = 21 s after it has reserved.
+# Short, so that a cell takes seconds. With them D frees at most X + H + T = 25 s after it has reserved.
 TIMERS = {
     "lease_s": 2.0,
     "margin_s": 0.5,
     "transfer_timeout_s": 5.0,
-    "quiet_extra_s": 0.0,
+    "quiet_extra_s": 2.0,
     "ready_timeout_s": 3.0,
     "stall_timeout_s": 4.0,
     "recv_deadline_s": 8.0,

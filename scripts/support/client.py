@@ -97,7 +97,8 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
 
 def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -> None:
     if "error" in chunk:
-        raise RequestFailed(int(chunk["error"].get("code") or 500), json.dumps(chunk["error"]))
+        code = chunk["error"].get("code")  # HTTP's, or a metaserver's own
+        raise RequestFailed(int(code) if str(code).isdecimal() else 500, json.dumps(chunk["error"]))
     answer.prompt = answer.prompt or tuple(chunk.get("prompt_token_ids") or ())
     for choice in chunk.get("choices", ()):
         answer.prompt = answer.prompt or tuple(choice.get("prompt_token_ids") or ())

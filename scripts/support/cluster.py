@@ -10,6 +10,7 @@ with Cluster(directory) as cluster:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
@@ -79,7 +80,14 @@ class Metaserver:
 class Cluster:
     """Owns every process it starts. `directory` takes logs, traces and the secret."""
 
-    def __init__(self, directory: Path, progress: Progress = say, port_base: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        progress: Progress = say,
+        port_base: int | None = None,
+        plugins: tuple[Path, ...] = (),
+    ) -> None:
+        """`plugins`: of every engine on a CPU that runs in this interpreter."""
         self.directory = directory
         self.logs = directory / "logs"
         self.traces = directory / "traces"
@@ -91,6 +99,7 @@ class Cluster:
         self.starts = 0
         self._next_device = 0
         self._port_base = port_base
+        self._plugins = plugins
         self._running: list[Engine | Metaserver] = []
         self._before: Any = None  # what SIGTERM did outside
 
@@ -159,8 +168,11 @@ class Cluster:
         """With a port, and on an NPU host with the next devices."""
         devices = ""
         if spec.npu and not spec.devices:
-            devices = ",".join(str(self._next_device + i) for i in range(spec.tp * spec.pp))
-            self._next_device += spec.tp * spec.pp
+            count = spec.tp * spec.pp * spec.ranks
+            devices = ",".join(str(self._next_device + i) for i in range(count))
+            self._next_device += count
+        if not spec.npu and spec.python == sys.executable:
+            spec = dataclasses.replace(spec, plugins=(*spec.plugins, *self._plugins))
         return spec.at(spec.port or self.port(), devices)
 
     def metaserver(

@@ -333,6 +333,7 @@ def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingP
         data_parallel_size_local=parsed.data_parallel_size_local or parsed.data_parallel_size,
         prefill_context_parallel_size=parsed.prefill_context_parallel_size,
         decode_context_parallel_size=parsed.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=parsed.cp_kv_cache_interleave_size or 1,
         use_ubatching=parsed.enable_dbo or (parsed.ubatch_size or 0) > 1,
         enable_fault_tolerance=parsed.enable_fault_tolerance,
     )
@@ -408,6 +409,7 @@ def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[
     return groups
 
 
+@patch.object(admission, "is_vllm_ascend", lambda: True)
 def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
     """In the order of an engine: its configuration, its cache's groups, then the tensors."""
     try:

@@ -62,7 +62,7 @@ from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey,
 from vllm_ascend_pd.protocol.dialects import Meet, read_meet
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
-from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
+from vllm_ascend_pd.protocol.layouts import EngineLayout, contributors_digest, layout_hash, written
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Source, SourceId, Unwanted, Waits
 from vllm_ascend_pd.protocol.messages import (
     Ack,
@@ -91,7 +91,7 @@ REGION = Region("kv", 4096, 1024, 64, 64)
 LAYERS = ("layer.0", "layer.1")
 P = CacheGeometry(16, 4, 2, "bf16", "k|v", (REGION,), (LAYERS,))
 D = CacheGeometry(16, 4, 1, "bf16", "k|v", (REGION,), (LAYERS,))
-LAYOUT = written(Told(MODEL, P))
+LAYOUT = written(EngineLayout(MODEL, P))
 ME, OTHER = Contributor(0, 0), Contributor(0, 1)
 TRANSFER = TransferId("decode-1", 7, "uuid-7")
 ENDPOINTS = (Endpoint("127.0.0.1", 4711),)

@@ -93,6 +93,7 @@ RECIPES = {
     "spec-flash-dflash": Recipe("dflash", 1, 8, 4, 32, hidden=256, intermediate=512, target="spec-flash"),
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
     "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
+    "paligemma": Recipe("paligemma", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
     "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
     "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),
@@ -130,9 +131,12 @@ def _write(recipe: Recipe, directory: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
-    from scripts.support import drafts, states
+    from scripts.support import drafts, states, vision
 
     torch.manual_seed(recipe.seed)
+    if recipe.family == "paligemma":
+        vision.write(_sizes(recipe), recipe.head_dim, directory)
+        return
     if recipe.target:
         drafts.write(recipe.family, recipe.kv_heads, ensure(recipe.target, directory.parent), directory)
         return

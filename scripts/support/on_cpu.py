@@ -20,6 +20,20 @@ ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 MLA_DRAFT = {"attention_backend": "CPU_MLA"}  # a draft model does not follow the target's --attention-backend
 
 
+# Of an x86 processor, without which vLLM keeps no fp8 cache on it.
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+def no_fp8(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Why vLLM keeps no fp8 cache on this processor; "" where it does."""
+    try:
+        flags = {word for line in cpuinfo.read_text().splitlines() if line.startswith("flags") for word in line.split()}
+    except OSError:
+        flags = set()
+    missing = sorted(AVX512 - flags)
+    return f"vLLM's fp8 caches on a CPU need AVX-512: this processor has no {', '.join(missing)}" if missing else ""
+
+
 def is_mla(model: Path) -> bool:
     """A model that is not a local directory counts as none: its configuration is not here to be read."""
     try:

@@ -30,7 +30,7 @@ from scripts.support.engine import Engine
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
-MOST_AT_ONCE = 90  # the metaserver tells the stages of its last hundred requests
+MAX_AT_ONCE = 90  # the metaserver tells the stages of its last hundred requests
 BACK_S = 600.0
 SILENT_S = 240.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

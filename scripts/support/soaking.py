@@ -31,7 +31,7 @@ LEAVE = 0.02
 PROGRESS_S = 15.0
 FENCED_S = 90.0
 BACK_S = 1.0  # after a 503
-MOST_503 = 120
+MAX_503 = 120
 WORKER = "VLLM::Worker"  # vLLM's title of the processes that hold a model
 OPEN = "vllm:ascend_pd_reservations_open"
 
@@ -224,7 +224,7 @@ class Soak:
 
     async def _asked(self, client: httpx.AsyncClient, base: str, body: dict[str, object]) -> Answer:
         """A client that comes back when it is told to."""
-        for _ in range(MOST_503):
+        for _ in range(MAX_503):
             try:
                 return await stream(client, base + "/v1/completions", body)
             except RequestFailed as refused:

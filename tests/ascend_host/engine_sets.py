@@ -31,11 +31,23 @@ class Side:
 
     tp: int = 1
     pp: int = 1
+    dp: int = 1
+    servers: int = 1  # with dp: as many as ranks, or one for all of them
+    dcp: int = 1
+    pcp: int = 1
     flags: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)  # more of kv_connector_extra_config
     late_us: int = 0  # how late, at most, its cache gets what an operator wrote into it
     delay_us: int = 0  # how long, at most, a task of one of its streams waits before it runs
     forgets: str = ""  # a wait for an event that it leaves out: plugin/ascend_host/faults.py
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """Context parallelism as vllm-ascend takes it beside a connector: in runs of a block."""
+        if self.dcp * self.pcp == 1:
+            return ()
+        sizes = f"--decode-context-parallel-size={self.dcp}", f"--prefill-context-parallel-size={self.pcp}"
+        return (*sizes, f"--cp-kv-cache-interleave-size={BLOCK}", f"--block-size={BLOCK}")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,6 +70,9 @@ class Engines:
     dtype: str = "float32"
     flags: tuple[str, ...] = ()  # of both
     verify: str = "full"
+    draft: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # --speculative-config of both; its model by the recipe's name
 
     def __str__(self) -> str:
         return self.title
@@ -66,23 +81,39 @@ class Engines:
     def one_way(self) -> bool:
         """Whether a token is computed alike as a part of a prefill and as a decode. vllm-ascend's MLA has two ways, which round
         differently."""
-        return self.model != "mla"
+        return self.model not in ("mla", "mtp")
 
     @property
     def seeded(self) -> bool:
-        """Whether D's scheduler is vLLM's own, so that its requests start with P's token."""
-        return "recompute" not in self.title
+        """Whether D's scheduler is vLLM's own, and drafts nothing, so that its requests start with P's token."""
+        return "recompute" not in self.title and not self.draft
 
     def start(self, build: HostBuild, cluster: Cluster) -> Pair:
         port = cluster.port()
         url = f"http://127.0.0.1:{port}"
-        p, d = cluster.start(
+        p, *d = cluster.start(
             self._engine(build, "p", "kv_producer", self.p, cluster.push_config(**self._keys(self.p))),
-            self._engine(build, "d", "kv_consumer", self.d, cluster.push_config(url, **self._keys(self.d))),
+            *self._decode(build, cluster, url),
         )
-        # vllm-ascend's P with a pipeline keeps the sampled token on its last stage: alone it is right for one token only.
-        alone = d if self.p.pp > 1 else None
-        return Pair(cluster, cluster.metaserver([p], [d], port, STRICT), p, (d,), Tally(), alone=alone)
+        # vllm-ascend's P with a pipeline keeps the sampled token on its last stage, and with prefill's context parallelism it does
+        # not decode: alone it is right for one token only.
+        alone = d[0] if self.p.pp > 1 or self.p.pcp > 1 else None
+        return Pair(cluster, cluster.metaserver([p], d, port, STRICT), p, tuple(d), self.tally, alone=alone)
+
+    def _decode(self, build: HostBuild, cluster: Cluster, url: str) -> list[EngineSpec]:
+        d, extra = self.d, cluster.push_config(url, **self._keys(self.d))
+        if d.servers == 1:
+            return [self._engine(build, "d", "kv_consumer", d, extra)]
+        assert d.servers == d.dp
+        apart = {"dp_local": 1, "dp_rpc_port": cluster.port()}
+        return [self._engine(build, f"d{n}", "kv_consumer", d, extra, dp_rank=n, **apart) for n in range(d.dp)]
+
+    @property
+    def tally(self) -> Tally:
+        """In bfloat16 attention over parts of the keys, put together, rounds otherwise than over all of them, and two tokens at a time
+        otherwise than one."""
+        otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
+        return Tally(tie=0.125, excused_per=2) if otherwise else Tally()
 
     def _keys(self, side: Side) -> dict[str, Any]:
         # The cores are the device: ranks that wait for each other by spinning would take them from the models.
@@ -94,7 +125,10 @@ class Engines:
             **side.keys,
         }
 
-    def _engine(self, build: HostBuild, name: str, role: str, side: Side, extra: dict[str, Any]) -> EngineSpec:
+    def _engine(
+        self, build: HostBuild, name: str, role: str, side: Side, extra: dict[str, Any], **ranks: int
+    ) -> EngineSpec:
+        model = {"model": str(ensure(self.draft["model"]))} if "model" in self.draft else {}
         common = ("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(32 << 20))
         return EngineSpec(
             f"{self.title}-{name}".replace(" ", "-"),
@@ -102,13 +136,16 @@ class Engines:
             role=role,
             tp=side.tp,
             pp=side.pp,
+            dp=side.dp,
+            **ranks,
+            draft={**self.draft, **model},
             chunk=CHUNK,
             policy="fail",
             extra=extra,
             python=str(INTERPRETER),
             npu=True,
             plugins=build.plugins,
-            arguments=(*common, *self.flags, *side.flags),
+            arguments=(*common, *side.divided, *self.flags, *side.flags),
             environment={**build.variables(), "MC_FORCE_TCP": "1", **side.environment},
         )
 

@@ -30,6 +30,7 @@ OWN_KERNELS = {**REGROUPED, "regroup_kernels": "own"}
 EXPERTS = ("--enable-expert-parallel",)
 ONE_AT_A_TIME = ("--no-async-scheduling",)
 RECOMPUTES = ("--additional-config", '{"recompute_scheduler_enable": true}')
+EAGLE3 = {"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 2}
 FEW = few_blocks(16)  # two requests' room and a half
 LATE = 3000
 
@@ -41,7 +42,7 @@ def started(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> 
         pair = engines.start(build, cluster)
         yield pair
         every = (pair.prefill, *pair.decode)
-        assert pair.free_counts() == {engine.name: engine.blocks() for engine in every}
+        assert pair.free_counts() == {engine.name: engine.ranks * engine.blocks() for engine in every}
         told(f"{engines}: {pair.tally.summary()}; all blocks free")
     assert not cluster.leaks, cluster.leaks
 
@@ -78,11 +79,11 @@ def pair(engines: Engines, running: Running) -> Pair:
 
 def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
     """Each request starts with P's token: what comes behind it is decoded, as by one engine."""
-    (d,), vocab = pair.decode, RECIPES[engines.model].vocab
-    taken = first_tokens(d)
+    vocab = RECIPES[engines.model].vocab
+    taken = sum(map(first_tokens, pair.decode))
     pair.check([fresh_prompt(length, vocab) for length in lengths], TOKENS, str(engines))
     wanted = len(lengths) if engines.seeded else 0
-    eventually(lambda: first_tokens(d) - taken == wanted, f"{wanted} first tokens of P are D's")
+    eventually(lambda: sum(map(first_tokens, pair.decode)) - taken == wanted, f"{wanted} first tokens of P are D's")
 
 
 def edges(engines: Engines, pair: Pair) -> None:
@@ -201,6 +202,17 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
     (Engines("gqa 2to2", p=Side(2), d=Side(2)), FEWER),
     (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
+    (Engines("moe 1to1 dp 2to2", "moe", p=Side(dp=2), d=Side(dp=2), flags=EXPERTS), FEWER),
+    (Engines("moe 2to1 dp 1to2", "moe", p=Side(2), d=Side(dp=2), flags=EXPERTS), FEWER),
+    (Engines("moe 1to1 dp 1to2 a server each", "moe", d=Side(dp=2, servers=2), flags=EXPERTS), FEWER),
+    (Engines("mtp 1to1", "mtp", dtype="bfloat16", draft={"method": "mtp", "num_speculative_tokens": 1}), FEWER),
+    (Engines("eagle3 2to1", "spec", p=Side(2), draft=EAGLE3), FEWER),
+    (Engines("mqa dcp 2to1", "mqa", p=Side(2, dcp=2)), FEWER),
+    (Engines("mqa 1to2 dcp", "mqa", d=Side(2, dcp=2)), FEWER),
+    (Engines("mqa dcp 4to2", "mqa", p=Side(4, dcp=4), d=Side(2, dcp=2)), FEWER),
+    (Engines("mla dcp 2to1", "mla", p=Side(2, dcp=2), dtype="bfloat16"), FEWER),
+    (Engines("mla 1to2 dcp", "mla", d=Side(2, dcp=2), dtype="bfloat16"), FEWER),
+    (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),
 ]
 

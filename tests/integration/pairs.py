@@ -57,6 +57,12 @@ class Pair:
     def reference(self) -> Served:
         return self.alone or self.prefill
 
+    def check_lengths(self, name: str) -> None:
+        """Eleven answers: prompts of lengths around the borders of blocks and chunks one by one, then six at once."""
+        for length in (20, 127, 128, 300, 700):
+            self.check([fresh_prompt(length)], name=name)
+        self.check([fresh_prompt(30 + 40 * i) for i in range(6)], name=f"{name}, 6 at once")
+
     def check(
         self,
         prompts: Sequence[Sequence[int]],

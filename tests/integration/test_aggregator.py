@@ -24,7 +24,7 @@ from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 pytestmark = [pytest.mark.timeout(180)]
 
 TOKENS = 5 * BLOCK + 3
-SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 0.0, "lease_s": 3.0, "margin_s": 0.5}
+SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
 
 
 class Site:

@@ -30,6 +30,7 @@ from scripts.support.cluster import STRICT, Cluster
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.models import RECIPES
+from scripts.support.on_cpu import no_fp8
 from scripts.support.pairwise import Cell, cover
 from scripts.support.spec import EngineSpec
 
@@ -125,7 +126,12 @@ def shelf(cluster: Cluster) -> Iterator[Shelf]:
 
 
 @pytest.mark.parametrize(
-    ("name", "cell"), cells(), ids=lambda value: value if isinstance(value, str) else ", ".join(value.values())
+    ("name", "cell"),
+    [
+        pytest.param(name, cell, marks=[pytest.mark.skipif(name == "fp8" and bool(no_fp8()), reason=no_fp8())])
+        for name, cell in cells()
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value.values()),
 )
 def test_a_cell(
     name: str, cell: Cell, cluster: Cluster, shelf: Shelf, allowed: list[str], ports: list[int], tally: Tally

@@ -37,6 +37,10 @@ class Mode:
     d: tuple[str, ...] = ()
     chunk: int = 256
     tie: float = 0.0  # where one engine's answer may change with the order of additions
+    second: str = ""  # which of the two, "p" and "d", run vLLM's second model runner
+
+    def environment(self, side: str) -> dict[str, str]:
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if side in self.second else {}
 
 
 MODES = {
@@ -47,15 +51,29 @@ MODES = {
     "no prefix cache on P": Mode(p=NO_PREFIXES),
     "no prefix cache on D": Mode(d=NO_PREFIXES),
     "chunks that cut blocks": Mode(chunk=50),
+    "second model runner on P": Mode(second="p"),
+    "second model runner on both": Mode(second="pd"),
     "bfloat16": Mode(("--dtype", "bfloat16"), ("--dtype", "bfloat16"), tie=0.05),
 }
 
 
 def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode) -> Pair:
     same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "max_seqs": 16}
-    p = EngineSpec("mode-p", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), arguments=mode.p, **same)
-    extra = cluster.push_config(*allowed)
-    d = EngineSpec("mode-d", ensure("gqa"), role="kv_consumer", extra=extra, arguments=mode.d, **same)
+    p, d = (
+        EngineSpec(
+            f"mode-{side}",
+            ensure("gqa"),
+            role=role,
+            extra=extra,
+            arguments=words,
+            environment=mode.environment(side),
+            **same,
+        )
+        for side, role, words, extra in (
+            ("p", "kv_producer", mode.p, cluster.push_config()),
+            ("d", "kv_consumer", mode.d, cluster.push_config(*allowed)),
+        )
+    )
     pair = make_pair(*cluster.start(p, d))
     return replace(pair, tally=Tally(tie=mode.tie, excused_per=4)) if mode.tie else pair
 
@@ -72,6 +90,9 @@ def test_a_mode(
 ) -> None:
     pair = start(cluster, allowed, make_pair, MODES[name])
     try:
+        for engine, side in ((pair.prefill, "p"), (pair.decode[0], "d")):
+            second = "Using V2 Model Runner" in engine.log.read_text(errors="replace")
+            assert second is (side in MODES[name].second), engine.name
         exercise(pair, name)
         for engine, words in ((pair.prefill, MODES[name].p), (pair.decode[0], MODES[name].d)):
             head = fresh_prompt(5 * BLOCK)

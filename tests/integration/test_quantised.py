@@ -29,6 +29,7 @@ from test_kinds import tuples
 from scripts.support.client import RequestFailed, attempt, body_of, complete
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
+from scripts.support.on_cpu import no_fp8
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -51,6 +52,10 @@ def scales(what: str) -> dict[str, Any]:
 decode, pair = engines(of("gqa", **stored("fp8")))
 
 
+needs_fp8 = pytest.mark.skipif(bool(no_fp8()), reason=no_fp8())
+
+
+@needs_fp8
 class TestFp8:
     def test_every_length_in_chunks(self, pair: Pair) -> None:
         exercise(pair, "fp8 1→1", LENGTHS)
@@ -70,6 +75,7 @@ class TestFp8:
 
 
 @pytest.mark.slow
+@needs_fp8
 class TestFp8Shapes:
     def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         p = spec("fp8-p2", "gqa", "kv_producer", cluster.push_config(regroup="always"), **stored("fp8_e4m3", tp=2))

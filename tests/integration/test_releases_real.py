@@ -7,17 +7,15 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from pairs import PairMaker, fresh_prompt
+from pairs import PairMaker
 
 from scripts.support.checks import first_tokens
 from scripts.support.cluster import Cluster
-from scripts.support.environments import NEWEST, RELEASES, beside
+from scripts.support.environments import ASKED, NEWEST, beside
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
-
-LENGTHS = (20, 127, 128, 300, 700)
 
 
 def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) -> EngineSpec:
@@ -28,7 +26,7 @@ def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) 
 
 @pytest.mark.parametrize(
     ("p", "d"),
-    [(one, one) for one in RELEASES] + [(one, NEWEST) for one in RELEASES] + [(NEWEST, one) for one in RELEASES],
+    [(one, one) for one in ASKED] + [(one, NEWEST) for one in ASKED] + [(NEWEST, one) for one in ASKED],
     ids=lambda release: f"{release}",
 )
 def test_a_pair_of_two_releases(
@@ -38,9 +36,7 @@ def test_a_pair_of_two_releases(
     pair = None
     try:
         pair = make_pair(*started)
-        for length in LENGTHS:
-            pair.check([fresh_prompt(length)], name=f"P {p}, D {d}")
-        pair.check([fresh_prompt(30 + 40 * i) for i in range(6)], name=f"P {p}, D {d}, 6 at once")
+        pair.check_lengths(f"P {p}, D {d}")
         told(f"figure: P {p}, D {d}: {first_tokens(started[1])} of 11 answers begin with P's token")
         assert first_tokens(started[1]) == 11
     finally:

@@ -20,6 +20,7 @@ import pytest
 
 from scripts.support.client import lines_of
 from scripts.support.compare import Tally, TokensDiffer, first_difference
+from scripts.support.on_cpu import no_fp8
 from scripts.support.process import Child, free_port
 from scripts.support.timeline import Trace, picture
 
@@ -194,3 +195,14 @@ def test_clocks_of_two_hosts_are_brought_together_by_the_wall_clock(tmp_path: Pa
     way = _trace(tmp_path, late=False).way("x")
     first = min(way.computed.values())
     assert first - way.moments["D scheduler reserved"] == pytest.approx(1.5)
+
+
+def test_fp8_caches_need_what_vllm_needs_for_them(tmp_path: Path) -> None:
+    """On a processor without it their tests are skipped, with what is missing."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f avx512bw avx512dq avx512vl\n")
+    assert no_fp8(cpuinfo) == ""
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f\n")
+    assert no_fp8(cpuinfo).endswith("has no avx512bw, avx512dq, avx512vl")
+    cpuinfo.write_text("Features\t: fp asimd\n")
+    assert "AVX-512" in no_fp8(cpuinfo) and "AVX-512" in no_fp8(tmp_path / "nothing")

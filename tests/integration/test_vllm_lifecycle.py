@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.support import sdist
+from scripts.support import newer, sdist
+from scripts.support.environments import beside
 from scripts.support.models import ROOT
 from scripts.support.routers import VLLM
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+PINS = {VLLM.version: VLLM, **newer.PINS}
 FOLDER = "tests/v1/kv_connector/unit"
 PREFILL, DECODE = "test_remote_prefill_lifecycle", "test_remote_decode_lifecycle"
 PULLS = "it wants block ids in P's answer, which are for a D that pulls"
@@ -47,11 +49,16 @@ OPT |= {"num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "ma
 OPT |= {"word_embed_proj_dim": 768, "torch_dtype": "float16"}
 
 
+@pytest.fixture(scope="module", params=PINS)
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def theirs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Their files, and the model that they name as its configuration alone."""
     where = tmp_path_factory.mktemp("vllm")
-    found = sdist.read(sdist.ensure(VLLM), FOLDER, ".py")
+    found = sdist.read(sdist.ensure(PINS[release]), FOLDER, ".py")
     for name in (f"{PREFILL}.py", f"{DECODE}.py", "utils.py", "__init__.py"):
         (where / FOLDER).mkdir(parents=True, exist_ok=True)
         (where / FOLDER / name).write_text(found[name])
@@ -64,7 +71,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("role", "passes"), [("kv_consumer", 13), ("kv_producer", 2)])
-def test_what_passes_and_what_cannot(theirs: Path, role: str, passes: int) -> None:
+def test_what_passes_and_what_cannot(release: str, theirs: Path, role: str, passes: int) -> None:
     files, of_role = ROLES[role]
     report = theirs / f"{role}.xml"
     paths = (ROOT, ROOT / "tests" / "unit", ROOT / "tests" / "integration" / "plugins" / "lifecycle")
@@ -73,7 +80,8 @@ def test_what_passes_and_what_cannot(theirs: Path, role: str, passes: int) -> No
         **{"PD_ROLE": role, "HF_HUB_CACHE": str(theirs / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "pd_in_nixls_place", "-k", of_role]
+    python = sys.executable if release == VLLM.version else beside(release)
+    command = [python, "-m", "pytest", "-q", "--noconftest", "-p", "pd_in_nixls_place", "-k", of_role]
     command += ["--rootdir", str(theirs), f"--junitxml={report}", *(f"{FOLDER}/{name}.py" for name in files.split())]
     done = subprocess.run(
         command, cwd=theirs, env=environment, capture_output=True, text=True, timeout=600, check=False

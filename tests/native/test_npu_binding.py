@@ -143,7 +143,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "strangers",
         "_slot",
         "run",
-        "_disown",
+        "_invalidate_sent",
         "_all_to_all",
         "new_group",
         "break_off",

@@ -4,7 +4,6 @@ repeated and a leg tried again is the package's; how P's are chosen and judged i
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,7 @@ class Broker:
         self.calls: dict[TransferId, Call] = {}
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
-        self._dice = random.Random(f"first/{cluster.settings!r}")
+        self._dice = cluster.world.dice("first tokens")
         self._last: First | None = None  # that passed here
         self._forgotten = -1.0  # requests that came before this are not known any more
 

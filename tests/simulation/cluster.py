@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 from simulation.broker import URL, Broker
@@ -42,7 +41,7 @@ class Cluster:
         )
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
-        self._telling = random.Random(f"telling/{settings!r}")  # its own: other worlds are as they were without it
+        self._telling = self.world.dice("telling")
         self._sampled: list[str] = []  # of which pushes the first tokens are, by number
         self.requests: list[Request] = []
         self._serials: dict[TransferId, int] = {}

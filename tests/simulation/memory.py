@@ -55,6 +55,8 @@ class Planes:
     def __init__(self, kind: CacheGeometry, layers: int, blocks: int, rank: int, start: int) -> None:
         self.kind, self.regions = kind, kind.regions
         self.heads = kind.head_range(rank)
+        again, place = divmod(rank, kind.tp_size)
+        self.world, self.part = kind.dcp * kind.pcp, again * kind.dcp + place % kind.dcp
         self.start, self.layers, self._blocks = start, layers, blocks
         self.sizes = [region.block_stride * blocks for region in self.regions]  # bytes of each region of one layer
         self.at = [0, *itertools.accumulate(self.sizes)]  # where they begin in their layer
@@ -91,18 +93,26 @@ class Planes:
         """By region, where the cells [first, last) lie inside it and what they are before their shade; `blocks` is the block table from
         token 0. Regions that lie alike share them."""
         found: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.uint8]]] = {}
+        own, places = self._own(first, last)
         cells = []
         for region in self.regions:
             like = region.block_stride, region.head_stride, region.token_stride, region.cell_bytes
             if like not in found:
                 right = content.cells(self.kind, region, first, last, self.heads, computed)
-                found[like] = self._offsets(region, blocks, first, last), right
+                found[like] = self._offsets(region, blocks, places), right if self.world == 1 else right[own]
             cells.append(found[like])
         return cells
 
-    def _offsets(self, region: Region, blocks: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:
+    def _own(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which of the cells [first, last) this rank has, from the first on, and where: they lie one behind the other."""
+        cells = np.arange(last)
+        if self.world == 1:
+            return cells[first:] - first, cells[first:]
+        held = np.flatnonzero(cells // self.kind.interleave % self.world == self.part)
+        return held[held >= first] - first, np.flatnonzero(held >= first)
+
+    def _offsets(self, region: Region, blocks: NDArray[np.int64], cells: NDArray[np.int64]) -> NDArray[np.int64]:
         size = self.kind.block_size
-        cells = np.arange(first, last)
         if self.kind.own.stateful:
             start = blocks[(cells - 1) // self.kind.own.block_size] * region.block_stride
         elif region.opaque:

@@ -13,12 +13,14 @@ import msgspec
 import numpy as np
 
 from simulation.prefill import SimulatedWriter
-from simulation.settings import STATES, Faults, FirstFaults, Settings
+from simulation.settings import STATES, Faults, FirstFaults, Settings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted
 from vllm_ascend_pd.decode.decisions import LoadBook
-from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.geometry.coalesce import Ints, Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.plan import Job, Served, StepPlanner
+from vllm_ascend_pd.geometry.runs import Grid
 from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.computing import Computing
@@ -73,6 +75,11 @@ class Mutation:
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
     steps: Callable[..., Steps] = Steps
     world: Callable[[Settings], Settings] = lambda settings: settings  # in which the rule is needed often enough
+    divided: bool = False  # a world with context parallelism, which others are changed as if they had none
+
+    def settings(self, seed: int) -> Settings:
+        drawn = draw(seed)
+        return self.world(drawn if self.divided or not self.name else drawn.undivided())
 
 
 def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any:
@@ -173,7 +180,7 @@ class SuccessInSpiteOfFailed(Receiver):
         ReservationState.OPEN: {
             **RESERVATION_TABLE[ReservationState.OPEN],
             ReservationEvent.FAILED: Cell(ReservationState.OPEN, Machine.end),
-            ReservationEvent.LOUD_FAILED: Cell(ReservationState.OPEN, Machine.end),
+            ReservationEvent.FAILED_IN_FLIGHT: Cell(ReservationState.OPEN, Machine.end),
             ReservationEvent.EARLY_FAILED: Cell(ReservationState.OPEN, Machine.end),
         },
     }
@@ -526,6 +533,18 @@ class WindowTooShort(Pushes):
         lo, hi = super()._leaving(push, pairing, piece)
         own = push.pairings[pairing].d.own
         return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
+
+
+class _PartOfAnother(StepPlanner):
+    def _chunks(self, lo: Ints, hi: Ints, jobs: Sequence[Job], target: Served) -> tuple[Ints, Grid]:
+        world = jobs[0].d.ranks.world
+        return super()._chunks(lo, hi, jobs, msgspec.structs.replace(target, d_part=(target.d_part + 1) % world))
+
+
+class PartOfAnother(Pushes):
+    """P takes each of D's ranks for the one that holds the tokens behind its own."""
+
+    planner_type = _PartOfAnother
 
 
 class FoundByAddress(Pushes):
@@ -909,6 +928,13 @@ def _quantised(settings: Settings) -> Settings:
     return replace(_kind(settings), quantised=2, regroup=regroup)
 
 
+def _parts(settings: Settings) -> Settings:
+    """D's ranks divide the tokens; nobody is in a hurry."""
+    settings = replace(_kind(settings), windows=(), group_of=(), scales=(), indexed=(), opaque=False, kv_heads=1)
+    decode = tuple(replace(shape, tp=2, dcp=2, pcp=1, interleave=1) for shape in settings.decode)
+    return replace(settings.undivided(), decode=decode)
+
+
 def _windows(settings: Settings) -> Settings:
     """Groups that share addresses: two windows and layers that need all tokens; nobody is in a hurry."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
@@ -1077,6 +1103,7 @@ MORE = (
     Mutation("a token less is reserved", loads=ReservedTooLittle, world=_kind),
     Mutation("ranks plan what they know", core=PrivatePlans),
     Mutation("a stage of P is not waited for", receiver=StageNotAwaited, world=_stages),
+    Mutation("tokens of another part of D", core=PartOfAnother, world=_parts, divided=True),
     Mutation("a stage of D is not served", core=FirstStageServed, world=_kind_stages),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),

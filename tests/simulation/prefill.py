@@ -164,9 +164,9 @@ class PrefillRank:
     def __init__(self, engine: PrefillEngine, stage: int, rank: int, group: Group | None, room: Room | None) -> None:
         cluster, settings = engine.cluster, engine.cluster.settings
         self.engine = engine
-        self.index = stage * engine.shape.tp + rank
+        self.index = engine.geometry.worker(stage, rank)
         self.stage = stage
-        self.process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
+        self.process: Process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
         self.memory: Memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
         self.contributor: Contributor = Contributor(stage, rank)
         self.flights: dict[Flight, None] = {}

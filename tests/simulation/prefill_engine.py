@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,13 +100,14 @@ class PrefillEngine:
         self._by_transfer: dict[TransferId, Prompt] = {}
         self._stepping = False
         self._poked = False
+        self._asked = False  # for a step, while one was built or computed
         self._preempted = False
         self._lost: list[str] = []  # preempted, and the step that says so is not built yet
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
         self._finished: list[str] = []
-        self._telling = random.Random(f"telling/{self.scheduler.name}/{self.cluster.settings!r}")
-        self._dice = random.Random(f"hot/{self.scheduler.name}/{self.cluster.settings!r}")
+        self._telling = self.cluster.world.dice(f"telling {self.scheduler.name}")
+        self._dice = self.cluster.world.dice(f"hot {self.scheduler.name}")
         self._beside: list[str] = []  # what hot blocks were said to be of
         self._looking = False
         self._resting_until = 0.0
@@ -115,7 +115,7 @@ class PrefillEngine:
         room = self._room()
         for stage in range(self.shape.pp):
             group = Group(self.cluster.world, f"P{self.index}.{stage}") if room is not None else None
-            self.ranks += [PrefillRank(self, stage, rank, group, room) for rank in range(self.shape.tp)]
+            self.ranks += [PrefillRank(self, stage, rank, group, room) for rank in range(len(self.geometry.ranks))]
 
     def _spare(self) -> int:
         """Blocks that may be held for nobody: there is always room for one prompt."""
@@ -214,6 +214,7 @@ class PrefillEngine:
     # -- stepping
 
     def _poke(self) -> None:
+        self._asked = True
         if not self._poked and not self._stepping:
             self._poked = True
             self.scheduler.post(self.cluster.world.rng.uniform(0.0002, 0.005), self._step)
@@ -228,7 +229,7 @@ class PrefillEngine:
             self.cluster.world.fault("prefill preempted")
             self._preempt(self.running[-1])
         chunks = self._schedule()
-        self._stepping = True
+        self._stepping, self._asked = True, False
         if self.cluster.world.rng.random() < 0.2:  # what D's schedulers say may come between the two
             self.scheduler.post(self.cluster.world.rng.uniform(0.0, 0.003), self._build, chunks)
         else:
@@ -245,7 +246,7 @@ class PrefillEngine:
         meta = self.book.take_step(self.geometry)
         if meta.empty and not fills:
             self._stepping = False
-            if preempted:
+            if preempted or self._asked:
                 self._poke()
             elif self.book.must_step() or any(rank.owed() for rank in self.ranks):
                 self._look_soon()
@@ -254,7 +255,7 @@ class PrefillEngine:
         world = self.cluster.world
         finished, self._finished = tuple(self._finished), []
         step = Step(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)), finished)
-        world.log(self.scheduler.name, "STEP", meta.rotation, f"fills={len(fills)} preempted={meta.preempted}")
+        world.log(self.scheduler.name, "STEP", meta.number, f"fills={len(fills)} preempted={meta.preempted}")
         for rank in self.ranks:
             delay = rank.stage * step.layer_s + world.rng.uniform(0.0001, 0.002)
             rank.process.post(delay, rank.run_step, step)

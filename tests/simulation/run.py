@@ -39,7 +39,7 @@ def run_seed(
 ) -> Result:
     """One cluster from start to silence."""
     mutation = mutation or Mutation()
-    cluster = Cluster(seed, settings or mutation.world(draw(seed)), mutation, tracing=tracing)
+    cluster = Cluster(seed, settings or mutation.settings(seed), mutation, tracing=tracing)
     world = cluster.world
     violation = ""
     try:

@@ -77,6 +77,14 @@ class Shape:
     head_major: bool
     drafts: bool = False  # whether it has the draft model
     late: bool = False  # whether its first stage has all layers that its others can do without
+    dcp: int = 1  # context parallelism
+    pcp: int = 1
+    interleave: int = 1
+
+    @property
+    def covers(self) -> int:
+        """Tokens that a block of the table stands for."""
+        return self.block_size * self.dcp * self.pcp
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,8 @@ class Settings:
     def plain(self) -> bool:
         """Whether it has one group of plain attentions, no drafts, and requests that go to D first, as the first simulator had."""
         more = self.first, self.indexed, self.quantised, self.windows, self.scales, self.p_first, self.at_once
-        return not any(more) and not any(shape.drafts for shape in (*self.prefill, *self.decode))
+        shapes = (*self.prefill, *self.decode)
+        return not any(more) and not any(shape.drafts or shape.covers > shape.block_size for shape in shapes)
 
     def push(self) -> PushConfig:
         """What P's workers are configured with."""
@@ -151,8 +160,8 @@ class Settings:
 
     def geometry(self, shape: Shape) -> CacheGeometry:
         """The engine's cache as it would be told in a reservation."""
-        tables = self.tables(shape)
-        page = max(group.block_size for group in tables)  # shorter blocks are padded: the groups share memory
+        tables, world = self.tables(shape), shape.dcp * shape.pcp
+        page = max(group.block_size for group in tables) // world  # shorter blocks are padded: the groups share memory
         cuts = [0, *self._cuts(shape), self.layers]
         stages = [tuple(name for i in range(a, b) for name in self._layer(i)) for a, b in itertools.pairwise(cuts)]
         keys = Region("key", page * self.index_cell, 0, self.index_cell, self.index_cell)
@@ -167,7 +176,7 @@ class Settings:
             indexers = tuple(name for name in names if ".indexer." in name)
             attentions = tuple(n for n in names if "/" not in n and n not in indexers)
             of: tuple[tuple[tuple[str, ...], int, str, str, tuple[Region, ...]], ...] = (
-                (attentions, self.kv_heads, words, packing, self._regions(shape, group.block_size, page)),
+                (attentions, self.kv_heads, words, packing, self._regions(shape, group.block_size // world, page)),
                 (indexers, 1, "bf16", "key", (keys,)),
                 (sections[HEADS], self.kv_heads, "bf16", "state", self._states(shape, self.kv_heads, 2)),
                 (sections[GROUPS], 1, "bf16", "state", self._states(shape, 1, 1)),
@@ -176,7 +185,7 @@ class Settings:
         first = next(kind for kind in kinds if self.names()[0] in kind.layers)
         others = [kind for kind in kinds if kind is not first]
         return CacheGeometry(
-            block_size=tables[first.group].entries,
+            block_size=tables[first.group].entries // world,
             kv_heads=first.kv_heads,
             tp_size=shape.tp,
             dtype=first.dtype,
@@ -188,10 +197,13 @@ class Settings:
             others=tuple(others),
             groups=tables if self.windows else (),
             group=first.group,
+            dcp=shape.dcp,
+            pcp=shape.pcp,
+            interleave=shape.interleave,
         )
 
     def tables(self, shape: Shape) -> tuple[Group, ...]:
-        size = shape.block_size
+        size = shape.covers
         grouped = zip(self.windows, self.scales, strict=True)
         rules = {0: ALL, STATES: STATE}
         return tuple(Group(size * k, rules.get(n, WINDOW), max(n, 0)) for n, k in grouped) or (Group(size),)
@@ -233,6 +245,13 @@ class Settings:
             prefill, decode = (tuple(replace(shape, drafts=False) for shape in side) for side in (prefill, decode))
         numbers = {"windows": windows, "group_of": group_of, "scales": scales}
         return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
+
+    def undivided(self) -> Settings:
+        """The same world without context parallelism."""
+        prefill, decode = (
+            tuple(replace(shape, dcp=1, pcp=1, interleave=1) for shape in side) for side in (self.prefill, self.decode)
+        )
+        return replace(self, prefill=prefill, decode=decode)
 
     def without_faults(self) -> Settings:
         """The same world where nothing goes wrong and no deadline is near."""
@@ -311,6 +330,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         room=rng.choice((1, 2, 8)),
     )
     drawn = _states(random.Random(f"states/{seed}"), _groups(random.Random(f"groups/{seed}"), drawn))
+    drawn = _parts(random.Random(f"parts/{seed}"), drawn)
     drawn = _orders(random.Random(f"orders/{seed}"), drawn)
     return replace(drawn, **_first(random.Random(f"first/{seed}")))
 
@@ -344,6 +364,27 @@ def _states(rng: random.Random, drawn: Settings) -> Settings:
     group_of = [0, 1, *(rng.randrange(2) for _ in range(layers - 2))]
     rng.shuffle(group_of)
     return drawn.grouped((STATES, 0), tuple(group_of), (1, 1))
+
+
+def _parts(rng: random.Random, drawn: Settings) -> Settings:
+    """Engines whose ranks divide the tokens: a tenth of the worlds in which they can."""
+    if rng.random() < 0.9 or drawn.windows or drawn.indexed or drawn.opaque:
+        return drawn
+
+    def divided(shape: Shape, pcps: tuple[int, ...]) -> Shape:
+        dcp = rng.choice([n for n in (1, 2, 3, 4) if n == 1 or shape.tp % (drawn.kv_heads * n) == 0])
+        runs = [n for n in (1, 2, 4, 8) if shape.block_size % n == 0]
+        pcp, interleave = rng.choice(pcps), rng.choice(runs)
+        return replace(shape, dcp=dcp, pcp=pcp, interleave=interleave if dcp * pcp > 1 else 1)
+
+    prefill = tuple(divided(shape, (1, 1, 2)) for shape in drawn.prefill)
+    decode = tuple(divided(shape, (1,)) for shape in drawn.decode)
+    if all(shape.covers == shape.block_size for shape in (*prefill, *decode)) and drawn.kv_heads > 1:
+        drawn = replace(drawn, kv_heads=1)
+        prefill, decode = (
+            tuple(replace(shape, dcp=shape.tp, interleave=1) for shape in side) for side in (prefill, decode)
+        )
+    return replace(drawn, prefill=prefill, decode=decode)
 
 
 def _first(rng: random.Random) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None
     """A D with 32 data-parallel ranks, each an engine of its own, over staging that was sized for four destinations."""
     total = Sum()
     for seed in range(5000, 5008):
-        drawn = draw(seed)
+        drawn = draw(seed).undivided()
         p = replace(drawn.prefill[0], tp=2, pp=1, blocks=400)
         d = replace(drawn.decode[0], tp=1, pp=1, block_size=p.block_size)
         wide = replace(drawn, prefill=(p,), decode=(d,) * 32, kv_heads=4, opaque=False, requests=96, burst=32, slots=1)

@@ -24,6 +24,7 @@ class World:
 
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self.now = 0.0
+        self._seed = seed
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.stats: Counter[str] = Counter()
@@ -33,6 +34,10 @@ class World:
         self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
         self._names = 0
+
+    def dice(self, name: str) -> random.Random:
+        """A stream of its own: what draws from it leaves the rest of the world as it was."""
+        return random.Random(f"{name}/{self._seed}")
 
     def at(self, when: float, fn: Callable[..., None], *args: Any) -> None:
         self.push(when, None, fn, args)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import msgspec
 import numpy as np
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
@@ -36,6 +37,36 @@ def geometry(
     return CacheGeometry(block, heads, tp, "float16", "plain", tuple(regions), (names,))
 
 
+def dealt(g: CacheGeometry, *, dcp: int = 1, pcp: int = 1, interleave: int = 1) -> CacheGeometry:
+    """The same cache with its tokens divided among ranks."""
+    return msgspec.structs.replace(g, dcp=dcp, pcp=pcp, interleave=interleave)
+
+
+def alone(g: CacheGeometry, *, tp: int, only: int) -> CacheGeometry:
+    """One rank's cache, which has all heads, as that of an engine with more ranks, which have none of it."""
+    return msgspec.structs.replace(g, tp_size=tp, only=only)
+
+
+def covers(g: CacheGeometry) -> int:
+    """Tokens that a block of the table stands for."""
+    return g.block_size * g.dcp * g.pcp
+
+
+def ranks_of(g: CacheGeometry) -> range:
+    """Prefill's context parallelism has all of tensor parallelism several times over, decode's is a part of it."""
+    return range(g.tp_size * g.pcp)
+
+
+def part_of(g: CacheGeometry, rank: int) -> int:
+    again, place = rank // g.tp_size, rank % g.tp_size
+    return again * g.dcp + place % g.dcp
+
+
+def held_by(g: CacheGeometry, rank: int, end: int) -> list[int]:
+    """The tokens before `end` that are a rank's, one by one."""
+    return [t for t in range(end) if t // g.interleave % (g.dcp * g.pcp) == part_of(g, rank)]
+
+
 def range_of(heads: int, tp: int, rank: int) -> list[int]:
     """Heads of a rank, by walking: heads are dealt in order, replicated where there are fewer heads than ranks."""
     if heads >= tp:
@@ -44,9 +75,16 @@ def range_of(heads: int, tp: int, rank: int) -> list[int]:
 
 
 def share(p: CacheGeometry, d: CacheGeometry, p_rank: int, d_rank: int, head: int) -> Fraction:
-    """The part of `head` that p_rank owes d_rank, counted slot by slot on a stretch of q*r slots."""
-    replicas = [r for r in range(p.tp_size) if head in range_of(p.kv_heads, p.tp_size, r)]
-    wanting = [r for r in range(d.tp_size) if head in range_of(d.kv_heads, d.tp_size, r)]
+    """The part of `head` that p_rank owes d_rank, counted slot by slot on a stretch of q*r slots. With context parallelism of what
+    both hold."""
+    replicas, wanting = (
+        [
+            r
+            for r in ranks_of(g)
+            if head in range_of(g.kv_heads, g.tp_size, r % g.tp_size) and part_of(g, r) == part_of(g, own)
+        ]
+        for g, own in ((p, p_rank), (d, d_rank))
+    )
     if p_rank not in replicas or d_rank not in wanting:
         return Fraction(0)
     slots = 0
@@ -74,16 +112,21 @@ class Cache:
     writes: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.heads = range_of(self.geometry.kv_heads, self.geometry.tp_size, self.rank)
+        self.heads = range_of(self.geometry.kv_heads, self.geometry.tp_size, self.rank % self.geometry.tp_size)
+        if self.geometry.only >= 0:
+            self.heads = list(range(self.geometry.kv_heads)) if self.rank == self.geometry.only else []
         noise = np.random.default_rng([self.seed, self.rank])
         for region in self.geometry.regions:
             self.memory.append(noise.integers(0, 256, self.blocks * region.block_stride, dtype=np.uint8))
             self.writes.append(np.zeros(self.blocks * region.block_stride, dtype=np.int16))
 
     def places(self, region: int, table: np.ndarray, base: int, head: int, lo: int, hi: int) -> np.ndarray:
-        """Byte offsets of tokens [lo, hi) of a head: shape (tokens, cell). An opaque plane is stored transposed."""
+        """Byte offsets of this rank's tokens in [lo, hi) of a head: shape (tokens, cell). An opaque plane is stored transposed.
+        What a rank holds lies one token behind the other, in as many blocks as it takes."""
         shape, size = self.geometry.regions[region], self.geometry.block_size
-        tokens = np.arange(lo, hi)
+        tokens = np.array(
+            [i for i, token in enumerate(held_by(self.geometry, self.rank, hi)) if token >= lo], dtype=int
+        )
         start = table[tokens // size - base].astype(np.int64) * shape.block_stride
         start += self.heads.index(head) * shape.head_stride
         if shape.opaque:
@@ -113,26 +156,24 @@ class Cluster:
         """`prompts`: (instance, first, end) of each request."""
         noise = np.random.default_rng(seed)
         self.p, self.ds = p, ds
-        wanted_p = [-(-end // p.block_size) for _, _, end in prompts]
+        wanted_p = [-(-end // covers(p)) for _, _, end in prompts]
         pool_p = noise.permutation(sum(wanted_p) + 1).astype(np.int32)
         pools = [0] * len(ds)
         for instance, first, end in prompts:
-            pools[instance] += -(-end // ds[instance].block_size) - first // ds[instance].block_size
+            pools[instance] += -(-end // covers(ds[instance])) - first // covers(ds[instance])
         free = [noise.permutation(count + 1).astype(np.int32) for count in pools]
         if seed % 3 == 0:  # a fresh pool: neighbouring blocks, so that spans merge
             pool_p, free = np.sort(pool_p), [np.sort(pool) for pool in free]
         elif seed % 3 == 1:  # a pool that was filled backwards
             pool_p, free = np.sort(pool_p)[::-1].copy(), [np.sort(pool)[::-1].copy() for pool in free]
-        self.ranks = [Cache(p, rank, len(pool_p), seed + 1) for rank in range(p.tp_size)]
-        self.engines = [
-            [Cache(d, rank, pools[i] + 1, seed + 2 + i) for rank in range(d.tp_size)] for i, d in enumerate(ds)
-        ]
+        self.ranks = [Cache(p, rank, len(pool_p), seed + 1) for rank in ranks_of(p)]
+        self.engines = [[Cache(d, rank, pools[i] + 1, seed + 2 + i) for rank in ranks_of(d)] for i, d in enumerate(ds)]
         self.before = [[[m.copy() for m in cache.memory] for cache in engine] for engine in self.engines]
         self.requests = []
         for (instance, first, end), count in zip(prompts, wanted_p, strict=True):
             d = ds[instance]
             mine, pool_p = pool_p[:count], pool_p[count:]
-            theirs = -(-end // d.block_size) - first // d.block_size
+            theirs = -(-end // covers(d)) - first // covers(d)
             table, free[instance] = free[instance][:theirs], free[instance][theirs:]
             cells = [r.cell_bytes // (p.block_size if r.opaque else 1) for r in p.regions]
             contents = [noise.integers(0, 256, (end, p.kv_heads, cell), dtype=np.uint8) for cell in cells]
@@ -141,10 +182,11 @@ class Cluster:
     def compute(self, request: Request, after: int) -> None:
         """P computes a request's tokens up to `after`, on every rank that holds the head."""
         for cache in self.ranks:
+            own = [token for token in held_by(self.p, cache.rank, after) if token >= request.done]
             for head in cache.heads:
                 for region, contents in enumerate(request.contents):
                     places = cache.places(region, request.p_blocks, 0, head, request.done, after)
-                    cache.memory[region][places] = contents[request.done : after, head]
+                    cache.memory[region][places] = contents[own, head]
         request.done = after
 
     def write(self, instance: int, d_rank: int, region: int, source: np.ndarray, src: int, dst: int, size: int) -> None:
@@ -171,10 +213,11 @@ class Cluster:
             exact = np.zeros(len(wanted), dtype=bool)
             expected = before[region].copy()
             for request in requests:
-                base = request.first // size
+                base = request.first // covers(cache.geometry)
+                own = [token for token in held_by(cache.geometry, cache.rank, request.end) if token >= request.first]
                 for head in cache.heads:
                     places = cache.places(region, request.d_blocks, base, head, request.first, request.end)
-                    expected[places] = request.contents[region][request.first : request.end, head]
+                    expected[places] = request.contents[region][own, head]
                     exact[places] = True
                     if shape.opaque:  # the plane goes as a whole: what lies behind the last token comes along
                         places = cache.places(

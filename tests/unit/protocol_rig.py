@@ -15,7 +15,7 @@ from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Report, Revoke
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint, TransferId
-from vllm_ascend_pd.protocol.layouts import Told, contributors_digest, layout_hash, written
+from vllm_ascend_pd.protocol.layouts import EngineLayout, contributors_digest, layout_hash, written
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -106,7 +106,7 @@ def begin(
     **changes: Any,
 ) -> Begin:
     """With the layout in full."""
-    layout = written(Told(model, geometry))
+    layout = written(EngineLayout(model, geometry))
     own: dict[str, Any] = {
         "layout": layout_hash(layout),
         "told": layout,

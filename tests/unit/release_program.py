@@ -26,7 +26,7 @@ from release_engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
 from scripts.support.process import free_port
 from vllm_ascend_pd import compat
 
-SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 0.0, "lease_s": 3.0, "margin_s": 0.5}
+SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
 LINES = {
     "prefilled": {"event": "prefilled"},
     "failed": {"event": "failed", "code": "PD-META-004", "detail": "the prefill engine is gone"},

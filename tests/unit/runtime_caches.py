@@ -8,7 +8,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,18 @@ class TokenMajorDevice(CpuDevice):
 
     def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
         return "plain", False
+
+
+class Divided(NamedTuple):
+    """Context parallelism: which ranks share the tokens, and in runs of how many."""
+
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.dcp * self.pcp
 
 
 class HeldDevice(TokenMajorDevice):
@@ -93,17 +105,16 @@ class Model:
         """What a CacheShape says of it."""
         return {"drafter": self.drafter, "drafts": frozenset(self.own_drafts)} if self.drafts else {}
 
-    def shape(self, block: int, tp: int, rank: int) -> CacheShape:
+    def shape(self, block: int, tp: int, rank: int, divided: Divided = Divided()) -> CacheShape:  # noqa: B008
         def of(name: str) -> LayerShape:
             heads = self.heads_of(name)
             dim = 6 if ".indexer." in name else self.widths_of(name)[0] // (2 if self.layout == "opaque" else 1)
-            return LayerShape(len(range_of(heads, tp, rank)), heads, dim)
+            return LayerShape(len(range_of(heads, tp, rank % tp)), heads, dim)
 
         first = of(self.names[0])
         unlike = {name: of(name) for name in self.names if of(name) != first}
-        return CacheShape(
-            block, first.local_heads, first.total_heads, first.head_size, tp, **self.drafted, unlike=unlike
-        )
+        own = block, first.local_heads, first.total_heads, first.head_size, tp
+        return CacheShape(*own, **self.drafted, unlike=unlike, **divided._asdict())
 
     @property
     def regions(self) -> int:
@@ -136,8 +147,19 @@ class Model:
 class RankCache:
     """One worker's KV cache: what it registers, and views of it as [block, head, token, width]."""
 
-    def __init__(self, model: Model, names: Sequence[str], tp: int, rank: int, blocks: int, block: int) -> None:
-        self.heads = [list(range_of(model.heads_of(name), tp, rank)) for name in names]
+    def __init__(
+        self,
+        model: Model,
+        names: Sequence[str],
+        tp: int,
+        rank: int,
+        blocks: int,
+        block: int,
+        divided: Divided = Divided(),  # noqa: B008
+    ) -> None:
+        self.heads = [list(range_of(model.heads_of(name), tp, rank % tp)) for name in names]
+        self.block, self.divided = block, divided
+        self.part = rank // tp * divided.dcp + rank % tp % divided.dcp
         self.tensors: dict[str, Any] = {}
         self.views: list[list[np.ndarray]] = []
         alike = len({(model.heads_of(name), model.widths_of(name)) for name in names}) == 1
@@ -160,6 +182,14 @@ class RankCache:
                 stack = torch.empty(2, blocks, block, n, widths[0])
                 self.tensors[name], parts = stack, [stack[i].permute(0, 2, 1, 3) for i in range(2)]
             self.views.append([part.view(torch.int32).numpy() for part in parts])
+
+    def own(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """This rank's tokens of [begin, end): which they are, which block of the table each is in, and where there. What a rank
+        has of a prompt lies one token behind the other."""
+        tokens = np.arange(end)
+        held = np.flatnonzero(tokens // self.divided.interleave % self.divided.world == self.part)
+        places = np.arange(len(held))[held >= begin]
+        return held[held >= begin], places // self.block, places % self.block
 
     def fill(self, value: int) -> None:
         for layer in self.views:

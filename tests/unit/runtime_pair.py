@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from runtime_caches import Model, Pool, RankCache
+from runtime_caches import Divided, Model, Pool, RankCache
 from watching import parsed, until
 
 from vllm_ascend_pd.config import PushConfig
@@ -108,6 +108,7 @@ class DecodeSite:
         *,
         cuts: Sequence[int] = (),
         hosts: Sequence[str] = (LOOPBACK,),
+        divided: Divided = Divided(),  # noqa: B008
         block: int = 4,
         blocks: int = 64,
         push: PushConfig | None = None,
@@ -116,7 +117,7 @@ class DecodeSite:
         secrets: Secrets | None = None,
         seed: int = 2,
     ) -> None:
-        self.model, self.tp, self.block = model, tp, block
+        self.model, self.tp, self.covers = model, tp, block * divided.world
         self.config, self.secrets = push or config(), secrets
         device = device or model.device()
         self.engine = engine_of(self.config, make_transport, secrets)
@@ -125,11 +126,13 @@ class DecodeSite:
         self.firsts = [0, *cuts]  # layers, of the stages
         self.stages = [model.names[a:b] for a, b in pairwise([*self.firsts, len(model.names)])]
         self.places = [(stage, rank) for stage in range(len(self.stages)) for rank in range(tp)]
-        self.ranks = [RankCache(model, self.stages[stage], tp, rank, blocks, block) for stage, rank in self.places]
+        self.ranks = [
+            RankCache(model, self.stages[stage], tp, rank, blocks, block, divided) for stage, rank in self.places
+        ]
         self.workers = []
         for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
             cache.fill(UNTOUCHED)
-            shape = model.shape(block, tp, rank)
+            shape = model.shape(block, tp, rank, divided)
             there = replace(engine_of(self.config, make_transport, secrets), host=hosts[stage % len(hosts)])
             worker = DecodeWorker(there, shape, device, stage, rank)
             worker.register_kv_caches(cache.tensors)
@@ -148,8 +151,8 @@ class DecodeSite:
     ) -> Request:
         """D's scheduler allocates blocks for [first, tokens); the workers hear of it in the next step."""
         content = self.model.content(tokens, len(self.requests) if seed is None else seed)
-        before = first // self.block
-        blocks = [0] * before + self.pool.take(-(-tokens // self.block) - before)
+        before = first // self.covers
+        blocks = [0] * before + self.pool.take(-(-tokens // self.covers) - before)
         assert self.book.wanted(name, tokens, first) == tokens - first
         bind = self.book.reserve(name, tokens - first, [blocks], self.geometry.tables, deadline_s, uuid.uuid4().hex)
         reservation = Reservation(
@@ -232,16 +235,16 @@ class DecodeSite:
             if request not in requests:
                 free[request.d_blocks] = True
                 continue
-            tokens = np.arange(request.first, request.tokens)
+            tokens, at, row = cache.own(request.first, request.tokens)
             if self.used.intersection(request.d_blocks):  # only what must be there can be told of used blocks
                 free[request.d_blocks] = True
-            ids = np.asarray(request.d_blocks)[tokens // self.block - request.first // self.block]
+            ids = np.asarray(request.d_blocks)[at - request.first // self.covers]
             wanted = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
-            expected[ids, :, tokens % self.block] = wanted
-            landed = view[ids, :, tokens % self.block]
+            expected[ids, :, row] = wanted
+            landed = view[ids, :, row]
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
-            if self.model.layout == "opaque" and request.tokens % self.block:
-                free[request.d_blocks[-1], :, request.tokens % self.block :] = True  # the plane is one piece
+            if self.model.layout == "opaque" and request.tokens % self.covers:
+                free[request.d_blocks[-1], :, request.tokens % self.covers :] = True  # the plane is one piece
         touched = (view != expected) & ~free
         assert not touched.any(), f"{where}: blocks {np.unique(np.argwhere(touched)[:, 0]).tolist()} were touched"
 
@@ -277,6 +280,7 @@ class PrefillSite:
         *,
         pp: int = 1,
         cuts: Sequence[int] = (),
+        divided: Divided = Divided(),  # noqa: B008
         block: int = 4,
         blocks: int = 64,
         push: PushConfig | None = None,
@@ -285,7 +289,7 @@ class PrefillSite:
         secrets: Secrets | None = None,
         seed: int = 1,
     ) -> None:
-        self.model, self.tp, self.block = model, tp, block
+        self.model, self.tp, self.covers = model, tp, block * divided.world
         self.config = push or config()
         device = device or model.device()
         device_of = device if callable(device) else lambda _: device
@@ -296,10 +300,10 @@ class PrefillSite:
         self.stages = [tuple(map(str, part)) for part in np.array_split(np.array(model.names), cuts or pp)]
         pp = len(self.stages)
         for stage, names in enumerate(self.stages):
-            for rank in range(tp):
-                cache = RankCache(model, names, tp, rank, blocks, block)
+            for rank in range(tp * divided.pcp):
+                cache = RankCache(model, names, tp, rank, blocks, block, divided)
                 cache.fill(7)
-                shape = model.shape(block, tp, rank)
+                shape = model.shape(block, tp, rank, divided)
                 engine = engine_of(self.config, make_transport, secrets)
                 place = Place(stage * tp + rank, tp, pp, 8192)
                 worker = PrefillWorker(engine, shape, device_of(rank), Contributor(stage, rank), place)
@@ -321,7 +325,7 @@ class PrefillSite:
         """One engine step that computes so many tokens of each request."""
         ranges = []
         for request, count in work:
-            new = self.pool.take(-(-(request.computed + count) // self.block) - len(request.p_blocks))
+            new = self.pool.take(-(-(request.computed + count) // self.covers) - len(request.p_blocks))
             request.p_blocks += new
             whole = request.p_name not in self.known
             self.known.add(request.p_name)
@@ -339,7 +343,7 @@ class PrefillSite:
 
     def cached_prefix(self, request: Request, tokens: int) -> None:
         """The first tokens lie in P's cache already, from an earlier request."""
-        request.p_blocks, request.computed = self.pool.take(-(-tokens // self.block)), tokens
+        request.p_blocks, request.computed = self.pool.take(-(-tokens // self.covers)), tokens
         for (stage, _), cache in self.caches.items():
             for index, name in enumerate(self.stages[stage]):
                 self._write(cache, self.model.names.index(name), index, request, 0, tokens)
@@ -389,13 +393,13 @@ class PrefillSite:
         return step
 
     def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
-        tokens = np.arange(begin, end)
-        ids = np.asarray(request.p_blocks)[tokens // self.block]
+        tokens, at, row = cache.own(begin, end)
+        ids = np.asarray(request.p_blocks)[at]
         if layer >= len(request.content):
             return  # of a draft model that D has not
         for region, view in enumerate(cache.views[own]):
             content = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
-            view[ids, :, tokens % self.block] = content
+            view[ids, :, row] = content
 
     def collect(self) -> None:
         ended, self.ended = self.ended, []

@@ -41,7 +41,7 @@ ANSWER_S = 120.0  # it imports torch first, on a machine that others use too
 
 
 def push_config() -> PushConfig:
-    return config(transport="mooncake", lease_s=1.5, margin_s=0.3, ready_timeout_s=5.0)
+    return config(transport="mooncake", quiet_extra_s=2.0, lease_s=1.5, margin_s=0.3, ready_timeout_s=5.0)
 
 
 def target() -> Target:
@@ -49,7 +49,7 @@ def target() -> Target:
 
 
 def wire() -> Wire:
-    return create_wire(WIRE, LOOPBACK, quiet_s=5.0)
+    return create_wire(WIRE, LOOPBACK, quiet_s=7.0)
 
 
 def decode_site(seed: int = 2) -> DecodeSite:

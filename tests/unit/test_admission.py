@@ -189,12 +189,64 @@ def stored(dtype: str, *, calculate_kv_scales: bool = False, **more: Any) -> Cal
     return made
 
 
+def divided(role: str, **more: Any) -> Any:
+    """Two ranks of tensor parallelism, of which each has half of the tokens."""
+    return vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2, **more)
+
+
+@pytest.fixture
+def under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+
+
+def with_pcp(role: str, **more: Any) -> Any:
+    """As vllm-ascend has it; vLLM's own takes it for some models alone."""
+    config = divided(role, **more)
+    config.parallel_config.prefill_context_parallel_size = 3
+    config.parallel_config.cp_kv_cache_interleave_size = 16
+    return config
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_ranks_that_divide_the_tokens_start() -> None:
+    for role in BOTH:
+        config = divided(role)
+        Engine.of(config)
+        assert admission.context(config.parallel_config) == (2, 1, 1)
+    config = with_pcp("kv_producer")
+    Engine.of(config)
+    shape = admission.cache_shape(config, grouped(attention()))
+    assert (shape.dcp, shape.pcp, shape.interleave) == (2, 3, 16)
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_what_is_not_proven_of_divided_tokens_is_refused() -> None:
+    assert "Prefill context parallelism on decode" in refusal(with_pcp("kv_consumer")).sentence
+    for make in (divided, with_pcp):
+        assert "Speculative decoding with" in refusal(make("kv_producer", speculative_config=NGRAM)).sentence
+        assert "with pipeline" in refusal(make("kv_producer", pipeline_parallel_size=2)).sentence
+    config = divided("kv_producer")
+    config.cache_config.cache_dtype = "fp8"
+    assert "Context parallelism with a quantised KV cache" in refusal(config).sentence
+    config = divided("kv_producer")
+    config.parallel_config.cp_kv_cache_interleave_size = 24
+    with pytest.raises(ConfigError) as caught:
+        admission.cache_shape(config, grouped(attention()))
+    assert "do not end with a block of 32" in caught.value.sentence
+    config = divided("kv_producer")
+    config.kv_transfer_config.kv_role = "kv_both"
+    said = [error.sentence for error in admission.engine_refusals(config, PushConfig.parse({}))]
+    assert any("with context parallelism" in sentence for sentence in said)
+    config = vllm_config("kv_producer", tensor_parallel_size=2)  # two heads: no two ranks hold one
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError) as caught:
+        admission.cache_shape(config, grouped(attention()))
+    assert "do not hold one head" in caught.value.sentence
+
+
 NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
-    ("Prefill context parallelism", with_parallel("prefill_context_parallel_size", 2)),
-    (
-        "Decode context parallelism",
-        lambda role: vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2),
-    ),
+    ("Context parallelism without vllm-ascend", with_parallel("prefill_context_parallel_size", 2)),
+    ("Context parallelism without vllm-ascend", divided),
     ("Speculative decoding with suffix", with_drafts(method="suffix")),
     ("Speculative decoding with medusa", with_drafts(method="medusa")),
     ("A draft model of 3 MTP layers", with_drafts(modules=3)),

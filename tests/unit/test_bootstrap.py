@@ -100,15 +100,15 @@ def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(bootstrap, "PATIENCE_S", 0.3)
         with suppress(ConnectionError):  # by what it had not read yet
-            assert b" 200 " not in site.raw(b"GET /query HTTP/1.1\r\nX: " + b"x" * 4 * bootstrap.MOST_HEAD)
+            assert b" 200 " not in site.raw(b"GET /query HTTP/1.1\r\nX: " + b"x" * 4 * bootstrap.MAX_HEAD)
         assert site.raw(b"GET /query HTTP/1.1\r\n") == b""
     assert site.ask().status_code == 200
 
 
 def test_a_crowd_is_not_let_in(site: Site) -> None:
-    crowd = [socket.create_connection(("127.0.0.1", site.port), 10) for _ in range(bootstrap.MOST_OPEN)]
+    crowd = [socket.create_connection(("127.0.0.1", site.port), 10) for _ in range(bootstrap.MAX_OPEN)]
     try:
-        until(lambda: len(site.p._reception._bootstrap._open) == bootstrap.MOST_OPEN)  # type: ignore[union-attr]
+        until(lambda: len(site.p._reception._bootstrap._open) == bootstrap.MAX_OPEN)  # type: ignore[union-attr]
         with pytest.raises(httpx.HTTPError):
             site.ask()
     finally:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.telling import Telling
+from vllm_ascend_pd.prefill.telling import FirstTokenSource
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 
@@ -186,6 +187,9 @@ class Told(SchedulerRole, WorkerRole):
     def open_loads(self) -> int:
         return int(self.answers.get("open_loads", 0))
 
+    def due_s(self) -> float:
+        return float(self.answers.get("due_s", math.inf))
+
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(**self.answers.get("metadata", {}))
 
@@ -247,6 +251,10 @@ def test_what_concerns_the_engine_reaches_both() -> None:
 @pytest.mark.parametrize(("prefill", "decode", "wanted"), [(0, 0, 0), (0, 3, 3), (-1, 3, -1), (-1, 0, -1)], ids=str)
 def test_nobody_sleeps_who_has_a_push_to_tell_of(prefill: int, decode: int, wanted: int) -> None:
     assert BothScheduler(Told(open_loads=prefill), Told(open_loads=decode)).open_loads() == wanted
+
+
+def test_it_looks_when_either_has_to() -> None:
+    assert BothScheduler(Told(due_s=0.05), Told()).due_s() == BothScheduler(Told(), Told(due_s=0.05)).due_s() == 0.05
 
 
 def test_a_step_brings_both_and_either_may_ask_for_one() -> None:
@@ -408,5 +416,5 @@ def test_p_listens_before_d_s_workers() -> None:
 
 def test_each_role_has_its_part_in_first_tokens() -> None:
     made = connector("kv_both", KVConnectorRole.SCHEDULER, KEYS)
-    assert [type(role) for role in made.first_tokens] == [Telling, Seeding]
+    assert [type(role) for role in made.first_tokens] == [FirstTokenSource, Seeding]
     made.shutdown()

@@ -125,7 +125,7 @@ def test_after_what_is_no_batch_nothing_is_known(payload: bytes) -> None:
 
 
 def test_no_more_blocks_are_known_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_events, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(cache_events, "MAX_BLOCKS", 3)
     cache = Cache()
     assert cache.heard(0, batch(stored(1, 2))) == (32, False)
     assert cache.heard(1, batch(stored(3)))[1] and cache.tokens == 0

@@ -124,6 +124,7 @@ SIZED = {**OURS, "kv_connector_extra_config": {"prefill": {"tp_size": 2}}}
         ({"kv_connector": "AscendPushConnector"}, [], "PD-CONF-004: kv_role = None"),
         ({**OURS, "kv_connector": "NixlConnector"}, [], "PD-CONF-003: kv_connector = 'NixlConnector' is impossible"),
         (EVERYWHERE, [], "PD-CONF-003: side_channel_host = '0.0.0.0'"),
+        (OURS, ["--tp", "2", "--dcp", "2"], "PD-CONF-005: Context parallelism without vllm-ascend"),
         (SIZED, ["--tp", "4"], "PD-CONF-006: prefill.tp_size = 2 in the configuration, but this engine runs with 4"),
     ],
 )
@@ -165,6 +166,9 @@ def test_a_part_of_a_configuration_can_be_checked_and_is_said_to_be_no_whole() -
         ),
         (["--ranks", "0"], "--ranks = 0"),
         (["--tp", "0"], "--tp = 0"),
+        (["--dcp", "0"], "--dcp = 0"),
+        (["--listen", "--model", "{model}", "--tp", "4", "--dcp", "2"], "--dcp = 2"),
+        (["--listen", "--model", "{model}", "--interleave", "16"], "--interleave = 16"),
         (["--listen", "--model", "{model}", "--tp", "3"], "--tp = 3"),
         (["--block-size", "-1"], "--block-size = -1"),
         (["--listen", "--calls", "-1"], "--calls = -1"),
@@ -366,10 +370,10 @@ def test_two_mebibytes_are_written_and_checked_both_ways(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     flags = ["--secret-file", secret_file(tmp_path), "--model", str(tmp_path)]
     with listening(*flags, "--tp", "2") as address:
-        code, found = doctor("--peer", address, *flags, "--tp", "4")
+        code, found = doctor("--peer", address, *flags, "--tp", "8", "--dcp", "2")
     assert code == 0, found
     assert "signed" in found["side channel"][0]["says"]
-    assert "TP 4 here and TP 2 there" in found["cache"][0]["says"]
+    assert "TP 8 × DCP 2 here and TP 2 there" in found["cache"][0]["says"]
     for way in ("write there", "write back"):
         assert found[way][0]["level"] == GOOD and "2 MiB with the right checksum" in found[way][0]["says"]
     assert found["clocks"][0]["level"] == GOOD

@@ -49,6 +49,33 @@ def test_stages_send_each_layer_once_to_the_stage_that_has_it(capsys: pytest.Cap
     assert {(link["p"] // 2, link["d"]) for link in made["links"]} == {(0, 0), (0, 1), (1, 1), (1, 2)}
 
 
+def test_tokens_that_ranks_divide_are_sent_once_to_who_holds_them(capsys: pytest.CaptureFixture[str]) -> None:
+    mla = ["--layout", "mla", "--head-dim", "576", "--layers", "2", "--tokens", "4096"]
+    made = plan(capsys, "--p-tp", "8", "--p-dcp", "8", "--d-tp", "2", "--d-dcp", "2", *mla)
+    assert made["mode"] == "direct" and "divided" in made["why"]
+    assert [(link["p"], link["d"]) for link in made["links"]] == [(rank, rank % 2) for rank in range(8)]
+    assert {link["bytes"] for link in made["links"]} == {whole(4096, 1, 576, 2, regions=1) // 8}
+    made = plan(capsys, "--p-tp", "2", "--p-pcp", "2", "--d-tp", "1", *mla)
+    by_rank = {rank: sum(link["bytes"] for link in made["links"] if link["p"] == rank) for rank in range(4)}
+    assert sum(by_rank.values()) == whole(4096, 1, 576, 2, regions=1) and len(set(by_rank.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--p-dcp", "3"], "8 ranks have 8 KV heads"),
+        (["--d-dcp", "2"], "KV heads"),
+        (["--p-pcp", "2", "--p-interleave", "48"], "a block has 128 tokens"),
+        (["--p-interleave", "64"], "the tokens are not divided"),
+        (["--p-pcp", "2", "--p-pp", "2"], "--p-pcp"),
+        (["--p-pcp", "1024"], "at most 4096 workers"),
+    ],
+)
+def test_parts_that_no_engine_has_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--p-tp", "8", "--d-tp", "8", *GQA, *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_equal_sizes_pair_up(capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(capsys, "--p-tp", "4", "--d-tp", "4", *GQA)
     assert [(link["p"], link["d"]) for link in made["links"]] == [(rank, rank) for rank in range(4)]

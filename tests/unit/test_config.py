@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "preempt_drain_s": (0, NO_NUMBER, (-1, 61)),
     "resend_first_s": (0.1, NO_NUMBER, (0, 11)),
     "resend_max_s": (4, NO_NUMBER, (0, 61)),
-    "quiet_extra_s": (0, NO_NUMBER, (-0.1, 61)),
+    "quiet_extra_s": (2, NO_NUMBER, (-0.1, 61)),
     "trace_dir": ("/t", NO_TEXT, ()),
     "patient": (False, NO_FLAG, ()),
     "patient_shm": ("off", NO_TEXT, ("yes", "")),
@@ -154,6 +154,7 @@ def test_the_borders_of_a_range_are_inside(key: str) -> None:
                 "resend_max_s": 60,
                 "lease_s": 120,
                 "quiet_extra_s": 0,
+                "transport": "memory",
                 "ready_timeout_s": 0.2,
             }
             value_of(PushConfig.parse({**beside, key: border}), key)
@@ -178,6 +179,7 @@ def test_an_unknown_key_names_the_nearest(key: Any, nearest: str | None) -> None
         ({"lease_s": 0.5, "resend_first_s": 0.2}, "lease_s"),
         ({"recv_deadline_s": 3, "ready_timeout_s": 30}, "recv_deadline_s"),
         ({"transfer_timeout_s": 110, "quiet_extra_s": 10.5}, "transfer_timeout_s"),
+        ({"quiet_extra_s": 1.9}, "quiet_extra_s"),
         ({"secret_file_previous": "/p"}, "secret_file_previous"),
         ({"tls_key_file": "/k"}, "tls_key_file"),
     ],

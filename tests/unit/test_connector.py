@@ -31,10 +31,12 @@ from vllm.v1.request import Request
 from vllm_configs import LAYERS, attention, cache_config, vllm_config
 from watching import until
 
-from vllm_ascend_pd import compat, plugin
+from vllm_ascend_pd import admission, compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
+from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver.reports import ROUTE
+from vllm_ascend_pd.protocol.identity import Contributor
 
 ROOT = Path(__file__).parents[2]
 BLOCK, BLOCKS, SIZE = 32, 8, 16
@@ -178,6 +180,37 @@ def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
     for made in (*workers.values(), scheduler):
         made.shutdown()
         made.shutdown()
+
+
+def test_ranks_of_prefills_context_parallelism_are_counted_before_those_of_tensor_parallelism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm-ascend names them between stage and rank."""
+    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+
+    def made(role: KVConnectorRole, rank: int = 0) -> AscendPushConnector:
+        config = vllm_config("kv_producer", QUIET, tensor_parallel_size=2)
+        config.parallel_config.rank = rank
+        config.parallel_config.prefill_context_parallel_size = 3
+        config.parallel_config.cp_kv_cache_interleave_size = BLOCK
+        return AscendPushConnector(config, role, cache_config(attention(BLOCK, 1, SIZE), blocks=BLOCKS))
+
+    shakes, workers = {}, []
+    for rank in range(6):
+        worker = made(KVConnectorRole.WORKER, rank)
+        worker.register_kv_caches(tensors(1))
+        assert worker._worker._contributor == Contributor(0, rank)  # type: ignore[union-attr]
+        shakes[0, rank // 2, rank % 2] = worker.get_handshake_metadata()
+        workers.append(worker)
+    scheduler, told = made(KVConnectorRole.SCHEDULER), []
+    monkeypatch.setattr(scheduler._scheduler, "attach_workers", told.append)
+    scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
+    (attached,) = told
+    assert list(attached) == [(0, rank) for rank in range(6)]
+    geometry = merge_geometries(attached)
+    assert len(geometry.ranks) == 6 and geometry.covers == 3 * BLOCK
+    for one in (*workers, scheduler):
+        one.shutdown()
 
 
 def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:

@@ -92,7 +92,7 @@ def test_what_earlier_steps_have_computed_leaves_with_the_beginning_of_the_step(
     told = [p.new_blocks[0].tolist() for p in (*made.computed, piece)]
     assert told == ([[5, 6, 7], []] if early else [[5, 6, 7]]), "the workers hear of each block once"
     assert [(p.before, p.after, p.final, p.restart) for p in made.computed] == [(0, early, False, False)] * bool(early)
-    assert (made.before, made.rotation) == ((1, 2) if early else (0, 1)) and made.starts[0].cached == 8
+    assert (made.before, made.number) == ((1, 2) if early else (0, 1)) and made.starts[0].cached == 8
 
 
 def test_what_a_preempted_push_finds_again_leaves_layer_by_layer() -> None:

@@ -259,7 +259,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "context parallelism": (
         {"p": line(P, "--decode-context-parallel-size", "2", "--prefill-context-parallel-size", "2")},
-        ["PD-CONF-005 Prefill context parallelism", "PD-CONF-005 Decode context parallelism"],
+        ["PD-CONF-005 Decode context parallelism of 2 among 1 ranks that do not hold one head"],
         [],
     ),
     "pipeline": (

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from geometry_reference import Cache, Cluster, geometry
+from geometry_reference import Cache, Cluster, covers, dealt, geometry, ranks_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_geometry_plan import clusters, execute, jobs_of
+from test_geometry_plan import PARTS, Parts, clusters, execute, jobs_of
 from test_geometry_regroup import staged
 
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -24,7 +24,7 @@ def sums_on_d(cluster: Cluster) -> Sums:
     found: Sums = {}
     for number, request in enumerate(cluster.requests):
         for cache in cluster.engines[request.instance]:
-            held, first = cache.geometry.head_range(cache.rank), request.first // cache.geometry.block_size
+            held, first = cache.geometry.head_range(cache.rank), request.first // covers(cache.geometry)
             wanted = range(request.first, request.end)
             found[number, cache.rank] = cache_digest(
                 cache.memory.__getitem__, cache.geometry, cache.rank, held, wanted, request.d_blocks, first
@@ -42,7 +42,9 @@ def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobP
     memory = cluster.ranks[rank].memory.__getitem__
     for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
         for d_rank, part in plan.parts.items():
-            value = cache_digest(memory, cluster.p, rank, range(*part.heads), range(part.lo, part.hi), job.p_blocks)
+            peer = job.d.dealt, job.d.ranks.part(d_rank)
+            tokens = range(part.lo, part.hi)
+            value = cache_digest(memory, cluster.p, rank, range(*part.heads), tokens, job.p_blocks, peer=peer)
             add(total, number, d_rank, value)
 
 
@@ -51,7 +53,7 @@ def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobP
 def test_the_sums_of_all_contributors_are_the_sum_of_d(drawn: tuple[Cluster, list[list[int]]], regroup: bool) -> None:
     cluster, steps = drawn
     total: Sums = {}
-    ranks = range(cluster.p.tp_size)
+    ranks = ranks_of(cluster.p)
     for advances in [*steps, [10**6] * len(cluster.requests)]:
         jobs = jobs_of(cluster, advances)
         if regroup:
@@ -64,6 +66,22 @@ def test_the_sums_of_all_contributors_are_the_sum_of_d(drawn: tuple[Cluster, lis
                 push_directly(cluster, rank, jobs, StepPlanner(cluster.p, rank).plan(jobs), total)
     cluster.check()
     assert total == sums_on_d(cluster)
+
+
+@pytest.mark.parametrize(("p_parts", "d_parts"), PARTS)
+def test_the_sums_of_all_parts_are_the_sum_of_d(p_parts: Parts, d_parts: Parts) -> None:
+    """Where ranks divide the tokens, each sum is over what both have."""
+    p, d = (
+        dealt(geometry("token", heads=1, tp=tp, block=8, cells=(4,)), dcp=dcp, pcp=pcp, interleave=run)
+        for tp, dcp, pcp, run in (p_parts, d_parts)
+    )
+    cluster, total = Cluster(p, [d], [(0, 0, 150), (0, 64, 201), (0, 0, 3)], seed=4), Sums()
+    for advances in ([40, 90, 0], [10**6] * 3):
+        jobs = jobs_of(cluster, advances)
+        for rank in ranks_of(p):
+            push_directly(cluster, rank, jobs, StepPlanner(p, rank).plan(jobs), total)
+    cluster.check()
+    assert total == {place: sums for place, sums in sums_on_d(cluster).items() if any(sums)}
 
 
 def one_cache(kind: str) -> tuple[Cache, np.ndarray]:

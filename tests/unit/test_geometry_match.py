@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from geometry_reference import geometry, owner_share, range_of, share
+from geometry_reference import dealt, geometry, owner_share, range_of, share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault, require_match
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import plan_digest
-from vllm_ascend_pd.geometry.shard import contributors, destinations, head_shares, holders, owner_shares
+from vllm_ascend_pd.geometry.shard import contributors, destinations, head_shares, owner_shares
 
 BASE = geometry("token", heads=4, tp=2, block=16, layers=3)
 
@@ -105,7 +105,7 @@ def test_shares_are_those_of_a_slot_by_slot_count(heads: int, p_tp: int, d_tp: i
     d_rank = data.draw(st.integers(0, d_tp - 1))
     for head in range_of(heads, d_tp, d_rank):
         shares = head_shares(p, d, d_rank, head)
-        assert shares.total == len(holders(p, head))
+        assert shares.total == sum(head in p.head_range(rank) for rank in range(p.tp_size))
         by_rank = dict(zip(shares.ranks, shares.weights, strict=True))
         for rank in range(p_tp):
             assert Fraction(by_rank.get(rank, 0), shares.total) == share(p, d, rank, d_rank, head)
@@ -190,3 +190,17 @@ def test_the_plan_digest_depends_on_every_fact() -> None:
         plan_digest(BASE, BASE, 0, 10, "regroup"),
     ]
     assert len({digest, *others}) == 6
+
+
+def test_blocks_without_a_common_period_are_a_difference() -> None:
+    """What would take long to compare is refused before anybody plans with it."""
+    p, d = (dealt(geometry("token", heads=1, tp=2, block=block, cells=(4,)), dcp=2) for block in (1021, 1019))
+    (found,) = mismatches(p, d)
+    assert str(found).startswith("tokens of a block: prefill 1021 on each of 2 parts, in runs of 1, decode 1019")
+    assert found.error().code == "PD-GEO-001"
+    assert not mismatches(p, p)
+
+
+def test_tokens_that_cannot_be_told_apart_cannot_be_divided() -> None:
+    p, d = geometry("opaque", heads=1, tp=2, block=16), dealt(geometry("opaque", heads=1, tp=2, block=16), dcp=2)
+    assert [found.field for found in mismatches(p, d)] == ["tokens of a block"]

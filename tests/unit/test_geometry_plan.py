@@ -6,19 +6,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
-from geometry_reference import Cluster, geometry, owner_share, range_of, share
+from geometry_reference import Cluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.decide import decide
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind
 from vllm_ascend_pd.geometry.ownership import Line, granule
+from vllm_ascend_pd.geometry.pairing import contributors as pair_contributors
+from vllm_ascend_pd.geometry.pairing import pairings
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner, push_range
 from vllm_ascend_pd.geometry.shard import Shares
 
+Parts = tuple[int, int, int, int]
 SETTINGS = settings(max_examples=1100, suppress_health_check=list(HealthCheck))
 
 
@@ -37,7 +42,7 @@ def jobs_of(cluster: Cluster, advances: list[int]) -> list[Job]:
         d = cluster.ds[request.instance]
         before, after = request.done, min(request.end, request.done + advance)
         cluster.compute(request, after)
-        lo, hi = push_range(request.first, request.end, before, after, d.block_size)
+        lo, hi = push_range(request.first, request.end, before, after, covers(d))
         jobs.append(Job(d, request.first, lo, hi, request.p_blocks, request.d_blocks, request.instance))
     return jobs
 
@@ -52,13 +57,14 @@ def execute(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobPlan]) 
 
 
 def run(cluster: Cluster, steps: list[list[int]], rotation: int = 0) -> None:
-    planners = [StepPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
+    planners = [StepPlanner(cluster.p, rank) for rank in ranks_of(cluster.p)]
     for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
         jobs = jobs_of(cluster, advances)
         plans = [planner.plan(jobs, rotation + number) for planner in planners]
         for rank, mine in enumerate(plans):
             execute(cluster, rank, jobs, mine)
-        check_balance(cluster, jobs, plans)
+        if all(covers(g) == g.block_size and g.only < 0 for g in (cluster.p, *cluster.ds)):
+            check_balance(cluster, jobs, plans)
     cluster.check()
 
 
@@ -145,12 +151,78 @@ def test_every_ratio_of_ranks_on_every_layout(kind: str, heads: int, p_tp: int, 
     run(Cluster(p, [d, d], [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
 
 
+# TP, DCP, PCP and interleave of either side
+PARTS = [
+    ((1, 1, 1, 1), (1, 1, 1, 1)),
+    ((8, 8, 1, 8), (2, 2, 1, 8)),
+    ((1, 1, 1, 1), (4, 4, 1, 4)),
+    ((4, 4, 1, 1), (4, 2, 1, 2)),
+    ((2, 1, 2, 8), (4, 2, 1, 8)),
+    ((4, 2, 2, 2), (8, 4, 1, 1)),
+    ((2, 2, 3, 4), (4, 4, 1, 8)),
+    ((8, 2, 1, 8), (1, 1, 1, 1)),
+    ((4, 1, 2, 8), (4, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("p_kind", "d_kind"), [("token", "token"), ("head", "token"), ("token", "head")])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("blocks", [(8, 8), (16, 8), (8, 16)])
+@pytest.mark.parametrize(("p_parts", "d_parts"), PARTS)
+def test_tokens_that_are_divided_among_ranks(
+    p_kind: str, d_kind: str, heads: int, blocks: tuple[int, int], p_parts: Parts, d_parts: Parts
+) -> None:
+    """Context parallelism of decode and of prefill, equal and unequal: with fewer heads than ranks, of which the rest divide the
+    tokens, and with all of them."""
+    p, d = (
+        dealt(
+            geometry(kind, heads=heads, tp=tp * (heads if dcp > 1 else 1), block=block),
+            dcp=dcp,
+            pcp=pcp,
+            interleave=run,
+        )
+        for kind, block, (tp, dcp, pcp, run) in zip((p_kind, d_kind), blocks, (p_parts, d_parts), strict=True)
+    )
+    prompts = [(0, 0, 300), (1, 8 * 8, 201), (0, 16, 64), (1, 0, 1), (0, 37, 90)]
+    run(Cluster(p, [d, d], prompts, seed=5), [[40, 90, 20, 0, 50], [130, 9, 20, 0, 7]])
+
+
 @pytest.mark.parametrize(("p_kind", "d_kind"), [("token", "head"), ("head", "token")])
 @pytest.mark.parametrize(("p_block", "d_block"), [(8, 8), (16, 4), (4, 16), (12, 8)])
 def test_layouts_and_block_sizes_may_differ(p_kind: str, d_kind: str, p_block: int, d_block: int) -> None:
     p = geometry(p_kind, heads=4, tp=2, block=p_block, cells=(4, 4), pad=8)
     d = geometry(d_kind, heads=4, tp=4, block=d_block, cells=(4, 4))
     run(Cluster(p, [d], [(0, 3, 50), (0, 0, 16)], seed=7), [[17, 5], [17, 5]])
+
+
+@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    ("p_ranks", "d_ranks"), [((4, 2), (2, 0)), ((4, 3), (1, -1)), ((2, -1), (4, 1)), ((4, -1), (2, 1))]
+)
+def test_a_layer_of_one_rank_alone(kind: str, heads: int, p_ranks: tuple[int, int], d_ranks: tuple[int, int]) -> None:
+    """Ranks, and which of them alone holds the layer; -1: each holds its heads."""
+    p, d = (
+        alone(geometry(kind, heads=heads, tp=1, block=8), tp=tp, only=only)
+        if only >= 0
+        else geometry(kind, heads=heads, tp=tp, block=8)
+        for tp, only in (p_ranks, d_ranks)
+    )
+    ds = [d, alone(d, tp=4, only=3) if d_ranks[1] >= 0 else d]  # of two layouts that differ in nothing else
+    run(Cluster(p, ds, [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
+
+
+def test_layers_of_several_ranks_alone_are_planned_for_each() -> None:
+    """Two layers of one kind on P, of which D has one on each of two ranks: two pairings of that kind, in one step."""
+    p, d = geometry("token", heads=1, tp=1, block=8, layers=2), geometry("token", heads=1, tp=1, block=8, layers=2)
+    other = Kind(d.kv_heads, d.dtype, d.packing, d.regions, d.stages[0][1:], only=1)
+    d = msgspec.structs.replace(alone(d, tp=2, only=0), others=(other,))
+    table = np.arange(2, dtype=np.int32)
+    found = pairings(p, d)
+    plans = StepPlanner(p, 0).plan([Job(pair.d, 0, 0, 16, table, table) for pair in found])
+    assert [tuple(plan.by_rank) for plan in plans] == [(0,), (1,)]
+    assert [pair_contributors(p, d, rank) for rank in range(2)] == [((0, 0),), ((0, 0),)]
+    assert decide(p, d).why == "a layer is one rank's"
 
 
 def test_a_cut_moves_to_the_nearest_granule_of_its_piece() -> None:

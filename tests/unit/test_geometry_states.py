@@ -41,7 +41,7 @@ from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.forms import form_of
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
-from vllm_ascend_pd.protocol.layouts import Told, read, written
+from vllm_ascend_pd.protocol.layouts import EngineLayout, read, written
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.staging import exchanges_possible
 
@@ -220,7 +220,7 @@ def test_tensors_that_hold_no_such_state_stop_the_start(shape: tuple[int, ...]) 
 
 def test_the_layout_and_a_reservation_come_back_as_they_were_told() -> None:
     g, _ = sides(2)
-    assert read(written(Told("m", g))).geometry == g
+    assert read(written(EngineLayout("m", g))).geometry == g
     r = wanted(g, endpoints=(Endpoint("a", 1), Endpoint("a", 2)))
     form = form_of(r)
     assert [(one.first, one.end, one.index) for one in form.groups] == [(99, 100, 1)]

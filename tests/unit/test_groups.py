@@ -26,7 +26,7 @@ from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.prefill.telling import Telling
+from vllm_ascend_pd.prefill.telling import FirstTokenSource
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.forms import Slice, form_of
@@ -256,7 +256,7 @@ def test_p_computes_all_of_what_it_does_not_push_and_of_a_plain_cache() -> None:
 
 def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
     _, other = arrived(PLAIN)
-    seed = Telling(None).would(other)
+    seed = FirstTokenSource(None).would(other)
     scheduler, request = arrived(TWO, seed)
     assert request.num_prompt_tokens == 101 and request.max_tokens == 1
     assert scheduler._desk.book.tracks("r") and scheduler._desk.ends("r") and not scheduler._desk.cuts("r")

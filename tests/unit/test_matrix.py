@@ -11,7 +11,7 @@ import pytest
 
 from scripts import matrix
 from scripts.matrix import BEGIN, END, Result, read, written
-from scripts.support.matrix import REFUSED, ROWS
+from scripts.support.matrix import COMBINATIONS, REFUSED, ROWS
 
 PAGE = f"before\n{BEGIN}\nan older table\n{END}\nafter\n"
 RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused
@@ -27,6 +27,13 @@ def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
     assert len({row.name for row in ROWS}) == len({row.mode for row in ROWS}) == len(ROWS)
     assert all(f"| {mode} |" in page for mode in REFUSED)
     assert {row.ci for row in ROWS} <= {"all", "one", "none"}
+
+
+def test_the_readmes_tables_are_of_the_same_source() -> None:
+    names = {row.name for row in ROWS}
+    assert all(names.issuperset(one.rows) for one in COMBINATIONS)
+    for path, text in matrix.readmes().items():
+        assert path.read_text() == text, f"{path.name}: scripts/matrix.sh --write"
 
 
 @pytest.mark.parametrize(

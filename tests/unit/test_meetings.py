@@ -77,7 +77,7 @@ def test_a_source_that_has_ended_is_pushed_whole_and_its_blocks_go_back_once() -
     assert house.offer(source=source) == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
     step = house.step()
     assert [(start.request_id, start.ended) for start in step.starts] == [("r", True)]
-    assert pushed(step) == [(0, 10, True, [1, 2, 3])] and step.before == step.rotation - 1 > 0
+    assert pushed(step) == [(0, 10, True, [1, 2, 3])] and step.before == step.number - 1 > 0
     assert house.book.released("r") and not house.book.released("r")
     assert house.step().ended == ("push-r",) and not any(house.meetings.counts().values())
 

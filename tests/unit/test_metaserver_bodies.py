@@ -79,6 +79,11 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
         bodies.parse(COMPLETIONS, body)
 
 
+def test_a_prompt_that_is_no_json_is_refused_in_a_long_body_too() -> None:
+    with pytest.raises(bodies.BodyError):
+        bodies.parse(COMPLETIONS, b'{"user": "' + b"x" * 70_000 + b'", "prompt": ["a" "b"]}')
+
+
 def test_p_is_asked_for_one_token_and_nothing_else() -> None:
     asked = {"stream": True, "stream_options": {}, "n": 4, "min_tokens": 7, "logprobs": 3, "stop": ["x"], "best_of": 2}
     request = parse(prompt="p", max_tokens=100, temperature=0.5, **asked)

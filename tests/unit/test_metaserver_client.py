@@ -355,7 +355,7 @@ def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_run
 
 
 def test_reports_that_nobody_takes_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(client_module, "_MOST_REPORTS", 20)
+    monkeypatch.setattr(client_module, "_MAX_REPORTS", 20)
     server = scripted(lines(30))
     mine = client(loop, Told(), server.served.url)
     for _ in range(50):

@@ -14,7 +14,7 @@ from fake_engine import words
 from metaserver_cluster import Cluster, asked_until, cluster, events, streamed, texts, until
 
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
-from vllm_ascend_pd.metaserver.service.front import Turnstile
+from vllm_ascend_pd.metaserver.service.front import AdmissionQueue
 
 
 def condition(c: Cluster, name: str) -> Condition:
@@ -206,7 +206,7 @@ def test_another_p_beats_ds_own_prefill() -> None:
 
 
 async def test_a_turn_that_comes_in_the_moment_of_leaving_is_passed_on() -> None:
-    turnstile = Turnstile(Gatekeeper(1, 5))
+    turnstile = AdmissionQueue(Gatekeeper(1, 5))
     assert await turnstile.enter(1.0)
     waits = asyncio.create_task(turnstile.enter(10.0))
     await asyncio.sleep(0)

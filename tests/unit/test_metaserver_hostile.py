@@ -56,7 +56,7 @@ async def door(
         with taken.body() as counted:
             try:
                 body = await counted.read(receive, most)
-            except intake.CutOff:
+            except intake.CallerLeft:
                 cut.append(scope["path"])
                 return
             except intake.Refused as refused:

@@ -19,7 +19,7 @@ from metaserver_cluster import Cluster, asked_until, cluster, data, events, text
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver import http1
 from vllm_ascend_pd.metaserver.decisions import (
-    MOST_RANKS,
+    MAX_RANKS,
     PRINT_S,
     VERDICTS,
     CircuitPolicy,
@@ -384,9 +384,9 @@ def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> Non
 
 def test_an_engine_that_invents_ranks_fills_no_memory() -> None:
     life = Life()
-    for n in range(MOST_RANKS + 10):
+    for n in range(MAX_RANKS + 10):
         life = life.heard(f"x-dp{n}", float(n))
-    assert len(life.told) == MOST_RANKS and min(word.at for word in life.told) == 10.0
+    assert len(life.told) == MAX_RANKS and min(word.at for word in life.told) == 10.0
 
 
 def told(incarnation: str, at: float, refused: float = 0.0) -> Life:

@@ -114,11 +114,11 @@ def test_what_is_made_of_a_long_body_is_what_came(body: bytes) -> None:
             assert json.loads(sent)["kv_transfer_params"] == {"t": 1}
 
 
-@pytest.mark.parametrize("count", [outline.MOST_MEMBERS, outline.MOST_MEMBERS + 1])
+@pytest.mark.parametrize("count", [outline.MAX_MEMBERS, outline.MAX_MEMBERS + 1])
 @pytest.mark.parametrize("padding", [0, LONG], ids=["short", "long"])
 def test_the_names_of_a_body_are_bounded(count: int, padding: int) -> None:
     body = json.dumps({"prompt": "x" * padding} | {f"{i}": 1 for i in range(count - 1)}).encode()
-    if count > outline.MOST_MEMBERS:
+    if count > outline.MAX_MEMBERS:
         with pytest.raises(bodies.BodyError, match="more than 256 names"):
             bodies.parse(bodies.COMPLETIONS, body)
     else:

@@ -12,7 +12,7 @@ from metaserver_cluster import Cluster, cluster, until
 from scripts.support.checks import front_counter
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once
-from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MOST_BYTES, NEAR, Marks, Prompts, marks_of
+from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MAX_BYTES, NEAR, Marks, Prompts, marks_of
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.protocol.identity import incarnation
 
@@ -45,15 +45,15 @@ def test_what_is_told_beside_the_prompt_cannot_be_mistaken_for_another_part() ->
 
 
 def test_a_long_prompt_has_few_marks_and_takes_turns() -> None:
-    prompt = b"1234, " * (MOST_BYTES // 3)
+    prompt = b"1234, " * (MAX_BYTES // 3)
     steps, turns = marks_of((), prompt, len(prompt) // 6), 0
     with pytest.raises(StopIteration) as ended:
         while True:
             next(steps)
             turns += 1
     found: Marks = ended.value.value
-    assert len(found) == FINE // NEAR + (MOST_BYTES - FINE) // FAR and turns >= MOST_BYTES // FINE - 1
-    assert found[-1].tokens == MOST_BYTES // 6
+    assert len(found) == FINE // NEAR + (MAX_BYTES - FINE) // FAR and turns >= MAX_BYTES // FINE - 1
+    assert found[-1].tokens == MAX_BYTES // 6
 
 
 # ---- what an engine is thought to have

@@ -13,7 +13,7 @@ from simulation.front.speech import HALF, Said, Speaker, Wish, speak, understood
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.resumable import FATES, Fate, NotContinued, Terms, terms_of
-from vllm_ascend_pd.metaserver.resume import MOST_AGAIN, Cut, Kept
+from vllm_ascend_pd.metaserver.resume import MAX_AGAIN, Cut, StreamState
 
 MOST = 4096
 PROMPT = [9, 8, 7]
@@ -135,7 +135,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
     body = drawn(dice)
     want = b"".join(written(body, PROMPT, random.Random(0)))
     request = bodies.parse(bodies.CHAT if "messages" in body else bodies.COMPLETIONS, json.dumps(body).encode())
-    kept = Kept(at_once(terms_of(request, 0)), MOST)
+    kept = StreamState(at_once(terms_of(request, 0)), MOST)
     got, events = b"", written({**body, "return_token_ids": True}, PROMPT, dice)
     for number in range(2, 9):
         last = number == 8
@@ -154,9 +154,9 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
     assert understood(got) == understood(want)
 
 
-def kept_of(body: dict[str, Any], seen: int, **more: Any) -> tuple[Kept, bytes]:
+def kept_of(body: dict[str, Any], seen: int, **more: Any) -> tuple[StreamState, bytes]:
     body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, "prompt": PROMPT, **body}
-    kept = Kept(terms(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MOST))
+    kept = StreamState(terms(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MOST))
     events = written({**body, "return_token_ids": True}, PROMPT, random.Random(1))
     return kept, b"".join(map(kept.take, events[:seen]))
 
@@ -200,7 +200,7 @@ def test_a_stream_that_grows_too_long_is_given_up_and_costs_nothing_more() -> No
 
 
 def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
-    kept = Kept(terms(), MOST)
+    kept = StreamState(terms(), MOST)
     event = b'data: {"id":"x","choices":[{"index":0,"text":" a"}]}\n\n'
     assert kept.take(event) == event
     with pytest.raises(NotContinued, match="tells no token ids"):
@@ -211,7 +211,7 @@ def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
     "delta", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{}]}, {}], ids=lambda d: str(list(d))
 )
 def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> None:
-    kept = Kept(terms(chat=True), MOST)
+    kept = StreamState(terms(chat=True), MOST)
     first = {
         "id": "x",
         "prompt_token_ids": [1, 2],
@@ -241,9 +241,9 @@ def test_how_d_ends_a_stream_is_told_apart(said: dict[str, Any], cut: Cut | None
 
 
 def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:
-    kept = Kept(terms(max_tokens=1000), MOST)
+    kept = StreamState(terms(max_tokens=1000), MOST)
     half = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [250], "prompt_token_ids": [1]}]}
-    for _ in range(MOST_AGAIN + 1):
+    for _ in range(MAX_AGAIN + 1):
         kept.take(b"data: " + json.dumps(half).encode() + b"\n\n")
     with pytest.raises(NotContinued, match="held text back"):
         kept.point()

@@ -22,7 +22,7 @@ from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.observe import tally as tally_module
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
-from vllm_ascend_pd.observe.tally import METRICS, MOST_TIMES, PREFIX, Tally
+from vllm_ascend_pd.observe.tally import MAX_TIMES, METRICS, PREFIX, Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.identity import TransferId
 
@@ -43,11 +43,17 @@ def added(*stats: PushStats) -> PushStats:
 
 # -- the tally
 
-TELLS = {"Told": ("time", "sum", "level"), "time": ("time",), "add": ("sum",), "count": ("count",), "level": ("level",)}
+TELLS = {
+    "MetricValue": ("time", "sum", "level"),
+    "time": ("time",),
+    "add": ("sum",),
+    "count": ("count",),
+    "level": ("level",),
+}
 
 
 def _called(node: ast.Call) -> str:
-    """Told(…), or a method of what is called a tally."""
+    """MetricValue(…), or a method of what is called a tally."""
     if isinstance(node.func, ast.Name):
         return node.func.id
     on = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -98,9 +104,9 @@ def test_a_level_is_told_while_it_is_not_zero_and_once_when_it_is_again() -> Non
 
 def test_times_between_two_collections_are_bounded() -> None:
     tally = Tally()
-    for _ in range(MOST_TIMES + 10):
+    for _ in range(MAX_TIMES + 10):
         tally.time("ready_wait_seconds", 0.001)
-    assert len(told(tally).data["times"]["ready_wait_seconds"]) == MOST_TIMES
+    assert len(told(tally).data["times"]["ready_wait_seconds"]) == MAX_TIMES
 
 
 def test_threads_that_add_at_once_lose_nothing() -> None:

@@ -20,7 +20,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_ascend_pd import patience
 from vllm_ascend_pd.patience import Patience
 
-FOREVER = 60.0  # instead of 50 ms: a nap that nobody ends shows
+FOREVER = 60.0  # instead of a quarter of a second: a nap that nobody ends shows
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +95,10 @@ def test_after_news_the_answers_in_flight_are_read_without_a_nap() -> None:
     assert asleep(thread), "what the news was about has been read"
     polite.news()
     assert ends(thread)
+
+
+def test_a_nap_ends_when_something_is_due_of_which_no_news_comes() -> None:
+    assert ends(napping(Patience(lambda: 1, lambda: 0.05), queue.Queue[Any]()))
 
 
 def test_a_nap_has_an_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,12 @@ from vllm_ascend_pd.protocol.auth import decode_reservation
 from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.layouts import (
-    Held,
+    EngineLayout,
     Kind,
     Layer,
     Layout,
     Section,
-    Told,
+    Sharding,
     Worker,
     layout_hash,
     layout_of,
@@ -32,7 +32,7 @@ from vllm_ascend_pd.protocol.layouts import (
 from vllm_ascend_pd.protocol.messages import Reservation
 
 ENDPOINTS = (Endpoint("10.0.0.1", 1), Endpoint("10.0.0.2", 2))
-TOLD = Told("model/1", P, ENDPOINTS)
+TOLD = EngineLayout("model/1", P, ENDPOINTS)
 LAYOUT = layout_of(TOLD)
 STAGES = (("a", "b"), (), ("c",))
 UNLIKE = Unlike(1, "int8/float32", "", (Region("k", 1, 0, 3, 4), Region("scale", 5, 0, 6, 8)), ("a", "c"))
@@ -66,17 +66,25 @@ def component(**changes: Any) -> tuple[Kind, ...]:
     "told",
     [
         TOLD,
-        Told("", geometry(1), ()),
-        Told("m", geometry(3, stages=STAGES, kv_heads=1)),
-        Told("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)))),
-        Told("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)), dtype="int8/float32")),
-        Told("m", geometry(2, stages=STAGES, drafter="d", drafts=("c",))),
-        Told("m", geometry(2, stages=STAGES, others=(UNLIKE,))),
-        Told("m", geometry(2, groups=(Group(16, "window", 40),))),
-        Told("m", GROUPED),
+        EngineLayout("", geometry(1), ()),
+        EngineLayout("m", geometry(3, stages=STAGES, kv_heads=1)),
+        EngineLayout("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)))),
+        EngineLayout(
+            "m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)), dtype="int8/float32")
+        ),
+        EngineLayout("m", geometry(2, stages=STAGES, drafter="d", drafts=("c",))),
+        EngineLayout("m", geometry(2, stages=STAGES, others=(UNLIKE,))),
+        EngineLayout("m", geometry(2, groups=(Group(16, "window", 40),))),
+        EngineLayout("m", GROUPED),
+        EngineLayout("m", geometry(4, kv_heads=2, dcp=2, interleave=4)),
+        EngineLayout("m", geometry(4, kv_heads=1, stages=STAGES, dcp=2, pcp=3, interleave=16), ()),
+        EngineLayout("m", geometry(2, kv_heads=4, pcp=2, interleave=8)),
+        EngineLayout("m", geometry(4, only=3)),
+        EngineLayout("m", geometry(4, stages=STAGES, others=(msgspec.structs.replace(UNLIKE, only=2),))),
+        EngineLayout("m", geometry(4, kv_heads=2, dcp=2, interleave=4, stages=STAGES, others=(UNLIKE,))),
     ],
 )
-def test_what_is_read_is_what_was_written(told: Told) -> None:
+def test_what_is_read_is_what_was_written(told: EngineLayout) -> None:
     assert read(written(told)) == told
     assert layout_hash(written(told)) == layout_hash(encoded(layout_of(told)))
 
@@ -90,12 +98,18 @@ def test_a_reservation_comes_back_as_it_was_made() -> None:
     [
         ({"groups": (Group(16, "chunk", 128),)}, "matters"),
         ({"groups": (Group(16), Group(16, "half"))}, "matters"),
-        ({"kinds": component(sections=(Section(0, 8, Held(4)),))}, "sections"),
-        ({"kinds": component(held=Held(4, world=2))}, "world"),
-        ({"kinds": component(held=Held(4, only=1))}, "only"),
-        ({"kinds": component(held=Held(0))}, "replicated"),
-        ({"kinds": (Kind(component()[0].components + component(name="v", held=Held(2))[0].components),)}, "components"),
-        ({"workers": (Worker(0, 0), Worker(0, 0, 1))}, "context"),
+        ({"kinds": component(sections=(Section(0, 8, Sharding(4)),))}, "sections"),
+        (
+            {"kinds": (Kind((*LAYOUT.kinds[0].components, *component(held=Sharding(4, world=2))[0].components)),)},
+            "world",
+        ),
+        ({"kinds": component(held=Sharding(1, world=2)), "groups": (Group(16, "window", 40),)}, "world"),
+        ({"kinds": component(held=Sharding(1, 2, only=1))}, "only"),
+        ({"kinds": component(held=Sharding(0))}, "replicated"),
+        (
+            {"kinds": (Kind(component()[0].components + component(name="v", held=Sharding(2))[0].components),)},
+            "components",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -111,9 +125,16 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
         ({"kinds": (Kind(()),)}, "no kind"),
         ({"groups": ()}, "no kind"),
         ({"workers": ()}, "no kind"),
-        ({"workers": LAYOUT.workers[::-1]}, "its workers"),
+        ({"workers": LAYOUT.workers[::-1]}, "tokens in 1 parts for 2 workers"),
         ({"workers": LAYOUT.workers[1:]}, "its workers"),
         ({"workers": (*LAYOUT.workers, Worker(2, 1))}, "its workers"),
+        ({"workers": (Worker(0, 0), Worker(0, 0, 1))}, "tokens in 1 parts for 2 workers"),
+        ({"kinds": component(held=Sharding(4, only=2))}, "a layer of a rank that is not there"),
+        ({"workers": (*(Worker(0, 0) for _ in range(4095)), Worker(4096, 1023))}, "its workers"),
+        ({"workers": (Worker(0, 0), Worker(0, 1, 1))}, "its workers"),
+        ({"kinds": component(held=Sharding(4, world=2))}, "tokens in 2 parts for 2 workers"),
+        ({"kinds": component(held=Sharding(1, world=2)), "workers": (Worker(0, 0), Worker(0, 1))}, "its workers"),
+        ({"kinds": component(held=Sharding(1, 2, 32)), "workers": (Worker(0, 0), Worker(0, 1, 1))}, "blocks of 16 tokens in runs of 32"),
         ({"layers": (Layer("a", 1, 0, 0),)}, "a layer is of a kind"),
         ({"layers": (Layer("a", 0, 1, 0),)}, "a layer is of a kind"),
         ({"layers": (Layer("a", 0, 0, 0), Layer("b", 0, 1, 0)), "groups": LAYOUT.groups * 2}, "of several groups"),
@@ -135,7 +156,7 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
         ({"layers": tuple(Layer(str(n), 0, 0, 0) for n in range(4097))}, "layers"),
         ({"layers": (Layer("x" * 257, 0, 0, 0),)}, "layers"),
         ({"kinds": (Kind(component()[0].components * 17),)}, "kinds"),
-        ({"kinds": component(held=Held(65537))}, "kinds"),
+        ({"kinds": component(held=Sharding(65537))}, "kinds"),
         ({"kinds": component(head_stride=-1)}, "kinds"),
         ({"kinds": component(block_stride=(1 << 31) + 1)}, "kinds"),
         ({"kinds": component(packing="x" * 65)}, "kinds"),
@@ -190,6 +211,10 @@ def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
         "regions",
         "stages",
         "drafter",
+        "dcp",
+        "pcp",
+        "interleave",
+        "only",
         "drafts",
         "others",
         "groups",

@@ -184,7 +184,7 @@ def test_addresses_are_told_once() -> None:
 def test_a_layout_that_is_not_known_is_asked_for_and_then_known_by_its_name() -> None:
     r = opened()
     assert told(r.message(0.1, "p1", begin(told=b""))) == "which"
-    assert r.counters["begin_untold"] == 1 and r.state(T) is ReservationState.OPEN
+    assert r.counters["begin_unknown_layout"] == 1 and r.state(T) is ReservationState.OPEN
     assert told(r.message(0.2, "p1", begin(seq=2))) == "ready"
     assert told(r.message(0.3, "p2", begin(TWO, told=b""))) == "ready", "the other worker of this P need not tell it"
     again = T.__class__(D_INCARNATION, 8, "u")

@@ -19,7 +19,7 @@ from watching import until
 
 pytestmark = pytest.mark.timeout(240)
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 # heads of the model, ranks of P, ranks of D
 RATIOS = [(4, 2, 1), (8, 4, 1), (8, 4, 2), (8, 8, 2), (6, 3, 2), (12, 6, 4), (2, 8, 1)]
 # layout of P, layout of D, K and V in one tensor, dtype
@@ -35,7 +35,7 @@ FORMS = [
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet(MOST_RANKS)
+    fleet = Fleet(MAX_RANKS)
     try:
         yield fleet
     finally:

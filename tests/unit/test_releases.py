@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Earlier releases of vLLM, 0.23.0 among them, which vllm-ascend 0.23.0.post1 pairs with: their schedulers, aggregators and hooks call
+"""Other releases of vLLM than the newest wheel for CPUs, 0.23.0 among them, which vllm-ascend 0.23.0.post1 pairs with: their schedulers, aggregators and hooks call
 our connector. The scenarios are in release_program.py and run in an environment of their own, all in one process: importing vLLM
 takes longer than they do. `tests/integration/test_releases_real.py` starts real engines of each.
 """
@@ -44,7 +44,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_connector_on_an_earlier_vllm(release: str) -> None:
+def test_the_connector_on_another_vllm(release: str) -> None:
     """Only its Python code: no kernel of vLLM's is called."""
     done = subprocess.run(
         [beside(release, "--python"), HERE / "release_program.py", release],

@@ -442,10 +442,10 @@ def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_la
 
 
 def test_a_pair_over_the_real_transfer_engine() -> None:
-    push = config(transport="mooncake", mooncake_protocol="tcp")
+    push = config(transport="mooncake", quiet_extra_s=2.0, mooncake_protocol="tcp")
 
     model = Model("token", heads=4)
-    p = PrefillSite(model, 2, push=push, make_transport=lambda: create_wire(push.wire, LOOPBACK, quiet_s=5.0))
+    p = PrefillSite(model, 2, push=push, make_transport=lambda: create_wire(push.wire, LOOPBACK, quiet_s=7.0))
     d = DecodeSite(model, 1, push=push, make_transport=lambda: create_target(push.wire, LOOPBACK))
     with sites(p, d):
         requests = [d.reserve("r", 45), d.reserve("s", 18, first=8)]

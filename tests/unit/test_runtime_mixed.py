@@ -62,7 +62,7 @@ class Mixture:
         if site.pool.free < 12:
             return
         tokens = self.dice.randint(2, 40)
-        first = self.dice.randrange(0, tokens - 1) // site.block * site.block
+        first = self.dice.randrange(0, tokens - 1) // site.covers * site.covers
         self.count += 1
         request = site.reserve(f"r{self.count}", tokens, first=first, seed=self.count)
         self.site_of[request.name] = site
@@ -76,7 +76,7 @@ class Mixture:
         work = []
         for request in self.dice.sample(self.active, min(len(self.active), 4)):
             count = min(self.dice.choice((1, 3, 4, 7, 40)), request.tokens - request.computed)
-            need = -(-(request.computed + count) // self.p.block) - len(request.p_blocks)
+            need = -(-(request.computed + count) // self.p.covers) - len(request.p_blocks)
             if count and need <= room:
                 room -= need
                 work.append((request, count))

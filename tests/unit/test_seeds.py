@@ -337,6 +337,16 @@ def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_fa
     assert seeds.forget("r") and not seeds.take(1.0)[0].fails, "its client has left: there is nothing to compute again"
 
 
+def test_the_scheduler_has_to_look_when_a_held_request_is_not_waited_for_any_longer() -> None:
+    seeds = book()
+    assert seeds.due_s(1.0) == math.inf, "its KV has not come"
+    seeds.complete("r", PUSH, 1.0)
+    assert seeds.due_s(1.05) == pytest.approx(0.15) and seeds.due_s(9.0) == 0.0
+    assert seeds.forget("r") and seeds.due_s(1.05) == 0.0, "it has ended"
+    seeds.take(1.05)
+    assert seeds.due_s(1.05) == math.inf
+
+
 def test_an_aborted_request_is_let_go_without_a_token() -> None:
     seeds = book()
     seeds.complete("r", PUSH, 1.0)
@@ -435,7 +445,7 @@ def test_grammars_that_may_begin_otherwise_on_another_engine_are_left_to_d(setti
     facts = {"sampling_params": object(), "prompt_token_ids": [1], "resumable": False, "mm_features": ()}
     for shaped in (False, True):
         asked = SimpleNamespace(**facts, lora_request=None, structured_output_request=object() if shaped else None)
-        assert first_token.barred(asked, own) == (why if shaped else "")
+        assert first_token.seed_refusal(asked, own) == (why if shaped else "")
 
 
 class Own(Scheduler):
@@ -483,9 +493,9 @@ def test_drafts_and_grammars_were_tried_with_one_release(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("mode", "logprobs", "why"), [("raw_logprobs", 2, ""), ("raw_logits", 2, "logprobs"), ("processed_logprobs", 0, "logprobs"), ("raw_logits", None, "")])  # fmt: skip
 def test_other_numbers_than_log_probabilities_are_left_to_d(mode: str, logprobs: int | None, why: str) -> None:
-    around, models = first_token.Around(), SimpleNamespace(logprobs_mode=mode)
+    around, models = first_token.StepHooks(), SimpleNamespace(logprobs_mode=mode)
     around.settle(SimpleNamespace(model_config=models, structured_outputs_config=SimpleNamespace()))
-    assert around.barred(Request("r", [1, 2], SamplingParams(logprobs=logprobs), None)) == why
+    assert around.seed_refusal(Request("r", [1, 2], SamplingParams(logprobs=logprobs), None)) == why
 
 
 def test_what_p_runs_on_is_no_matter() -> None:
@@ -538,7 +548,7 @@ def test_the_wrapper_is_put_on_once_and_passes_by_who_has_nothing_to_do(monkeypa
         calls.append("vLLM")
         return "outputs"
 
-    class Noted(first_token.Around):
+    class Noted(first_token.StepHooks):
         def before(self, output: Any) -> None:
             calls.append(f"before {output} {self.entered}")
 

@@ -80,13 +80,13 @@ def test_whatever_the_header_says_it_is_an_address_or_refused(value: bytes) -> N
 
 
 def test_no_more_are_known_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "MOST", 3)
+    monkeypatch.setattr(named, "MAX_PREFILLS", 3)
     fleet = Fleet(CircuitPolicy())
     house = Named(fleet, ["127.0.0.0/8"])
     for port in (1, 2, 3, 1, 4):
         house.of([(HEADER, b"127.0.0.1:%d" % port)])
     assert sorted(instance.origin.port for instance in fleet) == [1, 3, 4], "2 was not named for longest"
-    assert len(house.of([(HEADER, b",".join(b"127.0.0.1:%d" % port for port in range(1, 40)))])) == named.MOST_OF_ONE
+    assert len(house.of([(HEADER, b",".join(b"127.0.0.1:%d" % port for port in range(1, 40)))])) == named.MAX_OF_ONE
 
 
 def test_who_is_not_named_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

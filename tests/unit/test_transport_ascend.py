@@ -17,8 +17,8 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transport.ascend import AscendEngine
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import can_ask
-from vllm_ascend_pd.transport.lanes import Lanes
-from vllm_ascend_pd.transport.target import MOST_REGIONS, MooncakeTarget
+from vllm_ascend_pd.transport.lanes import BlockingWrites
+from vllm_ascend_pd.transport.target import MAX_REGISTERED, MooncakeTarget
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 SIZE = 4096
@@ -88,7 +88,7 @@ def both(kind: Any, memory: np.ndarray) -> Iterator[tuple[MooncakeTarget, Moonca
     """Both sides of one process, which register the same cache."""
     target = MooncakeTarget(kind, "127.0.0.1", "ascend")
     wire = MooncakeWire(
-        AscendEngine(target, Lanes(10, 5.0, lambda: None, time.monotonic)), can_ask=can_ask(kind), wait_s=5.0
+        AscendEngine(target, BlockingWrites(10, 5.0, lambda: None, time.monotonic)), can_ask=can_ask(kind), wait_s=5.0
     )
     for end in (target, wire):
         end.register([(memory.ctypes.data, SIZE)])
@@ -124,19 +124,19 @@ def test_one_engine_serves_both_sides_and_knows_the_cache_once(kind: Any, both: 
 def test_more_regions_than_a_process_can_register_are_refused_with_their_number(kind: Any) -> None:
     """Of the caches and of what is staged together; what touches in memory is one. None is registered before all are counted."""
     target = MooncakeTarget(kind, "127.0.0.1", "ascend")
-    apart = [(SIZE * (2 * n + 1), SIZE) for n in range(MOST_REGIONS + 1)]
+    apart = [(SIZE * (2 * n + 1), SIZE) for n in range(MAX_REGISTERED + 1)]
     with pytest.raises(
-        ConfigError, match=f"{MOST_REGIONS + 1} separate regions .* can register {MOST_REGIONS}"
+        ConfigError, match=f"{MAX_REGISTERED + 1} separate regions .* can register {MAX_REGISTERED}"
     ) as found:
         target.register(apart)
     assert found.value.code == "PD-WIRE-006" and not kind.opened
     target.register([*apart[:-2], (apart[0][0] + SIZE, SIZE // 2)])
     target.register(apart[:1])  # who writes registers the same again
     target.register(apart[-2:-1])
-    assert len(kind.opened[0].registered) == MOST_REGIONS
+    assert len(kind.opened[0].registered) == MAX_REGISTERED
     with pytest.raises(ConfigError, match="257 separate regions"):
         target.register(apart[-1:])
-    assert len(kind.opened[0].registered) == MOST_REGIONS
+    assert len(kind.opened[0].registered) == MAX_REGISTERED
     target.close()
 
 

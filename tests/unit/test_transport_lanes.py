@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, Lanes
+from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, BlockingWrites
 
 
 class BlockingEngine:
@@ -50,8 +50,8 @@ def engine() -> BlockingEngine:
 
 
 @pytest.fixture
-def lanes(engine) -> Iterator[Lanes]:
-    opened = Lanes(10, 5.0, lambda: None, time.monotonic)
+def lanes(engine) -> Iterator[BlockingWrites]:
+    opened = BlockingWrites(10, 5.0, lambda: None, time.monotonic)
     yield opened
     for gate in engine.gates.values():
         gate.set()
@@ -66,12 +66,14 @@ class Clock:
         return self.now
 
 
-def submit(lanes: Lanes, engine: BlockingEngine, address: str, n: int = 1, issue_by: float = float("inf")) -> int:
+def submit(
+    lanes: BlockingWrites, engine: BlockingEngine, address: str, n: int = 1, issue_by: float = float("inf")
+) -> int:
     numbers = np.arange(n, dtype=np.int64)
     return lanes.submit(engine, address, numbers, numbers, numbers + 1, issue_by=issue_by)
 
 
-def settle(lanes: Lanes, handle: int) -> WriteState:
+def settle(lanes: BlockingWrites, handle: int) -> WriteState:
     deadline = time.monotonic() + 10
     while (state := lanes.poll(handle)) is WriteState.PENDING:
         assert time.monotonic() < deadline
@@ -115,7 +117,7 @@ def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_h
 def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
     """A blocked call spins: it costs a core."""
     clock = Clock()
-    lanes = Lanes(10, 5.0, lambda: None, clock)
+    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     names = [f"peer-{n}" for n in range(CALLS + 2)]
     for name in names:
         engine.gates[name] = threading.Event()
@@ -144,7 +146,7 @@ def test_a_thread_that_is_free_makes_the_next_call(lanes, engine) -> None:
 
 def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine) -> None:
     clock = Clock()
-    lanes = Lanes(10, 1000.0, lambda: None, clock)
+    lanes = BlockingWrites(10, 1000.0, lambda: None, clock)
     names = [f"stalled-{n}" for n in range(THREADS)]
     for name in names:
         engine.gates[name] = threading.Event()
@@ -171,7 +173,7 @@ def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine)
 
 def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> None:
     clock = Clock()
-    lanes = Lanes(10, 5.0, lambda: None, clock)
+    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=6.0)
     until(lambda: engine.inside)
@@ -186,7 +188,7 @@ def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> No
 
 def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
     clock = Clock()
-    lanes = Lanes(10, 5.0, lambda: None, clock)
+    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     first, second = submit(lanes, engine, "a"), submit(lanes, engine, "a")
     until(lambda: engine.inside)
@@ -218,7 +220,7 @@ def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes,
 def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) -> None:
     """Nobody has polled since: the thread that takes a write must look at the clock itself."""
     clock = Clock()
-    lanes = Lanes(10, 5.0, lambda: None, clock)
+    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=10.0)
     until(lambda: engine.inside)
@@ -273,7 +275,7 @@ def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_
         asked.append(1)
         raise RuntimeError("the device is gone")
 
-    lanes = Lanes(10, 5.0, attach, time.monotonic)
+    lanes = BlockingWrites(10, 5.0, attach, time.monotonic)
     handles = [submit(lanes, engine, f"peer-{n}") for n in range(20)]
     assert {settle(lanes, handle) for handle in handles} == {WriteState.UNISSUED}
     assert settle(lanes, submit(lanes, engine, "later")) is WriteState.UNISSUED
@@ -288,7 +290,7 @@ def test_a_device_that_takes_some_threads_works_with_those(engine) -> None:
         if not slots.acquire(blocking=False):
             raise RuntimeError("no more contexts")
 
-    lanes = Lanes(10, 5.0, attach, time.monotonic)
+    lanes = BlockingWrites(10, 5.0, attach, time.monotonic)
     assert settle(lanes, submit(lanes, engine, "first")) is WriteState.LANDED
     handles = [submit(lanes, engine, f"peer-{n}") for n in range(20)]
     assert {settle(lanes, handle) for handle in handles} == {WriteState.LANDED}

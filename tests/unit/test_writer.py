@@ -48,8 +48,8 @@ class Core:
     def deciding(self) -> Iterator[Any]:
         yield self
 
-    def claim(self, now: float, flying: Sequence[Batch]) -> list[Batch]:
-        room = min(IN_FLIGHT - len(flying), self.claimable)
+    def claim(self, now: float, in_flight: Sequence[Batch]) -> list[Batch]:
+        room = min(IN_FLIGHT - len(in_flight), self.claimable)
         self.claimable -= room
         return [Batch(PEER, "session", [], [], [0], [0], [1]) for _ in range(room)]
 

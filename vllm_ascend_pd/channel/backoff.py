@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to dial again: doubling waits with full-width jitter below them, so that a fleet does not return in step."""
+"""Waits between dialling attempts: doubling, and each shortened at random, so that a fleet does not return in step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """`jitter` returns numbers in [0, 1); the wait lies between half and the whole of first·2ⁿ, at most `most`."""
+    """Each wait lies between half and the whole of first·2ⁿ, bounded by `most`. `jitter` returns numbers in [0, 1)."""
 
     def __init__(self, first: float, most: float, jitter: Callable[[], float]) -> None:
         self._first, self._most, self._jitter = first, most, jitter
@@ -18,7 +18,7 @@ class Backoff:
         return self._failures
 
     def failed(self) -> float:
-        """One more failure; returns how long to wait."""
+        """Count one more failure, and return how long to wait."""
         whole = min(self._most, self._first * 2.0 ** min(self._failures, 32))
         self._failures += 1
         return whole * (0.5 + 0.5 * self._jitter())

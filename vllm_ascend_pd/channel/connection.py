@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One TCP connection of the side channel, as both ends see it: frames in, frames out, and how it ended.
+"""One TCP connection of the side channel, for both ends: frames in, frames out, and how it ended.
 
-How a connection ended is evidence for the fence of docs/protocol.md, so it is kept exactly: PEER only when the
-peer's kernel said so (FIN or RST); what we closed ourselves, and what merely timed out, proves nothing.
+How a connection ended is evidence for the fence of docs/protocol.md, so it is kept exactly: PEER only when the peer's
+kernel sent FIN or RST. A connection that we closed ourselves, or that merely timed out, proves nothing.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ UNACKNOWLEDGED_MS = 20_000  # data that the peer's kernel does not acknowledge f
 class Ending(enum.Enum):
     PEER = "peer"  # the peer's kernel closed or reset it
     OURS = "ours"  # we closed it
-    LOST = "lost"  # nobody answers: the network, or a host that is down
+    LOST = "lost"  # no answer: the network, or a host that is down
 
 
 class Owner(Protocol):
-    """Who a connection reports to. Everything is called on the loop thread."""
+    """Receiver of a connection's events. All methods are called on the loop thread."""
 
     def connected(self, connection: Connection) -> None: ...
 
     def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
-        """May raise RemoteProtocolError, which then goes to `offended`."""
+        """Handle a frame. May raise RemoteProtocolError, which then goes to `offended`."""
 
     def offended(self, connection: Connection, error: RemoteProtocolError) -> None: ...
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
-        """Exactly once for every connection that was `connected`."""
+        """Handle the end: called exactly once for every connection that was `connected`."""
 
 
 class Connection(asyncio.Protocol):
-    """Bounded both ways: `send` refuses when the peer does not read, frames beyond the limit are an offence."""
+    """A connection, bounded both ways: `send` refuses when the peer does not read, too long frames are offences."""
 
     def __init__(self, owner: Owner, clock: Callable[[], float], send_buffer_bytes: int) -> None:
         self._owner = owner
@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         self._send_buffer_bytes = send_buffer_bytes
         self._splitter = Splitter(GREETING_BYTES)
         self._transport: asyncio.Transport | None = None
-        self._ending: Ending | None = None  # by whom the end began
+        self._ending: Ending | None = None  # how the end began
         self.opened = 0.0
         self.ending_since = 0.0
         self.partial_since = 0.0  # when the frame that is not complete yet began; 0: none
@@ -63,11 +63,11 @@ class Connection(asyncio.Protocol):
         return self._ending is not None
 
     def allow(self, frame_bytes: int) -> None:
-        """The peer has proven itself: larger frames are welcome."""
+        """Accept larger frames: the peer has proven itself."""
         self._splitter.limit = frame_bytes
 
     def send(self, frame: bytes) -> bool:
-        """False, and nothing sent, when closing or when the peer has not read enough of what went before."""
+        """Send a frame. Return False if not sent: the connection is closing, or the peer has too much left to read."""
         if self._ending is not None or self._transport is None or self._transport.is_closing():
             return False
         if self._transport.get_write_buffer_size() + len(frame) > self._send_buffer_bytes:
@@ -76,7 +76,10 @@ class Connection(asyncio.Protocol):
         return True
 
     def close(self, farewell: bytes = b"") -> None:
-        """Our decision, so no evidence. The farewell is sent if the peer still reads; `abort` ends a close that drags."""
+        """Close from this side, which is no evidence for the fence.
+
+        The farewell is sent if the peer still reads. `abort` ends a close that takes too long.
+        """
         if self._ending is not None or self._transport is None:
             return
         if farewell:
@@ -121,21 +124,21 @@ class Connection(asyncio.Protocol):
         return False  # close our half too
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # ECONNRESET, and EPIPE after it, are the peer's kernel speaking; a timeout is nobody speaking.
+        # ECONNRESET, and EPIPE after it, come from the peer's kernel; a timeout does not.
         said_so = isinstance(exc, ConnectionResetError | BrokenPipeError)
         self._begin_end(Ending.PEER if said_so else Ending.LOST)
         self._transport = None
         self._owner.ended(self, self._ending or Ending.LOST, str(exc) if exc else "closed")
 
     def _begin_end(self, ending: Ending) -> None:
-        """Whoever ends it first counts: a reset that answers our own closing is no evidence."""
+        """Record how the end began. The first cause counts: a reset that answers our own closing is no evidence."""
         if self._ending is None:
             self._ending = ending
             self.ending_since = self._clock()
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small frames; a peer whose host vanished is noticed within half a minute."""
+    """Set socket options: send small frames without delay, notice within half a minute that a peer's host vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -145,5 +148,5 @@ def tune(sock: socket.socket) -> None:
         ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS),
     ):
         if hasattr(socket, option):
-            with contextlib.suppress(OSError):  # an option that this kernel does not know costs only speed of detection
+            with contextlib.suppress(OSError):  # without an option that this kernel lacks, detection is only slower
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

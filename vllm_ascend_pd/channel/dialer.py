@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling end of the side channel: a P worker dials D workers, D's scheduler P's. One connection per endpoint, reused.
+"""Dialling end of the side channel: P's workers dial D's workers, D's scheduler dials P's schedulers.
 
-`send` connects on first use and again after a loss, with back-off; what cannot leave soon is dropped, since the
-protocol repeats what matters. Everything here runs on the loop thread.
+There is one connection per endpoint, which is reused. `send` connects on first use and again after a loss, with
+back-off. A message that cannot leave soon is dropped, since the protocol repeats what matters. Everything here runs on
+the loop thread.
 
-The kernel's closing of our connections is D's proof that this process is gone (docs/protocol.md, fence). So nothing
-here closes a working connection, and what is closed on purpose says Leaving first.
+When the kernel closes the connections of this process, its peers take that as proof that it is gone (docs/protocol.md,
+fence). So a working connection is only closed on purpose, and then `Leaving` is sent first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from vllm_ascend_pd.protocol.versions import OURS, Release
 
 
 class Dialer:
-    """Callbacks must not raise. `on_unreachable` is called for every attempt to connect that fails, with the reason."""
+    """The links of one process to all endpoints that it dials.
+
+    Callbacks must not raise. `on_unreachable` is called for every attempt to connect that fails, with the reason.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Dialer:
         self._closed = False
 
     def send(self, endpoint: Endpoint, message: Spoken) -> bool:
-        """False when the message was dropped at once. True promises nothing."""
+        """Send a message, or queue it. Return False if it was dropped at once; True promises nothing."""
         if self._closed:
             return False
         link = self._links.get(endpoint)
@@ -71,7 +75,7 @@ class Dialer:
         return link.send(message)
 
     def up(self, endpoint: Endpoint) -> bool:
-        """Whether the greeting with this endpoint's process is complete and the connection stands."""
+        """Return whether the greeting with this endpoint's process is complete and the connection stands."""
         link = self._links.get(endpoint)
         return link is not None and link.up
 
@@ -80,8 +84,11 @@ class Dialer:
         return {**self._counts, "links": len(self._links), "links_up": up}
 
     async def close(self, *, quiet: bool = False) -> None:
-        """Idempotent. `quiet` vouches that this process's transfer engine is closed: D may count us as gone at once.
-        Without it D waits for the kernel's word about another connection, or revokes."""
+        """Close all links. Idempotent.
+
+        `quiet` vouches that this process's transfer engine is closed, so D may count the process as gone at once.
+        Without it the closing proves nothing: D waits for other evidence, or revokes.
+        """
         if self._closed:
             return
         self._closed = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who can reach an address that we are about to bind. Asked once, at start, before any socket exists."""
+"""Checks whether an address can be reached from other hosts, mostly made before a socket is bound to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_ascend_pd.errors import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address that `host` stands for is a loopback address. What cannot be resolved is not."""
+    """Return whether every address that `host` stands for is a loopback address; False if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
     except OSError:
@@ -21,17 +21,17 @@ def is_loopback(host: str) -> bool:
 
 
 SECLUDED = "prefill engines of other hosts cannot reach {host}, and requests come from {url}."
-COME_OUT = "Set VLLM_HOST_IP (or side_channel_host) to this host's address."
+UNREACHABLE_REMEDY = "Set VLLM_HOST_IP (or side_channel_host) to this host's address."
 
 
-def secluded(host: str, metaservers: Iterable[str]) -> str:
-    """The sentence for a D that listens for its own host only, although one of its metaservers may be elsewhere; or none."""
+def unreachable_warning(host: str, metaservers: Iterable[str]) -> str:
+    """Return a sentence if D listens for its own host only although a metaserver may be elsewhere; else empty."""
     afar = [url for url in metaservers if not names_loopback(urlsplit(url).hostname or "")]
     return SECLUDED.format(url=afar[0], host=host) if afar and is_loopback(host) else ""
 
 
 def names_loopback(host: str) -> bool:
-    """As `is_loopback`, without asking a name server: a name other than localhost is none."""
+    """Return what `is_loopback` does, without asking a name server: of names only localhost is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,6 +39,6 @@ def names_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, *, secured: bool, allow_unauthenticated: bool) -> None:
-    """PD-SEC-002 when strangers could reach an unauthenticated side channel on `host`."""
+    """Raise PD-SEC-002 if other hosts could reach an unauthenticated side channel on `host`."""
     if not secured and not allow_unauthenticated and not is_loopback(host):
         raise ConfigError("PD-SEC-002", address=host or "(all addresses)")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels on a side-channel connection: length-prefixed frames, and the few messages of the channel itself.
+"""Wire format of a side-channel connection: length-prefixed frames, and the few messages of the channel itself.
 
 A frame is four bytes of length (big-endian) and a body; the body's first byte says whether the rest is CLEAR
-(greeting and refusal, before there is a key) or GUARDED (everything else; signed when a secret is configured).
+(greeting and refusal, which need no key) or GUARDED (everything else; signed when a secret is configured).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_len
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first frame of either side, in the same words in every version, so that another one can still be told apart."""
+    """The first frame of either side. Its format is the same in every version, so that any version is recognised."""
 
     version: int  # the newest that this side speaks
     incarnation: Token
     nonce: Nonce
     guarded: bool  # whether this side has a secret
     name: Name = ""
-    oldest: int = 0  # that this side speaks; version 1 does not say
+    oldest: int = 0  # the oldest that this side speaks; version 1 does not send it
     features: Features = ()
 
     @property
@@ -50,20 +50,23 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """Listener → dialer: the connection is refused, and why, for a human to read."""
+    """Listener → dialer: the connection is refused, or closed for an error. `detail` is text for humans."""
 
     code: Token
     detail: Text
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """The first guarded frame of either side, the dialer's first: shows that it holds the key of this connection."""
+    """The first guarded frame of either side. It proves that its sender holds the key of this connection.
+
+    The dialer sends its own first.
+    """
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Dialer → listener: I close this connection on purpose.
+    """Dialer → listener: the dialer closes this connection on purpose.
 
-    Without `quiet` the closing proves nothing about the process and its writes; with it the dialer vouches that its
+    Without `quiet` the closing proves nothing about the process and its writes. With it the dialer vouches that its
     transfer engine is closed, so nothing of it can land any more.
     """
 
@@ -80,28 +83,28 @@ _clear: msgspec.msgpack.Decoder[Clear] = msgspec.msgpack.Decoder(Clear)
 _guarded: msgspec.msgpack.Decoder[Guarded] = msgspec.msgpack.Decoder(Guarded)
 
 
-OF_WORKERS: tuple[type, ...] = get_args(Message)  # what workers say to each other
+OF_WORKERS: tuple[type, ...] = get_args(Message)  # messages between workers
 OF_SCHEDULERS: tuple[type, ...] = get_args(Meeting)
 
 
 def dialer_of(message: Spoken) -> str:
-    """Whose incarnation a message is said to come from, of those that a dialer sends."""
+    """Return the incarnation that a message of a dialer names as its sender."""
     if isinstance(message, Message):
         return message.p_incarnation
     return message.d_incarnation if isinstance(message, Unwanted) else message.transfer.incarnation
 
 
 class Guard(Protocol):
-    """Signs what leaves and checks what arrives on one connection."""
+    """Protection of one connection: signs what is sent, checks what is received."""
 
     def protect(self, payload: bytes) -> bytes: ...
 
     def open(self, body: memoryview) -> bytes | memoryview:
-        """Raises RemoteProtocolError when the body is not the peer's, or was seen before."""
+        """Return the payload. Raise RemoteProtocolError if the body is not the peer's, or was seen before."""
 
 
 class Unguarded:
-    """No secret: everybody who can connect is believed."""
+    """Guard without a secret: every peer that can connect is trusted."""
 
     def protect(self, payload: bytes) -> bytes:
         return payload
@@ -134,7 +137,7 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes | memoryview) -> T:
-    """Raises RemoteProtocolError, whatever the bytes are."""
+    """Decode a payload. Raise RemoteProtocolError if it is invalid: no other exception, whatever the bytes are."""
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -142,7 +145,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes | memoryview) ->
 
 
 class Splitter:
-    """Cuts a byte stream into bodies. Never holds more than `limit` bytes and what one read brought."""
+    """Splitter of a byte stream into frames. It never holds more than `limit` bytes and what one read brought."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -150,11 +153,11 @@ class Splitter:
 
     @property
     def partial(self) -> bool:
-        """Whether a frame has begun and not ended."""
+        """True if a frame has begun and not ended."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, memoryview]]:
-        """Yields (kind, payload) for every complete frame; raises RemoteProtocolError on an impossible length."""
+        """Yield (kind, payload) for every complete frame. Raise RemoteProtocolError on an impossible length."""
         self._buffer += data
         done = 0
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From two greetings to the guards that a connection may be under: one per secret that is accepted."""
+"""Possible guards of a connection, made from both greetings: one per secret that is accepted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def greeting(incarnation: str, secrets: Secrets | None, name: str = "", ours: Re
 
 
 def check_greeting(hello: Hello, guarded: bool, ours: Release = OURS) -> None:
-    """Raises the refusal that the other side is to read."""
+    """Raise RemoteProtocolError if the sides have no version in common, or only one of them has a secret."""
     if not ours.speaks_with(hello.release):
         raise RemoteProtocolError("PD-CTRL-003", theirs=hello.release, ours=ours)
     if hello.guarded != guarded:
@@ -26,7 +26,7 @@ def check_greeting(hello: Hello, guarded: bool, ours: Release = OURS) -> None:
 
 
 def candidates(secrets: Secrets | None, dialer: Hello, listener: Hello, *, as_dialer: bool) -> list[Guard]:
-    """The guards to try, the current secret's first."""
+    """Return the guards to try, the current secret's first."""
     if secrets is None:
         return [Unguarded()]
     said = [Greeting(hello.nonce, hello.incarnation) for hello in (dialer, listener)]

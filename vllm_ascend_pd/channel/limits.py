@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bound of the side channel in one place. No option for operators: the defaults are far from normal use."""
+"""All limits of the side channel. Operators have no option for them: the defaults are far from normal use."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class ChannelLimits:
     """Sizes in bytes, durations in seconds."""
 
     max_connections: int = 4096  # a listener's, over all peers
-    max_unproven: int = 512  # of these, connections that have not shown who they are
+    max_unproven: int = 512  # of these, connections whose peer has not proven itself
     max_per_incarnation: int = 8  # older ones are half-open leftovers of reconnects
-    greeting_s: float = 5.0  # to connect, and to prove oneself
+    greeting_s: float = 5.0  # to connect, and again to complete the greeting
     frame_s: float = 30.0  # from a frame's first byte to its last
-    linger_s: float = 1.0  # to read a farewell
-    sweep_s: float = 0.25  # how often the above are looked at
+    linger_s: float = 1.0  # for a peer to read a farewell
+    sweep_s: float = 0.25  # interval at which the above are checked
     send_buffer_bytes: int = 8 << 20  # not read by the peer yet, per connection
     remembered_gone: int = 4096  # incarnations whose end was reported
     max_links: int = 4096  # a dialer's endpoints
     max_queued: int = 256  # messages that wait for one link to come up
-    message_ttl_s: float = 5.0  # in that queue; the protocol repeats what matters
-    idle_link_s: float = 60.0  # a link that is down and not asked for is forgotten after this
+    message_ttl_s: float = 5.0  # longest wait in that queue; the protocol repeats what matters
+    idle_link_s: float = 60.0  # a link that is down is forgotten after this time without a send
     backoff_first_s: float = 0.05
     backoff_max_s: float = 2.0
 
 
 class Complaints:
-    """Warnings about peers, at most one per kind and `every_s`: nobody outside may fill our log."""
+    """Warnings about peers, at most one per kind and `every_s`: a peer must not be able to fill the log."""
 
     def __init__(self, clock: Callable[[], float], every_s: float = 10.0) -> None:
         self._clock = clock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One endpoint as the dialer sees it: connect, greet, send what waited, and start over when the connection breaks."""
+"""Dialer's side of one endpoint: connect, greet, send what waited, and start over when the connection breaks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from vllm_ascend_pd.protocol.versions import Release
 
 @dataclass(slots=True)
 class Context:
-    """What all links of one dialer share."""
+    """Settings, callbacks and counters that all links of one dialer share."""
 
     incarnation: str
     name: str
@@ -78,7 +78,7 @@ class Link:
         self._connection: Connection | None = None
         self._hello: Hello | None = None
         self._guard: Guard | None = None
-        self._secret = 0  # which of the accepted secrets to speak under
+        self._secret = 0  # index of the accepted secret to use, modulo their number
         self._refusal = ""
         self._lost: asyncio.Event = asyncio.Event()
         self._again = False
@@ -93,7 +93,7 @@ class Link:
         if self._state is LinkState.UP:
             return self._write(message)
         if len(self._queue) >= self._context.limits.max_queued:
-            self._queue.popleft()  # the oldest is the least wanted: what matters is repeated
+            self._queue.popleft()  # the oldest is the least useful: what matters is repeated
             self._context.counts["dropped_queue_full"] += 1
         self._queue.append((self._asked, message))
         self._wake()
@@ -167,13 +167,13 @@ class Link:
                 limits.greeting_s,
             )
         except asyncio.TimeoutError:
-            if self._connection is None:  # else it came in the same moment, and the greeting has its own limit
+            if self._connection is None:  # else it was made at the same moment; the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
-        except (OSError, UnicodeError) as error:  # the latter: a name that no look-up takes
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be looked up
             self._failed(_reason(error))
 
     def _failed(self, detail: str) -> None:
-        """An attempt came to nothing."""
+        """Handle a failed attempt: back off, dial again if messages wait, and report."""
         self._state = LinkState.DOWN
         self._not_before = self._loop.time() + self._backoff.failed()
         self._context.counts["unreachable"] += 1
@@ -228,13 +228,13 @@ class Link:
         self._lost.set()
         self._context.counts[f"ended_{ending.value}"] += 1
         if was_up and self._loop.time() - self._up_since > self._context.limits.backoff_max_s:
-            self._backoff.succeeded()  # a connection that breaks at once again is no success
+            self._backoff.succeeded()  # a connection that broke soon is no success
         if was_up and not self._refusal:
-            self._state = LinkState.DOWN  # perhaps only the connection broke: the next attempt tells
+            self._state = LinkState.DOWN  # perhaps only the connection broke: the next attempt shows
             self._not_before = self._loop.time() + self._backoff.failed()
             if not self._closed:
                 self._context.counts["reconnects"] += 1
-                self._again = True  # even with nothing to say: D's fence watches this connection
+                self._again = True  # even with an empty queue: D's fence watches this connection
                 self._wake()
         else:
             self._failed(self._refusal or f"the connection ended during the greeting ({detail})")
@@ -247,7 +247,7 @@ class Link:
             self._refusal = one_line(f"{message.code}: {message.detail}")
             self._context.counts["refused"] += 1
             if message.code == "PD-SEC-003":
-                self._secret += 1  # the listener may not have the new secret yet, or not the old one any more
+                self._secret += 1  # try another: the listener may lack the new secret still, or the old one already
             connection.close()
             return
         if self._state is not LinkState.GREETING or self._hello is None or self._guard:
@@ -282,7 +282,7 @@ class Link:
 
 
 def _reason(error: OSError | UnicodeError) -> str:
-    """What the system says about it; asyncio puts the address in that place."""
+    """Return the system's text for an error, in place of asyncio's text, which contains the address."""
     if isinstance(error, UnicodeError):
         return str(error)
     if error.errno is None or isinstance(error, socket.gaierror):

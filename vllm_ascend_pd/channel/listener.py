@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The called end of the side channel: a D worker listens, P workers dial; P's scheduler listens, D's schedulers dial.
+"""Listening end of the side channel: a D worker listens, P workers dial; P's scheduler listens, D's schedulers dial.
 
-A peer is its incarnation, so an answer takes whichever connection that process has now. Everything here runs on the
-loop thread. The listener is also the witness of the fence: when the *peer's kernel* has closed the last connection
-of an incarnation, `on_gone` says so once; `on_back` takes it back if the same incarnation shows up again.
+A peer is identified by its incarnation, so an answer takes whichever connection that process has now. Everything here
+runs on the loop thread.
+
+The listener also provides evidence for the fence. When the *peer's kernel* has closed the last connection of an
+incarnation, `on_gone` is called once. If the same incarnation connects again, `on_back` is called.
 """
 
 from __future__ import annotations
@@ -45,16 +47,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Caller:
-    """What is known about one connection's other end."""
+    """State of one connection's other end."""
 
     hello: Hello | None = None
     guards: list[Guard] = field(default_factory=list)  # candidates until proven, then the one
     proven: bool = False
-    leaving: bool = False  # said that closing means nothing
+    leaving: bool = False  # has announced a closing that proves nothing
 
 
 class Listener:
-    """`start` binds, `close` refuses everybody from then on. Callbacks must not raise."""
+    """Server of the side channel: `start` binds; after `close` no peer can connect. Callbacks must not raise."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Listener:
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self) -> Endpoint:
-        """Bind and listen; PD-CTRL-001 when that is impossible. The endpoint carries the port that was chosen."""
+        """Bind and listen. Return the endpoint, with the port that was chosen. Raise PD-CTRL-001 if that fails."""
         self._loop = asyncio.get_running_loop()
         self._complain = Complaints(self._loop.time)
         try:
@@ -98,7 +100,7 @@ class Listener:
         return Endpoint(self._host, port)
 
     def send(self, peer: Hashable, message: Spoken) -> bool:
-        """False when nothing was sent: unknown peer, or one that does not read. The protocol repeats."""
+        """Send a message. Return False if not sent: the peer is unknown, or does not read. The protocol repeats."""
         connections = self._by_incarnation.get(str(peer))
         if not connections:
             self._counts["dropped_unknown_peer"] += 1
@@ -119,7 +121,7 @@ class Listener:
         return {**self._counts, "connections": len(self._callers), "unproven": len(self._unproven)}
 
     async def close(self) -> None:
-        """Idempotent. Our closing is no evidence, so nobody is reported gone."""
+        """Close the server and all connections. Idempotent. No peer is reported gone: this closing proves nothing."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -148,7 +150,7 @@ class Listener:
         self._unproven[connection] = None
         self._counts["accepted"] += 1
         if full or crowded:
-            # Who has waited longest has not proven himself for longest: a peer needs no more than a round trip.
+            # If too many are unproven, drop the one that connected first: a real peer proves itself in a round trip.
             gone = connection if full else next(iter(self._unproven))
             del self._unproven[gone]
             self._counts["refused_full"] += 1
@@ -225,7 +227,7 @@ class Listener:
         elif not isinstance(message, self._hears):
             self._counts["dropped_not_for_us"] += 1
         elif dialer_of(message) != hello.incarnation:
-            # Only what a process says about itself can be weighed against its connection's end.
+            # A process may speak for itself only: the end of its connection is evidence about no other process.
             self._counts["dropped_foreign_incarnation"] += 1
         else:
             self._counts["messages_in"] += 1
@@ -241,7 +243,7 @@ class Listener:
         self._on_gone(incarnation)
 
     def _sweep(self) -> None:
-        """Ends what takes too long: a greeting, a frame, a farewell that is not read."""
+        """Abort connections on which a greeting, a frame or the reading of a farewell takes too long."""
         now, limits = self._loop.time(), self._limits
         for connection, caller in list(self._callers.items()):
             if connection.ending:
@@ -258,7 +260,7 @@ class Listener:
 
 
 def _first_that_opens(guards: list[Guard], payload: memoryview) -> Guard:
-    """The guard under which the proof opens; the last guard's error when none does."""
+    """Return the guard under which the proof opens. Raise the last guard's error if none does."""
     for n, guard in enumerate(guards):
         try:
             opened = guard.open(payload)

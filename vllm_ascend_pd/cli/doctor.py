@@ -45,6 +45,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR", default="", help="compare the caches too (give it on both sides)")
     parser.add_argument("--tp", type=int, help="tensor-parallel size of this host's engine (with --model: 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of this host's engine")
+    parser.add_argument("--dcp", type=int, default=1, help="decode context-parallel size of this host's engine")
+    parser.add_argument("--pcp", type=int, default=1, help="prefill context-parallel size of this host's engine")
+    parser.add_argument("--interleave", type=int, metavar="TOKENS",
+                        help="its --cp-kv-cache-interleave-size (with context parallelism: --block-size)")  # fmt: skip
     parser.add_argument(
         "--speculative-config", default="", metavar="JSON", help="what the engine will get, if anything"
     )
@@ -88,7 +92,7 @@ def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
 
 
 def _asked(args: argparse.Namespace) -> host_checks.Asked:
-    """Raises ConfigError."""
+    """Return the operator's input, checked. Raise ConfigError for a value that cannot be used."""
     told = host_checks.read_config(args.kv_transfer_config) if args.kv_transfer_config else host_checks.Asked()
     push = told.push
     if args.secret_file:
@@ -97,6 +101,9 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
         ("--ranks", args.ranks),
         ("--tp", args.tp),
         ("--pp", args.pp),
+        ("--dcp", args.dcp),
+        ("--pcp", args.pcp),
+        ("--interleave", args.interleave),
         ("--block-size", args.block_size),
     ):
         if value is not None:
@@ -117,6 +124,9 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
         ranks=args.ranks,
         tp=args.tp or 0,
         pp=args.pp,
+        dcp=args.dcp,
+        pcp=args.pcp,
+        interleave=args.interleave or args.block_size,
         speculative=args.speculative_config,
         on_npu=npu.present(),
     )
@@ -139,7 +149,8 @@ def _geometry(args: argparse.Namespace) -> Any:
         return None
     from vllm_ascend_pd.cli import plan
 
-    return plan.geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype)
+    divided = args.dcp, args.pcp, args.interleave
+    return plan.geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
 
 
 def _listen(args: argparse.Namespace, asked: host_checks.Asked) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody gave on a command line: refused with the flag, the value and the remedy where it cannot be used."""
+"""Checks of command line values: what cannot be used is refused with the flag, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def port(key: str, value: int) -> int:
 def host(key: str, value: str) -> str:
     try:
         value.encode("idna")
-    except UnicodeError as problem:  # what asking for its address would raise
+    except UnicodeError as problem:  # resolving it would raise this
         refuse(key, value, "it is no host's name or address", "Give the name or the address of a host.", problem)
     return value
 
@@ -54,7 +54,7 @@ def write_text(flag: str, path: str, text: str) -> None:
 
 
 def read_text(flag: str, told: str, path: Path, remedy: str) -> str:
-    """`told`: what stands behind the flag."""
+    """Read a file that a flag names. `told` is the flag's value."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:

@@ -170,7 +170,7 @@ def _predecessor(group: Any) -> None:
     group.add_argument("--retry-delay", type=float, default=None, help="first delay between attempts, in seconds")
 
 
-# What these flags are for who has none of them.
+# Values of these flags for a subcommand that does not have them.
 NO_PREDECESSOR: dict[str, Any] = {
     **{
         f"{role}_{flag}": []
@@ -183,7 +183,7 @@ NO_PREDECESSOR: dict[str, Any] = {
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Raises ConfigError."""
+    """Turn flags into settings. Raise ConfigError for a value that cannot be used."""
     from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 
     _check(args)
@@ -328,7 +328,7 @@ def _check_events(settings: Settings) -> None:
 
 
 def _check_trace_dir(directory: str) -> None:
-    """Each worker will write there."""
+    """Check that workers can write there."""
     if not directory:
         return
     try:
@@ -341,7 +341,7 @@ def _check_trace_dir(directory: str) -> None:
 
 
 def _check_tls(args: argparse.Namespace) -> None:
-    """Read what the servers will read, while a sentence can still be said about it."""
+    """Read what the servers will read, so that an error is reported at the start."""
     try:
         if args.tls_cert:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.tls_cert, args.tls_key)
@@ -356,17 +356,17 @@ def _check_tls(args: argparse.Namespace) -> None:
 
 
 def _named(role: Role, args: argparse.Namespace, word: str) -> tuple[str, ...]:
-    """The instances of a role, from our flags and the predecessor's."""
-    from vllm_ascend_pd.metaserver.service.fleet import MOST_ENDPOINTS, parse_specs
+    """Return the instances of a role, from our flags and the predecessor's."""
+    from vllm_ascend_pd.metaserver.service.fleet import MAX_ENDPOINTS, parse_specs
 
     def of(flag: str) -> list[Any]:
         return list(getattr(args, f"{word}_{flag.replace('-', '_')}"))
 
     def counted(what: str, flag: str) -> list[tuple[Any, int]]:
         each, counts = of(what), of(flag) or [1] * len(of(what))
-        if len(counts) != len(each) or not all(1 <= count <= MOST_ENDPOINTS for count in counts):
+        if len(counts) != len(each) or not all(1 <= count <= MAX_ENDPOINTS for count in counts):
             why = f"there are {len(each)} {what}, and it says how often each counts"
-            _impossible(f"--{word}-{flag}", counts, why, f"Give a number for each, from 1 to {MOST_ENDPOINTS}.")
+            _impossible(f"--{word}-{flag}", counts, why, f"Give a number for each, from 1 to {MAX_ENDPOINTS}.")
         return list(zip(each, counts, strict=True))
 
     hosts = [host for host, count in counted("hosts", "hosts-num") for _ in range(count)]

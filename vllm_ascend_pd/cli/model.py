@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's config.json says of its KV cache, and what of it an engine with this connector would refuse.
+"""Reader of a model's config.json: sizes of its KV cache, and what of it an engine with this connector would refuse.
 
-The engine itself judges by the layers that vLLM made (admission.py). This reader sees it before a minute of starting is over.
+The engine itself decides by the layers that vLLM has made (admission.py), after a minute of starting. This reader
+needs no start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 _KINDS = {"full_attention", "attention", "sliding_attention"}
 _STATES = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}  # of `layer_types`
-# What families call the same sizes: heads, values of a head, groups of B and C, a state's width, the convolution's kernel.
+# Names of the same sizes by family: heads, values of a head, groups of B and C, a state's width, convolution kernel.
 _MAMBA2 = (
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
@@ -35,20 +36,20 @@ _DELTA_NET = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Of one model's cache: sizes, and whether it is MLA."""
+    """Sizes of one model's cache, and whether it is MLA."""
 
     heads: int
     dim: int
     layers: int
     mla: bool
-    window: int = 0  # tokens that some layers look at; 0: all layers at all
+    window: int = 0  # tokens that some layers attend to; 0: all layers attend to all tokens
     windowed: frozenset[int] = frozenset()  # layers that have it
     states: States | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Of the layers that keep a state: what it is at TP 1, in plain sizes. The rest of the model has attention, or nothing to keep."""
+    """The layers that keep a state, and its sizes at TP 1. The other layers have attention, or keep nothing."""
 
     recurrence: str
     heads: int
@@ -60,7 +61,7 @@ class States:
     attends: frozenset[int]
 
     def at(self, tp: int, item: int) -> Recurrent:
-        """Of one rank: the convolution as the cache, the recurrence in float32."""
+        """Return the state of one rank: the convolution with the cache's item size, the recurrence in float32."""
         groups = max(1, self.groups // tp)
         conv = self.rows, self.heads // tp * self.head + 2 * groups * self.width
         shapes = conv, (self.heads // tp, self.head, self.width)
@@ -68,7 +69,7 @@ class States:
 
 
 def read_model(model: str) -> Model:
-    """Raises ConfigError for what cannot be read, and PD-CONF-005 for a cache that an engine refuses."""
+    """Read a model's config.json. Raise ConfigError if that fails, with PD-CONF-005 if an engine refuses the cache."""
     remedy = "Give a directory with a model's config.json, or --kv-heads, --head-dim and --layers."
     text = read_text("--model", model, Path(model) / "config.json", remedy)
     try:
@@ -106,7 +107,7 @@ def read_model(model: str) -> Model:
 
 
 def states(config: Mapping[str, Any], layers: int) -> States | None:
-    """None where no layer keeps a state of a kind that is known."""
+    """Return the states that layers keep; None if no layer keeps one of a known kind."""
 
     def sizes(names: tuple[str, ...]) -> list[int]:
         found = [config.get(name) for name in names]
@@ -118,7 +119,7 @@ def states(config: Mapping[str, Any], layers: int) -> States | None:
         attends = frozenset(index for index, kind in enumerate(kinds) if "attention" in str(kind)) - own
     elif isinstance(pattern, str):
         own, attends = (frozenset(i for i, letter in enumerate(pattern) if letter == one) for one in "M*")
-    else:  # side by side
+    else:  # each layer has both, side by side
         own = attends = frozenset(range(layers))
     if len(delta := sizes(_DELTA_NET)) == len(_DELTA_NET):
         keys, key, values, value, kernel = delta
@@ -131,7 +132,7 @@ def states(config: Mapping[str, Any], layers: int) -> States | None:
 
 
 def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """The layers that look at a window only."""
+    """Return the layers that attend to a window only."""
     kinds, window, longest = (config.get(name) for name in ("layer_types", "sliding_window", "max_position_embeddings"))
     if isinstance(kinds, list):
         return frozenset(index for index, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
@@ -140,8 +141,7 @@ def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
 
 
 def refused(config: Mapping[str, Any]) -> str:
-    """What of this model's cache is more than attention in plain numbers, with windows or without, and known states; empty if nothing
-    is."""
+    """Return the feature of this model's cache that an engine refuses; empty if there is none."""
     kinds, kept = config.get("layer_types"), states(config, 1)
     known = _KINDS | _RECURRENT if kept else _KINDS
     others = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
@@ -167,7 +167,7 @@ def refused(config: Mapping[str, Any]) -> str:
 
 
 def _is_fp8(scheme: Any) -> bool:
-    """With one scale for a layer's keys and one for its values, from the checkpoint."""
+    """Return whether the cache is fp8 with one scale for a layer's keys and one for its values, from the checkpoint."""
     if not isinstance(scheme, dict):
         return bool(scheme == "FP8")
     whole = scheme.get("strategy", "tensor") == "tensor" and not scheme.get("dynamic")

@@ -16,6 +16,7 @@ from html import escape
 from itertools import accumulate, pairwise, product
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_text
@@ -27,15 +28,21 @@ from vllm_ascend_pd.geometry.pairing import Pairing, contributors, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 from vllm_ascend_pd.geometry.states import PACKING
+from vllm_ascend_pd.protocol.layouts import MAX_WORKERS
 
 ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 LAYOUTS = ("token-major", "head-major", "mla")
-# A plan takes memory with these; beyond is a typing error, or no engine that exists.
-MOST = {
+# A plan's memory grows with these sizes. A larger one is a typing error, or no engine that exists.
+MAXIMA = {
     "p_tp": 1024,
     "d_tp": 1024,
     "p_pp": 64,
     "d_pp": 64,
+    "p_dcp": 1024,
+    "d_dcp": 1024,
+    "p_pcp": 1024,
+    "p_interleave": 65_536,
+    "d_interleave": 65_536,
     "kv_heads": 4096,
     "head_dim": 65_536,
     "layers": 4096,
@@ -67,8 +74,10 @@ class Shape:
 
     @property
     def parts(self) -> list[tuple[set[str], int, int]]:
-        """Layers with attention, and from which token up to which they are pushed. Beside windows and states the last token is left
-        to decode, where it does not begin with prefill's first token."""
+        """Layers with attention, and the tokens [begin, end) of them that are pushed.
+
+        With windows or states the last token is left out, as for a D that does not begin with P's first token.
+        """
         leaves_last = (self.windowed or self.states) and self.tokens > 1
         end = self.tokens - 1 if leaves_last else self.tokens
         begin = Group(self.block_size, WINDOW, self.window).begins(0, end) if self.windowed else 0
@@ -79,7 +88,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one P worker writes to one D worker for the whole prompt and all layers that both have."""
+    """Writes of one P worker to one D worker for the whole prompt and all layers that both have."""
 
     p: int  # worker, stage by stage
     d: int
@@ -95,6 +104,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--d-tp", type=int, required=True, help="tensor-parallel size of decode")
     parser.add_argument("--p-pp", type=int, default=1, help="pipeline stages of prefill (default: %(default)s)")
     parser.add_argument("--d-pp", type=int, default=1, help="pipeline stages of decode (default: %(default)s)")
+    for side, role in (("p", "prefill"), ("d", "decode")):
+        parser.add_argument(
+            f"--{side}-dcp",
+            type=int,
+            default=1,
+            help=f"--decode-context-parallel-size of {role} (default: %(default)s)",
+        )
+        parser.add_argument(
+            f"--{side}-interleave",
+            type=int,
+            help=f"--cp-kv-cache-interleave-size of {role}, with context parallelism (default: the block size)",
+        )
+    parser.add_argument(
+        "--p-pcp", type=int, default=1, help="--prefill-context-parallel-size of prefill (default: %(default)s)"
+    )
     parser.add_argument("--model", metavar="DIR", help="take heads, dimension and layers from DIR/config.json")
     parser.add_argument("--kv-heads", type=int, help="KV heads of the whole model")
     parser.add_argument("--head-dim", type=int, help="elements of one head")
@@ -119,8 +143,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
     p, d = (
-        _geometry(shape, f"--{side}", *sizes)
-        for side, *sizes in (("p", args.p_tp, args.p_pp), ("d", args.d_tp, args.d_pp))
+        _dealt(_geometry(shape, f"--{side}", tp, pp), shape, f"--{side}", dcp, pcp, interleave)
+        for side, tp, pp, dcp, pcp, interleave in (
+            ("p", args.p_tp, args.p_pp, args.p_dcp, args.p_pcp, args.p_interleave),
+            ("d", args.d_tp, args.d_pp, args.d_dcp, 1, args.d_interleave),
+        )
     )
     decision = decide(p, d, args.regroup, MIN_SPAN)
     links = _links(p, d, shape, decision)
@@ -149,16 +176,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def geometry_of_model(model: str, tp: int, block_size: int, dtype: str) -> CacheGeometry:
-    """What an engine of this model would tell of its cache, as far as the model's configuration says. Raises ConfigError."""
+def geometry_of_model(
+    model: str, tp: int, block_size: int, dtype: str, divided: tuple[int, int, int | None] = (1, 1, None)
+) -> CacheGeometry:
+    """Return the geometry that an engine of this model would report, as far as the model's configuration says.
+
+    `divided`: DCP, PCP and the interleave. Raise ConfigError for a model or a size that no engine has.
+    """
     told = read_model(model)
     layout = "mla" if told.mla else "token-major"
     shape = Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1, states=told.states)
-    return _geometry(shape, "-", tp, 1)
+    return _dealt(_geometry(shape, "-", tp, 1), shape, "-", *divided)
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    for name, most in MOST.items():
+    for name, most in MAXIMA.items():
         flag, given = "--" + name.replace("_", "-"), getattr(args, name)
         if given is not None:
             at_most(flag, at_least(flag, given, 1), most)
@@ -181,7 +213,10 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
-    """Raises ConfigError for a size that no engine has: all ranks' caches are alike, so heads or replicas come out even."""
+    """Return an engine's geometry. Raise ConfigError for a size that no engine has.
+
+    All ranks' caches are alike, so heads divide evenly among ranks, or ranks among heads.
+    """
     if pp > shape.layers:
         refuse(f"{flag}-pp", pp, f"there are {shape.layers} layers", "Give each stage one at least.")
     if shape.kv_heads % tp and tp % shape.kv_heads:
@@ -215,6 +250,28 @@ def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
     )
 
 
+def _dealt(g: CacheGeometry, shape: Shape, flag: str, dcp: int, pcp: int, interleave: int | None) -> CacheGeometry:
+    """Return a geometry with its tokens divided among ranks. Raise ConfigError for sizes that no engine has."""
+    if dcp * pcp == 1:
+        if interleave is not None:
+            refuse(f"{flag}-interleave", interleave, "the tokens are not divided", f"Give {flag}-dcp, or leave it out.")
+        return g
+    given, value = (f"{flag}-dcp", dcp) if dcp > 1 else (f"{flag}-pcp", pcp)
+    if shape.windowed or shape.states is not None:
+        refuse(given, value, "not all of the model's layers keep all tokens", "Give 1.")
+    if len(g.stages) > 1:
+        refuse(given, value, "an engine with a pipeline does not start with it", "Give 1.")
+    if g.tp_size % (g.kv_heads * dcp) and dcp > 1:
+        why = f"{g.tp_size} ranks have {g.kv_heads} KV heads: there are not {dcp} for each"
+        refuse(given, value, why, "Give a divisor of the ranks that hold one head.")
+    interleave = interleave or g.block_size
+    if g.block_size % interleave:
+        refuse(f"{flag}-interleave", interleave, f"a block has {g.block_size} tokens", "Give a divisor of them.")
+    if g.tp_size * pcp > MAX_WORKERS:
+        refuse(given, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
+    return msgspec.structs.replace(g, dcp=dcp, pcp=pcp, interleave=interleave)
+
+
 def _names(shape: Shape, index: int) -> list[str]:
     own = [f"layers.{index}"] if index in shape.attends else []
     if shape.states is not None and index in shape.states.layers:
@@ -223,7 +280,7 @@ def _names(shape: Shape, index: int) -> list[str]:
 
 
 def _sections(shape: Shape, tp: int) -> Iterator[Kind]:
-    """Of the states, one behind the other."""
+    """Yield the kinds of layers that states are made of, one behind the other."""
     if shape.states is None:
         return
     told = shape.states.at(tp, shape.item)
@@ -238,15 +295,15 @@ def _sections(shape: Shape, tp: int) -> Iterator[Kind]:
 
 
 def _cuts(layers: int, pp: int) -> list[int]:
-    """As vLLM cuts: what does not come out even goes to the stages before the last, from the end."""
+    """Return the stages' boundaries as vLLM cuts: left-over layers go to the stages before the last, from the end."""
     each, left = divmod(layers, pp)
     sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
     return [0, *accumulate(sizes)]
 
 
 def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision) -> list[Link]:
-    """Every link, all layers; block ids are not neighbours on either side, as in an engine that has run for a while."""
-    blocks = -(-shape.tokens // shape.block_size)
+    """Return every link, for all layers. Block ids are scattered, as in engines that have run for a while."""
+    blocks = -(-shape.tokens // shape.block_size)  # at most: with context parallelism one covers more tokens
     table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
     sums: dict[tuple[int, int], list[int]] = {}
     work: list[tuple[Pairing, frozenset[str], int, int]] = []
@@ -255,8 +312,8 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
             work.append((pair, pair.layers, 0, 1))
         else:
             work += [(pair, pair.layers & names, lo, hi) for names, lo, hi in shape.parts]
-    for rank, (pair, names, lo, hi) in product(range(p.tp_size), work):
-        job = Job(pair.d, lo, lo, hi, table, table[::-1][lo // shape.block_size :].copy())
+    for rank, (pair, names, lo, hi) in product(range(len(p.ranks)), work):
+        job = Job(pair.d, lo, lo, hi, table, table[::-1][lo // pair.d.covers :].copy())
         if decision.regroup and not pair.p.own.stateful:
             slots = RegroupPlanner(pair.p, rank).plan([job]).slots
             spans = {slot.d_rank: slot.writes.get(0, ()) for slot in slots}
@@ -273,8 +330,8 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
 
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
-    """What a prefill rank allocates at its start with the default settings: slots and the exchange's two buffers."""
-    from vllm_ascend_pd.regroup.parts import Place, slot_bytes  # needs torch, as only an engine's host has it
+    """Return the bytes that a P rank allocates at start by default: slots and the exchange's two buffers."""
+    from vllm_ascend_pd.regroup.parts import Place, slot_bytes  # needs torch, which only an engine's host has
 
     config = RegroupConfig()
     slot = slot_bytes(p, Place(0, p.tp_size, 1, step_tokens))
@@ -297,7 +354,7 @@ def _table(
         kept, attends = len(shape.states.layers), len(shape.attends)
         windows = f" ({attends} with attention, {kept} with a state of {sum(shape.states.at(1, shape.item).nbytes)} B)"
     lines = [
-        f"prefill {_sizes(p)} → decode {_sizes(d)}, {shape.kv_heads} KV heads × {shape.head_dim}, "
+        f"prefill {sizes_of(p)} → decode {sizes_of(d)}, {shape.kv_heads} KV heads × {shape.head_dim}, "
         f"{shape.layers} layers{windows}, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",
         f"mode: {decision.mode} ({decision.why}; spans {decision.direct_span} B direct, "
         f"{decision.regroup_span} B regrouped)",
@@ -316,18 +373,19 @@ def _table(
     return lines
 
 
-def _sizes(g: CacheGeometry) -> str:
-    return f"TP {g.tp_size}" + (f" × PP {len(g.stages)}" if len(g.stages) > 1 else "")
+def sizes_of(g: CacheGeometry) -> str:
+    sizes = (("TP", g.tp_size), ("PP", len(g.stages)), ("DCP", g.dcp), ("PCP", g.pcp))
+    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1 or name == "TP")
 
 
 def _named(g: CacheGeometry, worker: int) -> str:
-    """By its rank; of a pipeline by stage and rank."""
+    """Return a worker's name: its rank; in a pipeline its stage and rank."""
     stage, rank = g.place_of(worker)
     return f"{stage}.{rank}" if len(g.stages) > 1 else str(rank)
 
 
 def _svg(p: CacheGeometry, d: CacheGeometry, links: list[Link], decision: Decision) -> str:
-    """Two columns of ranks; a line's width grows with its bytes."""
+    """Draw two columns of ranks; a line's width grows with its bytes."""
     width, step = 640, 56
     height = step * (max(p.workers, d.workers) + 1)
     most = max((link.nbytes for link in links), default=1)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cost(trace: Trace | None) -> list[str]:
-    """Seconds of the emitting thread. The transfer's cost is that of the process which emits most of its events."""
+    """Measure events on the emitting thread. A transfer's cost is that in the process that emits most of its events."""
     off = _per_event(20 * _EVENTS)
     with tempfile.TemporaryDirectory() as directory:
         file = TraceFile(directory, "cost")
@@ -80,7 +80,7 @@ def _cost(trace: Trace | None) -> list[str]:
 
 
 def _per_event(count: int) -> float:
-    """The best of five rounds: others use this machine too."""
+    """Return the seconds per event: the best of five rounds, because other programs use this machine too."""
     facts: dict[str, Any] = {"transfers": ["abcdef01/1/abcdef01"], "peer": "10.0.0.1:9", "layers": [3], "steps": [1]}
     best = float("inf")
     for _ in range(5):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What D's scheduler decides: which requests load remote KV, under which transfer, and when a load is over.
+"""Decisions of D's scheduler: the requests that load remote KV, their transfers, and when a load is over.
 
 Pure: the adapter in scheduler.py translates vLLM's objects and makes the HTTP call.
 """
@@ -22,25 +22,25 @@ MAX_TICKET = 256
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What the metaserver told D about a request: whom to ask, and under which name."""
+    """The metaserver's part of a request: the address to call, and the request's name there."""
 
     metaserver: str
     ticket: str
     send_tokens: bool = False
-    first_token: bool = False  # each P that it may ask tells its first token
+    first_token: bool = False  # each P that it may ask sends its first token
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a load ended as a whole."""
+    """End of a load as a whole."""
 
-    code: str = ""  # why the KV did not come, in the words of whoever said so first
+    code: str = ""  # why the KV did not come: the first code that a rank reported
     push: str = ""
     cached: int = 0
 
     @property
     def hangs_up(self) -> bool:
-        """Whether the metaserver's call is of no use any more. That of a complete load ends by itself: P is finishing."""
+        """True if the metaserver's call is of no use any more. After a complete load it ends by itself, with P."""
         return bool(self.code)
 
 
@@ -63,16 +63,16 @@ class _Pending:
 
 
 def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | str | None:
-    """A ticket, or why there is none (the request is then prefilled locally), or None if none was meant.
+    """Return a ticket, or why there is none (the request is then prefilled locally), or None if none was meant.
 
-    A client can reach an engine without a router: `params` may be anything that JSON can say.
+    A client can reach an engine without a router: `params` may be any JSON.
     """
     if (
         not isinstance(params, Mapping)
         or params.get("do_remote_prefill") is not True
         or params.get("do_virtual") is True
     ):
-        return None  # virtual: a warm-up that names no prefill; it is answered from a prefill of our own
+        return None  # virtual: a warm-up that names no prefill engine; it is prefilled locally
     url, ticket = params.get("metaserver"), params.get("ticket")
     if not isinstance(url, str) or url.rstrip("/") not in allowed:
         return "its metaserver is not in metaserver_urls"
@@ -82,7 +82,7 @@ def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ti
 
 
 class LoadBook:
-    """D's loads by request. A request loads once: asked again after the load, the answer is 0."""
+    """D's loads by request. A request loads once: after that, `wanted` returns 0."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
@@ -94,8 +94,10 @@ class LoadBook:
         self._pending = _Pending()
 
     def wanted(self, request_id: str, prompt_length: int, computed: int, *, leaves_last: bool = False) -> int:
-        """How many tokens to load remotely. Repeatable. One token or none is not worth it: D computes the last anyway, and where
-        the cache `leaves_last` it is not loaded at all."""
+        """Return how many tokens to load remotely. Repeatable.
+
+        A single token is not worth it: D computes the last one anyway. With `leaves_last` that one is never loaded.
+        """
         if request_id in self._consumed or prompt_length - computed <= 1:
             return 0
         self._candidates[request_id] = computed
@@ -110,7 +112,7 @@ class LoadBook:
         deadline_s: float,
         uuid: str,
     ) -> Bind:
-        """vLLM allocated `blocks` (the request's whole table of each group) and loads `count` tokens."""
+        """Reserve for `count` tokens. `blocks` are those that vLLM has allocated: the whole table of each group."""
         first = self._candidates.pop(request_id, None)
         if first is None or count <= 0:
             raise LocalProtocolError(f"reserve({request_id!r}, {count}) without a wanted load")
@@ -134,32 +136,32 @@ class LoadBook:
         return bind
 
     def has_loaded(self, request_id: str) -> bool:
-        """Whether it loads, or has loaded: it does so once."""
+        """Return whether the request loads, or has loaded: it does so once."""
         return request_id in self._consumed
 
     def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
-        """The metaserver's call has ended."""
+        """Record how the metaserver's call has ended."""
         if kind == "prefilled":
             self.prefilled(transfer)
         else:
             self.failed(transfer, code, detail)
 
     def prefilled(self, transfer: TransferId) -> None:
-        """The metaserver says that P has finished: what is missing must come soon."""
+        """Record that P has finished: what is missing must come soon."""
         load = self._by_transfer.get(transfer)
         if load is not None and not load.answered:
             load.answered = True
             self._pending.settles.append(transfer)
 
     def failed(self, transfer: TransferId, code: str, detail: str) -> None:
-        """The metaserver's call failed: fence, then let the request go."""
+        """Record that the metaserver's call failed: the load is fenced before the request goes on."""
         load = self._by_transfer.get(transfer)
         if load is not None and not load.answered:
             load.answered = True
             self._cancel(load, code, detail)
 
     def request_finished(self, request_id: str) -> TransferId | None:
-        """The request ended. A load that is still open is cancelled and its transfer returned."""
+        """Handle the end of a request. Cancel a load that is still open, and return its transfer."""
         self._candidates.pop(request_id, None)
         self._consumed.discard(request_id)
         load = self._loads.get(request_id)
@@ -169,14 +171,14 @@ class LoadBook:
         return load.transfer
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
-        """Workers tell how their parts of loads ended, before the load as a whole is reported."""
+        """Record how workers' parts of loads ended, which comes before the load as a whole is reported."""
         for end in sorted(ends, key=lambda end: (end.request_id, end.code)):
             load = self._loads.get(end.request_id)
             if load is not None:
                 load.ends.append(end)
 
     def verdict(self, request_id: str) -> Verdict:
-        """What the ranks said of a load; to be asked before it is `received`."""
+        """Return the end of a load by the ranks' reports. To be called before `received`."""
         load = self._loads.get(request_id)
         ends = load.ends if load is not None else []
         code = next((end.code for end in ends if end.code), "")
@@ -184,7 +186,7 @@ class LoadBook:
         return Verdict(code, next((end.push for end in ends if end.push), ""), cached)
 
     def received(self, request_id: str) -> TransferId | None:
-        """All workers have reported the request; None if it is no load of ours (any more)."""
+        """Record that all workers have reported a request. None if it is no load of ours (any more)."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return None
@@ -196,11 +198,11 @@ class LoadBook:
         return len(self._loads)
 
     def fencing_blocks(self) -> int:
-        """Blocks of cancelled loads whose writers are not known to be quiet yet."""
+        """Return the number of blocks of cancelled loads whose writers are not known to be quiet yet."""
         return sum(load.blocks for load in self._loads.values() if load.cancelled)
 
     def take_step(self, wake: tuple[str, int] | None, engine: CacheGeometry | None) -> DecodeStep:
-        """This step's metadata; the next call starts anew."""
+        """Return this step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
         return DecodeStep(
             binds=tuple(pending.binds),

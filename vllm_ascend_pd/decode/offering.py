@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's scheduler on the side channel: it dials P's schedulers, and core/offers.py decides what it says to them."""
+"""D's scheduler on the side channel: it dials P's schedulers, and core/offers.py decides what is sent to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from vllm_ascend_pd.shared.loop import LoopThread
 
 
 class Offering:
-    """`offer` and `forget` may be called from any thread; outcomes come on the loop thread, as a metaserver's."""
+    """Offers of one scheduler. `offer`, `forget` and `spare` may be called from any thread.
+
+    Outcomes come on the loop thread, like those of a metaserver.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Offering:
         self._loop.post(self._offer, listener, offer)
 
     def forget(self, transfer: TransferId) -> None:
-        """Nothing is told of it any more, but for an outcome already on its way."""
+        """Drop an offer. Nothing is reported of it any more, except an outcome already under way."""
         self._loop.post(self._forget, transfer)
 
     def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:

@@ -43,7 +43,7 @@ REVOKE_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Who and where this worker is."""
+    """Identity and address of this worker."""
 
     incarnation: str
     stage: int
@@ -55,7 +55,7 @@ class Site:
 
 
 class ReceiveRuntime:
-    """Owns the core, the loop thread, the listener and the transfer engine of one D worker."""
+    """Owner of the core, the loop thread, the listener and the transfer engine of one D worker."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ReceiveRuntime:
     ) -> None:
         self._caches, self._device, self._target = caches, device, target
         self._reports: deque[Loaded] = deque()
-        self._undrafted = ""  # the P of which that was said last
+        self._undrafted = ""  # the last P that was logged for lacking the draft model
         self._ringer = Ringer()
         self._timer: asyncio.TimerHandle | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
@@ -93,7 +93,7 @@ class ReceiveRuntime:
             on_gone=self._on_gone,
             on_back=self._on_back,
         )
-        self._loop.post(device.attach_thread)  # gates are looked at and transfer engines opened there
+        self._loop.post(device.attach_thread)  # gates are polled and transfer engines opened there
         try:
             bound = self._loop.call(self._listener.start(), timeout=START_S)
         except (PdError, TimeoutError):
@@ -105,21 +105,21 @@ class ReceiveRuntime:
     # -- the engine's thread
 
     def step(self, step: DecodeStep) -> None:
-        """A step's metadata was bound: everything it says happens on the loop thread, in this order."""
+        """Apply a step's metadata on the loop thread, in the order of the calls."""
         if step.empty:
             return
         gate = self._device.record() if step.binds else None
         self._loop.post(self._apply, step, gate)
 
     def take_reports(self) -> list[Loaded]:
-        """Transfers that ended since the last call."""
+        """Return transfers that ended since the last call."""
         reports = []
         while self._reports:
             reports.append(self._reports.popleft())
         return reports
 
     def close(self) -> None:
-        """Idempotent. Stops listening, then closes the transfer engine: nothing lands after that."""
+        """Stop listening, then close the transfer engine: nothing lands after that. Idempotent."""
         if self._loop.alive:
             try:
                 self._loop.call(self._listener.close(), timeout=CLOSE_GRACE_S)
@@ -166,7 +166,7 @@ class ReceiveRuntime:
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
-        """Do what the core asks for once it has decided, also what that makes it ask for; set the timer."""
+        """Carry out the core's effects once it has decided, also those that follow from them; then set the timer."""
         try:
             yield
         finally:
@@ -211,7 +211,7 @@ class ReceiveRuntime:
         log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
         try:
             self._target.revoke()
-        except PdError as error:  # the old engine is closed, so nothing lands; but there is no other one yet
+        except PdError as error:  # the old engine is closed, so nothing lands; but there is no new one yet
             log.error("%s", error)
             self._loop.loop.call_later(REVOKE_AGAIN_S, self._revoke_again, action)
             return

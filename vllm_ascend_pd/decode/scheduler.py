@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.channel.exposure import COME_OUT, secluded
+from vllm_ascend_pd.channel.exposure import UNREACHABLE_REMEDY, unreachable_warning
 from vllm_ascend_pd.decode.core.desk import Desk, Way
 from vllm_ascend_pd.decode.core.seeds import SeedBook
 from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
@@ -47,22 +47,22 @@ EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 
 @dataclass(slots=True)
 class _Asked:
-    """A load as its report will tell it."""
+    """A load, with what its report needs."""
 
     way: Way
     tokens: int
     request: Any  # vLLM's
     there: int  # tokens of its prompt that are in D's own cache
     transfer: TransferId
-    first_token: str = ""  # whose it is, once that is known
+    first_token: str = ""  # where it came from, once that is known
     report: LoadReport | None = None  # once the load is over
-    untold: bool = False  # the metaserver has not been told of it: what the load is worth shows with P's token
+    untold: bool = False  # the report is not sent yet: whether the load was of use may show with P's token
     request_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Online:
-    """What exists once the workers have told where they are."""
+    """All that exists once the workers have reported their addresses."""
 
     geometry: CacheGeometry
     endpoints: tuple[Endpoint, ...]
@@ -74,7 +74,7 @@ class _Online:
 
 
 def pace(longest: int, deadline_s: float) -> str:
-    """How fast P must be for the longest prompt: to be read at start, and not in the first failure."""
+    """Return, for the log at the start, how fast P must be for the longest prompt."""
     return (
         f"the longest prompt, {longest:,} tokens, has {deadline_s:g} s to come (recv_deadline_s): prefill engines need "
         f"{longest / deadline_s:,.0f} tokens a second for it, the wait in their queues included"
@@ -82,14 +82,20 @@ def pace(longest: int, deadline_s: float) -> str:
 
 
 def tell_cached(request: Any, tokens: int) -> None:
-    """What vLLM tells the client of its prompt as cached. It counts all that came from P, most of which P has computed for it."""
-    stats = getattr(request, "prefill_stats", None)  # None once a token was told
+    """Set the number of prompt tokens that vLLM reports to the client as cached.
+
+    By itself vLLM counts all that came from P, most of which P has computed for the request.
+    """
+    stats = getattr(request, "prefill_stats", None)  # None after the first token
     if stats is not None:
         stats.num_cached_tokens = tokens
 
 
 class DecodeScheduler(SchedulerRole):
-    """The constructor does no network I/O; the client and the doorbell start with the handshake."""
+    """D's role in the scheduler's process.
+
+    The constructor does no network I/O; the client and the doorbell start with the handshake.
+    """
 
     def __init__(
         self,
@@ -101,8 +107,9 @@ class DecodeScheduler(SchedulerRole):
         vocabulary: int = 0,
         whole: bool = False,
     ) -> None:
-        """`longest`: of this engine's prompts, in tokens. With a `vocabulary` of so many tokens P's first one is taken, and `whole` says
-        whether all of a prompt may then be loaded into any cache."""
+        """`longest`: tokens of this engine's longest prompt. `vocabulary`: its size if P's first token is taken, or 0.
+        `whole`: with P's first token, all of a prompt may be loaded into any cache.
+        """
         self._engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
@@ -114,8 +121,7 @@ class DecodeScheduler(SchedulerRole):
         self._online: _Online | None = None
         timers = engine.config.timers
         self._desk = Desk(LoadBook(engine.incarnation), SeedBook(timers.first_token_wait_s, timers.lease_s))
-        told = self._listen, self._first_token, self._answer, self._useless
-        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._desk, *told, whole=whole)
+        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._desk, self, whole=whole)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -123,8 +129,8 @@ class DecodeScheduler(SchedulerRole):
             self.first_tokens.off(unseeded)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
         allowed = sorted(self._allowed)
-        if words := next((words for one in endpoints if (words := secluded(one.host, allowed))), ""):
-            log.warning("%s %s", words, COME_OUT)
+        if words := next((words for one in endpoints if (words := unreachable_warning(one.host, allowed))), ""):
+            log.warning("%s %s", words, UNREACHABLE_REMEDY)
         loop = LoopThread("pd-reserve")
         doorbell = Doorbell(self._patience.news)
         client = MetaserverClient(self._engine.config.metaserver, loop, self._on_outcome)
@@ -136,7 +142,7 @@ class DecodeScheduler(SchedulerRole):
     # -- the scheduler's thread
 
     def wanted(self, request: Any, computed: int) -> int:
-        """Tokens to load remotely beyond `computed`. Repeatable, without side effects that count."""
+        """Return how many tokens to load remotely beyond `computed`. Repeatable."""
         if self._online is None or request.prompt_token_ids is None:
             return 0
         self._way(request)
@@ -144,7 +150,7 @@ class DecodeScheduler(SchedulerRole):
         return self._desk.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
-        """vLLM allocated blocks and will load `count` tokens: reserve them and ask the metaserver for a prefill."""
+        """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
         online, way = self._online, self._way(request)
         if count <= 0:
             self._spare(self._desk.spare(request.request_id))
@@ -195,7 +201,7 @@ class DecodeScheduler(SchedulerRole):
         online.client.reserve(bind.transfer, way.metaserver, body, deadline)
 
     def _way(self, request: Any) -> Way | None:
-        """Where the request's KV is to be had; None where it is prefilled locally, and why is logged once."""
+        """Return how the request's KV is to be had; None if it is prefilled locally, and log the reason once."""
 
         def read() -> Way | None:
             way = self._read(request)
@@ -228,31 +234,31 @@ class DecodeScheduler(SchedulerRole):
             online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
 
     def _spare(self, meet: Meet | None) -> None:
-        """Let P know, which computes or holds what nobody will fetch."""
+        """Notify a P that may compute or hold what D will not fetch."""
         if meet is not None and self._online is not None:
             unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
             self._online.offering.spare(meet.listener, unwanted)
 
     def _hang_up(self, transfer: TransferId, way: Way) -> None:
-        """Nothing more is wanted of whoever was asked."""
+        """Drop the call or offer for a transfer: nothing more is wanted of it."""
         if self._online is not None and isinstance(way, Meet):
             self._online.offering.forget(transfer)
         elif self._online is not None:
             self._online.client.forget(transfer)
 
     def metadata(self, output: Any) -> StepMetadata:
-        # vllm-ascend's recompute scheduler ends requests that find no block in a step, and tells it nowhere else.
+        # vllm-ascend's recompute scheduler ends requests that find no block in a step, and reports it nowhere else.
         for dropped in getattr(output, "recomputed_reqs", None) or ():
             self.finished(dropped.request_id)
         return StepMetadata(decode=self.build_step())
 
     def build_step(self) -> DecodeStep:
-        self._listen()
+        self.listen()
         online = self._online
         return self._desk.book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
 
-    def _listen(self) -> None:
-        """Take in what the loop thread has heard."""
+    def listen(self) -> None:
+        """Handle the outcomes that the loop thread has received."""
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
             self._desk.heard(transfer, outcome.kind, outcome.code, outcome.detail)
@@ -265,7 +271,7 @@ class DecodeScheduler(SchedulerRole):
         self._desk.book.ended(ends)
 
     def received(self, request_id: str) -> bool:
-        """All workers have reported this request: whether it was a load of ours, which is over now."""
+        """Record that all workers have reported a request. Return whether it was a load of ours, which is over now."""
         asked = self._asked.get(request_id)
         received = self._desk.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
         if received is None or asked is None:
@@ -300,7 +306,7 @@ class DecodeScheduler(SchedulerRole):
         return True
 
     def _report(self, asked: _Asked) -> None:
-        """Tell the metaserver how a load ended, once."""
+        """Report to the metaserver how a load ended, once."""
         if self._online is not None and asked.way.metaserver and asked.report is not None and asked.untold:
             self._online.client.report(asked.way.metaserver, asked.report)
         asked.untold = False
@@ -311,17 +317,17 @@ class DecodeScheduler(SchedulerRole):
     def holds(self, request_id: str) -> bool:
         return self._desk.seeds.holds(request_id)
 
-    def _first_token(self, request_id: str, whose: str) -> None:
+    def first_token_from(self, request_id: str, source: str) -> None:
         if (asked := self._asked.get(request_id)) is not None:
-            asked.first_token = whose
-            if whose != TAKEN:
+            asked.first_token = source
+            if source != TAKEN:
                 self._expects_nothing(asked)
             if asked.report is not None:
-                asked.report = msgspec.structs.replace(asked.report, first_token=whose)
+                asked.report = msgspec.structs.replace(asked.report, first_token=source)
                 self._report(asked)
 
-    def _useless(self, request_id: str, why: str) -> None:
-        """The KV of a request came, and it cannot begin without P's token."""
+    def useless(self, request_id: str, why: str) -> None:
+        """Record a load as failed: its KV came, but is of no use without P's token."""
         asked, error = self._asked.get(request_id), PdError("PD-XFER-008", why=why)
         log.warning("request %s: %s", request_id, error)
         self._failed(error.code)
@@ -341,27 +347,27 @@ class DecodeScheduler(SchedulerRole):
             self.tally.count("num_recomputed_reqs", code)
 
     def _expects_nothing(self, asked: _Asked) -> None:
-        """Of a P whose last word would still have brought a first token."""
+        """Drop the offer to a P whose last answer would still have brought a first token."""
         if isinstance(asked.way, Meet):
             self._hang_up(asked.transfer, asked.way)
 
-    def _answer(self, request_id: str) -> dict[str, Any] | None:
+    def answer(self, request_id: str) -> dict[str, Any] | None:
         asked = self._asked.get(request_id)
         return params_of(asked.report) if asked is not None and asked.report is not None else None
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        self._way(request)  # P may hold something for one that never left the queue
+        self._way(request)  # also of a request that never left the queue: P may hold something for it
         return False, self.finished(request.request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
-        """The request ended: what its answer says of the load."""
+        """Handle the end of a request. Return the load's part of its answer."""
         ended = self._desk.finished(request_id)
         self._spare(ended.unwanted)
         if ended.open is not None:
             self._hang_up(ended.open, self._asked[request_id].way)
             self._asked[request_id].request_over = True
             return None
-        answer = self._answer(request_id)
+        answer = self.answer(request_id)
         if (asked := self._asked.pop(request_id, None)) is not None:
             self._expects_nothing(asked)
             self._report(asked)
@@ -375,8 +381,11 @@ class DecodeScheduler(SchedulerRole):
     def open_loads(self) -> int:
         return self._desk.book.open_count() + self._desk.seeds.held_count()
 
+    def due_s(self) -> float:
+        return self._desk.seeds.due_s(time.monotonic())
+
     def close(self) -> None:
-        """Idempotent. Cancels open calls, so that the metaserver and P learn of it at once."""
+        """Cancel open calls, so that the metaserver and P learn of it at once. Idempotent."""
         online, self._online = self._online, None
         if online is None:
             return

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's side of the first token: what its scheduler asks P for, holds back, and starts requests with."""
+"""D's side of the first token: its scheduler asks P for it, holds requests until it comes, and starts them with it."""
 
 from __future__ import annotations
 
 import base64
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode.core.desk import Desk
@@ -24,13 +23,27 @@ from vllm_ascend_pd.protocol.identity import TransferId
 log = logging.getLogger(__name__)
 
 TAKEN = "prefill"  # in a report: the first token is P's
-Told = Callable[[str, str], None]
 
 
-class Seeding(first_token.Around):
-    """`listen` brings in what the loop thread has heard; `told` hears of each request where its first token came from, `useless`
-    of each whose KV is of no use without it, and `answer` says what stands in a request's answer. With a vocabulary of 0 nothing
-    is seeded."""
+class Loads(Protocol):
+    """The scheduler's records of loads, by request."""
+
+    def listen(self) -> None:
+        """Take in what the loop thread has heard."""
+
+    def first_token_from(self, request_id: str, source: str) -> None:
+        """The request starts with P's token (TAKEN), or with D's for the reason given."""
+
+    def useless(self, request_id: str, why: str) -> None:
+        """The KV of the request came, and it cannot begin without P's token."""
+
+    def answer(self, request_id: str) -> dict[str, Any] | None:
+        """What the request's answer says of its load."""
+
+
+class Seeding(first_token.StepHooks):
+    """First tokens on D. With a vocabulary of 0 none is taken from P. `whole`: requests that begin with P's token may load all of
+    the prompt into any cache."""
 
     def __init__(
         self,
@@ -38,58 +51,60 @@ class Seeding(first_token.Around):
         tally: Tally,
         vocabulary: int,
         desk: Desk,
-        listen: Callable[[], None],
-        told: Told,
-        answer: Callable[[str], dict[str, Any] | None],
-        useless: Told,
+        loads: Loads,
         *,
         whole: bool = False,
     ) -> None:
         super().__init__()
-        self._engine, self._tally, self._vocabulary, self._desk = engine, tally, vocabulary, desk
-        self._listen, self._told, self._answer, self._useless = listen, told, answer, useless
-        self._whole = whole  # what begins with P's token may load all of its prompt into any cache
+        self._engine, self._tally, self._vocabulary = engine, tally, vocabulary
+        self._desk, self._loads, self._whole = desk, loads, whole
         self._proven = False  # vLLM has been seen to call `after`
 
     def off(self, why: str) -> None:
-        """A worker cannot go on behind a token that it has not sampled."""
+        """Take no token from P: a worker cannot go on behind a token that it has not sampled."""
         if self._vocabulary:
             log.warning("P's first token is not used, a worker says: %s", why)
         self._vocabulary = 0
 
     def begins(self, request: Any) -> bool:
-        """Whether all of a prompt may be loaded into a cache in which its last token cannot be computed again: only P's token can
-        begin there, and without it the load has failed. Repeatable."""
+        """Return whether all of a prompt may be loaded into a cache in which its last token cannot be computed again.
+
+        Only P's token can begin there; without it the load has failed. Repeatable.
+        """
         if not (self._whole and self._vocabulary and self._proven and self._desk.tells(request.request_id)):
             return False
-        if self.barred(request) or _produced(request):
+        if self.seed_refusal(request) or _produced(request):
             return False
-        # How a grammar is read is known on P when the prompt has been computed, which is too late to end one token earlier.
+        # P knows how it reads a grammar only after it has computed the prompt: too late to leave the last token out.
         return request.structured_output_request is None and not sampling.refusal(first_token.chosen(request))
 
     def ask(
         self, request: Any, transfer: TransferId, *, leaves_last: bool, whole: bool = False
     ) -> tuple[Seed, dict[str, Any]] | None:
-        """What the reservation asks for, and what P must be sent to choose the same. `whole`: nothing else can begin there."""
+        """Return what the reservation asks for, and what P must receive to choose the same token; None: no token.
+
+        `whole`: the request can begin only with P's token.
+        """
         if not self._vocabulary or not self._desk.seeds_come(request.request_id):
             return None
         given = first_token.chosen(request) if request.sampling_params is not None else {}
 
         def wanted() -> Wanted | str:  # of what is refused no digest is made: its lists have no bound
-            why, place = sampling.refusal(given), request.num_prompt_tokens
+            if refused := sampling.refusal(given):
+                return refused
             asked = sampling.digest(given), given.get("logprobs"), self._vocabulary
-            return why or Wanted(transfer, place, *asked, whole)
+            return Wanted(transfer, request.num_prompt_tokens, *asked, whole)
 
         produced = _produced(request)
         asked = request.request_id, wanted, produced
-        why = self.barred(request) or self._desk.ask(*asked, leaves_last=leaves_last)
+        why = self.seed_refusal(request) or self._desk.ask(*asked, leaves_last=leaves_last)
         if why:
             self.unseeded(request.request_id, why)
             return None
         return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
 
     def heard(self, transfer: TransferId, told: str | First | None, failed: str) -> None:
-        """The last word of the metaserver, with P's token in its envelope, or of P itself, or without one."""
+        """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
         if not self._desk.seeds.asked(transfer):
             return
         first, why = told if isinstance(told, First) else None, ""
@@ -105,7 +120,7 @@ class Seeding(first_token.Around):
         self._proven = True
         if not self._desk.seeds.held_count():
             return
-        self._listen()
+        self._loads.listen()
         for ready in self._desk.seeds.take(time.monotonic()):
             request, why = scheduler.requests.get(ready.request_id), ready.why
             if request is None or request.is_finished():
@@ -123,15 +138,15 @@ class Seeding(first_token.Around):
 
     def _start(self, scheduler: Any, request: Any, first: First) -> Any:
         self._tally.add("first_tokens_taken", 1)
-        self._told(request.request_id, TAKEN)
+        self._loads.first_token_from(request.request_id, TAKEN)
         trace.emit("seeded", transfer=str(first.transfer), request=request.request_id)
         first_token.release(scheduler, request.request_id)
-        return first_token.start(scheduler, request, first, self._answer(request.request_id))
+        return first_token.start(scheduler, request, first, self._loads.answer(request.request_id))
 
     def _go_without(self, scheduler: Any, request: Any, why: str, *, useless: bool) -> Any:
-        """`useless`: nothing but P's token could begin behind this KV."""
+        """Let a request go on without P's token. `useless`: its KV is of no use without it, and the load fails."""
         if useless:
-            self._useless(request.request_id, why)
+            self._loads.useless(request.request_id, why)
         self.unseeded(request.request_id, why)
         if useless:
             return first_token.fail(scheduler, request)
@@ -139,11 +154,11 @@ class Seeding(first_token.Around):
         return None
 
     def unseeded(self, request_id: str, why: str) -> None:
-        """D computes its first token itself."""
+        """Count a request that does not start with P's token."""
         self._tally.count("num_first_tokens_computed", why)
-        self._told(request_id, why)
+        self._loads.first_token_from(request_id, why)
 
 
 def _produced(request: Any) -> int:
-    """Not 0 of a request that was computed here before: what it had when it lost its blocks may still come."""
+    """Return 0 unless the request was computed here before: tokens from then may still be on their way."""
     return int(request.num_output_tokens or request.num_preemptions)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`verify: full` on D: every block is summed again where it arrived (geometry/digest.py).
 
-For tests and for hunting a bad link: it reads everything once more on both sides, on the threads that move the data.
+It is for tests and for finding a bad link: everything is read once more on both sides, on the threads that move it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from vllm_ascend_pd.metadata import Bind
 
 
 class Verifier:
-    """D: compares its memory with the contributors' sums."""
+    """Comparison of D's memory with the contributors' checksums."""
 
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
 
     def first_difference(self, bind: Bind, sums: Mapping[tuple[int, int], int], pushed: Collection[str]) -> str | None:
-        """The first layer and component whose bytes are not what was sent; None if all are. `pushed`: the layers that P has."""
-        if not sums:
-            return f"{self._geometry.layers[0]} (prefill sent no checksums: set verify to full there too)"
+        """Return the first layer and component whose bytes are not what was sent; None if all are.
+
+        `pushed`: the layers that P has.
+        """
         for index, name in enumerate(self._geometry.layers):
             if name not in pushed:
                 continue
@@ -36,9 +37,11 @@ class Verifier:
                 kind.head_range(self._rank),
                 range(begin, end),
                 bind.blocks[kind.group],
-                begin // kind.block_size,
+                begin // kind.covers,
             )
             for number, region in enumerate(kind.regions):
-                if sums.get((index, number)) != found[number]:
-                    return f"{name} ({region.name})"
+                # If tokens are divided among ranks, a rank may have none, and receives nothing.
+                if sums.get((index, number), 0) != found[number]:
+                    told = region.name if sums else "prefill sent no checksums: set verify to full there too"
+                    return f"{name} ({told})"
         return None

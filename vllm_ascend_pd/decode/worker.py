@@ -17,7 +17,7 @@ from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 
 
 class DecodeWorker(WorkerRole):
-    """Created with the worker; the runtime starts when the KV caches are registered."""
+    """D's role in a worker's process. The runtime starts when the KV caches are registered."""
 
     def __init__(
         self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, unseeded: str = ""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registered KV tensors → plain layout facts: geometry, base addresses, memory to register.
 
-Layouts are read off shapes, strides and storages, never assumed. Understood are, per layer, one tensor or a
-tuple of tensors, each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, dim]` or
-`[2, block, ...]` (K and V stacked). A recurrent layer's are one tensor of pages in which its states lie one behind
-the other, or a tensor for each state. It becomes a layer for each of its sections (geometry/states.py).
+Layouts are read off shapes, strides and storages, never assumed. A layer may have one tensor or a tuple of tensors,
+each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, dim]` or `[2, block, ...]` (K and V
+stacked). A recurrent layer has one tensor of pages in which its states lie one behind the other, or one tensor for each
+state. It becomes a layer for each of its sections (geometry/states.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_ascend_pd.geometry.states import PACKING, Recurrent
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the engine's configuration says of a layer."""
+    """Sizes of a layer, from the engine's configuration."""
 
     local_heads: int
     total_heads: int
@@ -33,28 +33,29 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What the engine's configuration says of the cache."""
+    """Sizes, groups and ranks of the cache, from the engine's configuration."""
 
     block_size: int
     local_heads: int
     total_heads: int
     head_size: int
     tp_size: int
-    drafter: str = ""  # which draft model; empty where it has no cache
-    drafts: frozenset[str] = frozenset()  # its layers
-    unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # layers of other sizes
-    groups: tuple[Group, ...] = ()  # none: one, in which all tokens matter
-    group_of: Mapping[str, int] = field(default_factory=dict)  # layers, where there are groups
-    states: Mapping[str, Recurrent] = field(default_factory=dict)  # of the recurrent layers
-    words: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what a layer's dtype is called, where its tensor does not say it
+    drafter: str = ""  # name of the draft model; empty without one, or if it has no cache
+    drafts: frozenset[str] = frozenset()  # layers of the draft model
+    unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # sizes of layers that differ
+    groups: tuple[Group, ...] = ()  # empty: one group, in which all tokens matter
+    group_of: Mapping[str, int] = field(default_factory=dict)  # index of a layer's group, if there are groups
+    states: Mapping[str, Recurrent] = field(default_factory=dict)  # by recurrent layer
+    words: Mapping[str, str] = field(default_factory=dict)  # name of a layer's dtype, if its tensor does not show it
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
 
     def of(self, name: str) -> LayerShape:
         return self.unlike.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
 
     def group(self, name: str) -> tuple[int, Group]:
-        """Of a layer. Raises PD-GEO-003 for one that is of none."""
+        """Return index and group of a layer. Raise PD-GEO-003 for a layer without a group."""
         if not self.groups:
             return 0, Group(self.block_size)
         index = self.group_of.get(name)
@@ -71,11 +72,11 @@ class Caches:
     num_blocks: int
     bases: tuple[tuple[int, ...], ...]  # by layer, by region
     storages: tuple[tuple[int, int], ...]  # (address, length) to register
-    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region; none of what is part of a state
+    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region; empty for parts of states
 
 
 class CacheBytes:
-    """Caches as the host reads them, by layer and region."""
+    """Bytes of the caches, readable by the host, by layer and region."""
 
     def __init__(self, caches: Caches, device: Device) -> None:
         self._caches, self._device = caches, device
@@ -83,13 +84,13 @@ class CacheBytes:
     def region(self, layer: int, region: int) -> NDArray[np.uint8]:
         base, caches = self._caches.bases[layer][region], self._caches
         length = caches.num_blocks * caches.geometry.by_layer[layer].regions[region].block_stride
-        # Of what begins inside of a page the last block ends before that.
+        # If a region begins inside a page, its last block ends with the storage, before a whole stride.
         left = next((start + size - base for start, size in caches.storages if start <= base < start + size), length)
         return np.frombuffer(self._device.view(base, min(length, left)), dtype=np.uint8)
 
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
-    """Raises PD-GEO-003 for a layout that is not understood."""
+    """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported."""
     names = executed(tensors) if shape.groups else list(tensors)
     layers: dict[str, _Layer] = {}
     for name in names:
@@ -123,6 +124,9 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         ),
         groups=shape.groups,
         group=first.group,
+        dcp=shape.dcp,
+        pcp=shape.pcp,
+        interleave=shape.interleave,
     )
     storages = {address: length for layer in layers.values() for address, length in layer.storages}
     bases, parts = tuple(layer.bases for layer in layers.values()), tuple(layer.parts for layer in layers.values())
@@ -172,7 +176,7 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
 
 
 def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict[str, _Layer]:
-    """A recurrent layer's, as layers by their names."""
+    """Return the sections of a recurrent layer, as layers by their names."""
     recurrent, (group, _) = shape.states[name], shape.group(name)
     sizes, blocks = recurrent.nbytes, tensors[0].shape[0]
     rows = [tensor.stride(0) * tensor.element_size() for tensor in tensors]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a device: everything is done when the call returns."""
+"""The CPU as a device: all work is done when its call returns."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class CpuDevice:
             return "plain", False  # MLA: one latent per token, in token order
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # The attention kernels keep K transposed inside the plane, in a form that depends on the instruction set, and on the dtype in
-        # which they compute. Bytes do not say that one: then both forms are named that this host could have.
+        # The attention kernels keep K transposed inside the plane. The form depends on the instruction set and on the
+        # dtype of the computation. A cache of one-byte elements does not show that dtype: then the forms of both
+        # possible dtypes are named.
         dtypes = (torch.float32, torch.bfloat16) if cache.element_size() == 1 else (cache.dtype,)
         forms = {_get_attn_isa(dtype, block_size, head_size): None for dtype in dtypes}
         return f"cpu-{'+'.join(forms)}", True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device this process has, by vLLM's platform. torch_npu is imported only where there is one."""
+"""The device of this process. torch_npu is imported only if that is an NPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from vllm_ascend_pd.device.base import Device
 
 
 def current() -> Device:
-    """The device of this process, by vLLM's platform."""
+    """Return the device of this process, by vLLM's platform."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "npu":

@@ -27,7 +27,7 @@ class _StreamEvent:
         return bool(self._event.query())
 
     def hold(self, stream: torch_npu.npu.Stream) -> None:
-        """What `stream` gets from now on waits for this event."""
+        """Let work that is enqueued on `stream` from now on wait for this event."""
         stream.wait_event(self._event)
 
 
@@ -58,7 +58,7 @@ class NpuDevice:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        # Copies from the host wait for their stream: on the model's, every step would wait for the one before.
+        # Copies from the host wait for their stream. On the model's stream, every step would wait for the one before.
         if self._planning is None:
             self._planning = torch_npu.npu.Stream()
         with torch_npu.npu.stream(self._planning):
@@ -69,7 +69,7 @@ class NpuDevice:
         torch_npu.npu.set_device(self._index)
         if threading.get_ident() == self._model or hasattr(self._own, "stream"):
             return
-        # Without a stream of its own a thread that reads device memory would wait for all that the model has enqueued.
+        # Without a stream of its own, a thread that reads device memory would wait for all work of the model.
         self._own.stream = torch_npu.npu.Stream()
         torch_npu.npu.set_stream(self._own.stream)
 
@@ -79,7 +79,7 @@ class NpuDevice:
         return ("plain", False) if layout in PLAIN_FORMATS else (f"npu-format-{layout}", True)
 
     def view(self, address: int, length: int) -> memoryview:
-        """A copy: the host cannot read device memory. It waits for no stream, so what is there must be complete."""
+        """Return a copy: the host cannot read device memory. It waits for no stream, so the bytes must be complete."""
         host = bytearray(length)
         to = (ctypes.c_char * length).from_buffer(host)
         acl = ctypes.CDLL("libascendcl.so")  # torch_npu has loaded it

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which bytes: pure arithmetic on layouts, shards and token ranges."""
+"""Arithmetic on layouts, shards and token ranges: the bytes that each rank holds, owns and writes. Pure code."""

@@ -25,16 +25,16 @@ class Spans(msgspec.Struct, frozen=True, eq=False):
         return int(self.size.sum())
 
     def part(self, ends: list[int], index: int) -> Spans:
-        """The spans of one group, where group g stops at `ends[g]`."""
+        """Return the spans of one group; group g stops at `ends[g]`."""
         a, b = ends[index - 1] if index else 0, ends[index]
         return Spans(self.src[a:b], self.dst[a:b], self.size[a:b])
 
 
 def merged(spans: Spans, ends: Ints) -> tuple[Spans, Ints]:
-    """Merge neighbours within each group; `ends[g]` is where group g stops. Returns the new ends too.
+    """Merge neighbours within each group, where group g stops at `ends[g]`. Return the spans and their new ends.
 
-    Groups keep their order. Within a group the spans may be reordered: free lists that were filled backwards hand
-    out descending blocks, and those touch only when sorted.
+    Groups keep their order. Within a group the spans may be reordered: a free list that was filled backwards hands
+    out descending blocks, which touch only after sorting.
     """
     if len(spans) < 2:
         return spans, ends
@@ -52,7 +52,7 @@ def merged(spans: Spans, ends: Ints) -> tuple[Spans, Ints]:
 
 
 def _touching(spans: Spans, ends: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Whether span i+1 continues span i on both sides, and whether it precedes it; never across groups."""
+    """Return whether span i+1 continues span i on both sides, and whether it precedes it; never across groups."""
     src_step = spans.src[1:] - spans.src[:-1]
     dst_step = spans.dst[1:] - spans.dst[:-1]
     same = src_step == dst_step

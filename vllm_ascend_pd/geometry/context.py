@@ -2,11 +2,11 @@
 """Context parallelism: a cache whose tokens, not its heads, are divided among ranks.
 
 The prompt is dealt out in runs of `interleave` tokens, rank after rank: rank c of a world of w holds the tokens t with
-(t // interleave) mod w = c. A block of the engine's table then covers block size x w tokens, of which each rank has a block
-size, one behind the other: all ranks have the same table, and of each block their own part. A world of 1 holds all tokens.
+(t // interleave) mod w = c. All ranks have the same block table. One of its blocks covers block size x w tokens, and
+each rank stores its own block size of these, without gaps. With a world of 1 the rank holds all tokens.
 
-What one rank pushes to another are the tokens that both hold. Their places repeat with the least common multiple of both
-periods, and between two borders of runs or blocks they are neighbours on both sides.
+One rank pushes to another the tokens that both hold. Their places repeat with the least common multiple of both
+periods. Between two borders of runs or blocks these tokens are neighbours on both sides.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy.typing as npt
 from vllm_ascend_pd.errors import LocalProtocolError
 
 Ints = npt.NDArray[np.int64]
-MOST_RUNS = 1 << 20  # of one period; beyond is a configuration that no engine has
+MAX_RUNS = 1 << 14  # in one period; no engine is configured with more
 
 
 class Dealt(msgspec.Struct, frozen=True):
-    """How an engine's tokens are dealt out among the ranks of a world."""
+    """Division of an engine's tokens among the ranks of a world."""
 
-    block_size: int  # tokens that a rank has of a block
+    block_size: int  # tokens of a block of the table that one rank holds
     world: int = 1
     interleave: int = 1
 
@@ -39,49 +39,47 @@ class Dealt(msgspec.Struct, frozen=True):
 
     @property
     def covers(self) -> int:
-        """Tokens of the prompt that a block of the table stands for."""
+        """Tokens of the prompt in one block of the table, over all ranks."""
         return self.block_size * self.world
 
     @property
     def run(self) -> int:
-        """Neighbouring tokens that one rank has in neighbouring places, at most."""
+        """Most neighbouring tokens that one rank holds in neighbouring places."""
         return self.interleave if self.world > 1 else self.block_size
 
-    def holder(self, token: int) -> int:
-        return token // self.interleave % self.world if self.world > 1 else 0
+    def holder(self, tokens: Ints) -> Ints:
+        """Return the part that holds each of the tokens."""
+        return tokens // self.interleave % self.world
+
+    def tokens(self, part: int, blocks: Ints) -> Ints:
+        """Return the tokens that a part holds in these blocks of the table, as [block, place]."""
+        turn, inside = np.divmod(np.arange(self.block_size, dtype=np.int64), self.interleave)
+        found: Ints = blocks[:, None] * self.covers + (turn * self.world + part) * self.interleave + inside
+        return found
 
     def places(self, tokens: Ints) -> tuple[Ints, Ints]:
-        """Of tokens on the rank that holds them: which block of the table, and where in it."""
+        """Return each token's block in the table, and its place in that block on the rank that holds it."""
         block, inside = np.divmod(tokens, self.covers)
         if self.world == 1:
             return block, inside
         return block, inside // (self.world * self.interleave) * self.interleave + inside % self.interleave
 
-    def holds(self, rank: int, tokens: int) -> int:
-        """How many of a prompt's first tokens a rank has."""
-        if self.world == 1:
-            return tokens
-        rounds, left = divmod(tokens, self.world * self.interleave)
-        return rounds * self.interleave + min(self.interleave, max(0, left - rank * self.interleave))
-
 
 class Shared(msgspec.Struct, frozen=True, eq=False):
-    """Runs of tokens that a rank of P and a rank of D both hold, in the order of the prompt, with their places on either side."""
+    """Runs of tokens that a rank of P and a rank of D both hold, in prompt order, with their places on both sides."""
 
-    count: Ints  # tokens
+    count: Ints  # tokens of each run
     p_block: Ints  # index in the table
     p_token: Ints  # place in the block
     d_block: Ints
     d_token: Ints
 
-    @property
-    def tokens(self) -> int:
-        return int(self.count.sum())
-
 
 def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -> Shared:
-    """Of the tokens [first, end) those that both ranks hold. The work is that of what is found, not of the prompt's length times
-    the worlds."""
+    """Return the tokens of [first, end) that both ranks hold.
+
+    The work is proportional to the runs that are found, not to the prompt's length times the worlds.
+    """
     start, count = _period(p, p_rank, d, d_rank)
     period = math.lcm(p.covers, d.covers)
     if not len(start) or end <= first:
@@ -96,26 +94,35 @@ def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -
 
 
 def contributors(p: Dealt, d: Dealt, d_rank: int) -> tuple[int, ...]:
-    """The ranks of P's world that hold anything of what this rank of D holds."""
-    return tuple(rank for rank in range(p.world) if len(_period(p, rank, d, d_rank)[0]))
+    """Return the ranks of P's world that hold any token that this rank of D's world holds."""
+    if p.world == d.world == 1:
+        return (0,)
+    start, _ = _cut(p, d)
+    return tuple(np.unique(p.holder(start[d.holder(start) == d_rank])).tolist())
 
 
-@lru_cache(maxsize=4096)
+def runs(p: Dealt, d: Dealt) -> int:
+    """Return the number of pieces in one common period: the work of comparing P and D."""
+    return math.lcm(p.covers, d.covers) // math.gcd(p.run, d.run)
+
+
+@lru_cache(maxsize=256)
 def _period(p: Dealt, p_rank: int, d: Dealt, d_rank: int) -> tuple[Ints, Ints]:
-    """Starts and lengths of the runs that both hold, in one period of both: cut where either side's run, or block, ends."""
-    period, step = math.lcm(p.covers, d.covers), math.gcd(p.run, d.run)
-    if period // step > MOST_RUNS:
-        raise LocalProtocolError(f"{p} and {d} have no common period of fewer than {MOST_RUNS} runs")
-    start = np.arange(0, period, step, dtype=np.int64)
-    both = np.ones(len(start), dtype=bool)
-    for side, rank in ((p, p_rank), (d, d_rank)):
-        if side.world > 1:
-            both &= start // side.interleave % side.world == rank
-    return _joined(start[both], step, p, d)
+    """Return starts and lengths of the runs that both ranks hold, in one common period."""
+    start, step = _cut(p, d)
+    return _joined(start[(p.holder(start) == p_rank) & (d.holder(start) == d_rank)], step, p, d)
+
+
+def _cut(p: Dealt, d: Dealt) -> tuple[Ints, int]:
+    """Return where one common period is cut, and the pieces' length. None crosses a border of a run or block."""
+    if runs(p, d) > MAX_RUNS:
+        raise LocalProtocolError(f"{p} and {d} have no common period of fewer than {MAX_RUNS} runs")
+    step = math.gcd(p.run, d.run)
+    return np.arange(0, math.lcm(p.covers, d.covers), step, dtype=np.int64), step
 
 
 def _joined(start: Ints, step: int, p: Dealt, d: Dealt) -> tuple[Ints, Ints]:
-    """Neighbours in the prompt that are neighbours in a block on both sides become one run."""
+    """Join pieces that are neighbours in the prompt and inside one block on both sides. Return starts and lengths."""
     if not len(start):
         return start, start
     (p_block, p_token), (d_block, d_token) = p.places(start), d.places(start)

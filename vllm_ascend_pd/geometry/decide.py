@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether P ranks regroup for a D geometry, by the length of the spans that they would write otherwise.
+"""The decision whether P ranks regroup for a D geometry, by the length of the spans that they would write otherwise.
 
-Decided per D geometry from the reservation alone, so that every rank and every step agree.
+It is made per D geometry from the reservation alone, so that every rank and every step agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_ascend_pd.geometry.images import Segments, slot_spans, starts
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.geometry.pairing import exchanged
+from vllm_ascend_pd.geometry.pairing import exchanged, no_exchange_reason
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.shard import contributors
 
@@ -22,7 +22,11 @@ SHORT_SPAN = 4 << 10
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`direct_span` and `regroup_span`: mean bytes per descriptor over a full D block, for the rank with the shortest."""
+    """Choice of a push mode, and the numbers behind it.
+
+    `direct_span` and `regroup_span` are mean bytes per descriptor over a full D block, for the P and D ranks with the
+    shortest direct spans.
+    """
 
     regroup: bool
     direct_span: int
@@ -31,17 +35,20 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def mode(self) -> str:
-        """The word that goes into the plan digest."""
+        """Name of the mode, as the plan digest contains it."""
         return "regroup" if self.regroup else "direct"
 
 
 @lru_cache(maxsize=256)
 def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int = MIN_SPAN) -> Decision:
-    """`mode` and `min_span` as configured (`regroup`, `regroup_min_span`). One answer for a push: yes if it pays for any kind of
-    its layers, of which those that no rank lacks are pushed directly all the same."""
+    """Decide for all layers of a push at once: regroup if that pays for any of the kinds that can be exchanged.
+
+    Kinds that cannot be exchanged are pushed directly in either case. `mode` and `min_span` are the configured values
+    of `regroup` and `regroup_min_span`.
+    """
     found = [_decide(pair.p, pair.d, mode, min_span) for pair in exchanged(p, d)]
     if not found:
-        return Decision(False, 0, 0, "no rank has heads that another lacks")
+        return Decision(False, 0, 0, no_exchange_reason(p, d) or "no rank has heads that another lacks")
     return next((one for one in found if one.regroup), found[0])
 
 
@@ -59,9 +66,9 @@ def _decide(p: CacheGeometry, d: CacheGeometry, mode: str, min_span: int) -> Dec
 
 
 def _distinct(p: CacheGeometry, d: CacheGeometry) -> list[tuple[int, int]]:
-    """One pair (P rank, D rank) for each way in which a contributor's heads lie among its own and its D rank's.
+    """Return one pair (P rank, D rank) for each way in which their common heads lie among the heads of either rank.
 
-    Spans follow from nothing else: with a thousand ranks on either side a handful of pairs is left to plan.
+    Nothing else determines the spans. So even with a thousand ranks on either side only a few pairs have to be planned.
     """
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for d_rank in range(d.tp_size):
@@ -75,7 +82,7 @@ def _distinct(p: CacheGeometry, d: CacheGeometry) -> list[tuple[int, int]]:
 
 
 def _block(p: CacheGeometry, d: CacheGeometry) -> Job:
-    """One full D block whose source blocks are not neighbours."""
+    """Return a job of one full D block whose source blocks are not neighbours."""
     sources = np.arange(-(-d.block_size // p.block_size), dtype=np.int32) * 2
     return Job(d, 0, 0, d.block_size, sources, np.zeros(1, dtype=np.int32))
 

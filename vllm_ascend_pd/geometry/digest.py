@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End-to-end checksums of one layer (`verify: full`): a sum over atoms that does not depend on who sent what when.
+"""End-to-end checksums of one layer (`verify: full`): sums over atoms, independent of sender and order.
 
 An atom is one cell of a region at an absolute token position, or one opaque plane at a D block index, for one head of
 the model. Its hash mixes its bytes with that place, so equal bytes in a wrong place count as a difference. Sums of
-disjoint parts add up modulo 2^64: the contributors' sums together must equal D's own over everything that it wanted.
-Finds accidents, not attackers.
+disjoint parts add up modulo 2^64: the contributors' sums together must equal D's own sum over all that it wants.
+The sums detect accidents, not attacks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.geometry.context import Dealt
 from vllm_ascend_pd.geometry.images import starts, token_outer
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import Job
@@ -38,14 +39,16 @@ def cache_digest(
     tokens: range,
     blocks: npt.NDArray[np.int32],
     first_block: int = 0,
+    peer: tuple[Dealt, int] | None = None,
 ) -> tuple[int, ...]:
-    """The sums over `heads` x `tokens` as they lie in this rank's cache, by region.
+    """Return the sums over `heads` x `tokens` in this rank's cache, by region.
 
-    `memory(region)` is a flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt.
-    P gives a `Part` of its plan and its table from token 0; D its own heads, [first, end) and the reservation's table.
+    With `peer` (the peer's division of tokens, and a part of it) only tokens of that part count. `memory(region)` is a
+    flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt. P passes a `Part` of
+    its plan and its table from token 0. D passes its own heads, the tokens that it wants, and the reservation's table.
     """
-    size = geometry.block_size
-    index = np.arange(tokens.start // size, -(-tokens.stop // size), dtype=np.int64)
+    size, dealt, part = geometry.block_size, geometry.dealt, geometry.ranks.part(rank)
+    index = np.arange(tokens.start // dealt.covers, -(-tokens.stop // dealt.covers), dtype=np.int64)
     ids = blocks[index[0] - first_block : index[-1] + 1 - first_block] if len(index) else blocks[:0]
     if len(ids) != len(index):
         raise LocalProtocolError(f"{len(blocks)} blocks do not cover tokens {tokens}")
@@ -58,17 +61,19 @@ def cache_digest(
         for at in range(0, len(ids), step):
             some = index[at : at + step]
             cells = view[ids[at : at + step]]
-            places = _places(region, some, size)
+            places = some[:, None] if region.opaque else dealt.tokens(part, some)
             wanted = np.ones_like(places, dtype=bool)
             if not region.opaque:
                 wanted = (places >= tokens.start) & (places < tokens.stop)
+                if peer is not None:
+                    wanted &= peer[0].holder(places) == peer[1]
             total += _sum(cells, number, places, np.arange(heads.start, heads.stop), wanted)
         totals.append(total & MASK)
     return tuple(totals)
 
 
 def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes) -> dict[int, tuple[int, ...]]:
-    """The same for what an owner staged after a regroup, by job index."""
+    """Return the same sums over what an owner has staged in a slot, by job index."""
     held = d.head_range(slot.d_rank)
     members, segments = slot_segments(slot, jobs)
     zero = np.zeros(len(members), dtype=np.int64)
@@ -95,7 +100,7 @@ def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes
 
 
 def _image_runs(region: Region, lo: int, hi: int, size: int, heads: int) -> list[tuple[int, int]]:
-    """First atom and number of atoms per head of the images of [lo, hi)."""
+    """Return first atom and number of atoms per head for each image of [lo, hi)."""
     if region.opaque:
         return [(block, 1) for block in range(lo // size, -(-hi // size))]
     if token_outer(region, heads):
@@ -111,7 +116,7 @@ def _image_shape(region: Region, count: int, heads: int) -> tuple[int, int, int]
 
 
 def _cells(flat: Bytes, region: Region, ids: npt.NDArray[np.int32], size: int, head: int, heads: int) -> Bytes:
-    """The region as [block, head, token, byte], checked against the memory's length."""
+    """Return the region as [block, head, token, byte], checked against the memory's length."""
     tokens = 1 if region.opaque else size
     base = head * region.head_stride
     blocks = int(ids.max()) + 1 if len(ids) else 0
@@ -126,13 +131,6 @@ def _cells(flat: Bytes, region: Region, ids: npt.NDArray[np.int32], size: int, h
     )
 
 
-def _places(region: Region, blocks: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-    """Absolute places of a block's atoms, [block, atom]."""
-    if region.opaque:
-        return blocks[:, None]
-    return blocks[:, None] * size + np.arange(size)
-
-
 def _sum(
     cells: Bytes,
     region: int,
@@ -140,7 +138,7 @@ def _sum(
     heads: npt.NDArray[np.int64],
     wanted: npt.NDArray[np.bool_],
 ) -> int:
-    """Sum over cells [block, head, atom, byte] at places [block, atom]."""
+    """Return the sum over the wanted cells [block, head, atom, byte], which are at `places` [block, atom]."""
     length = cells.shape[-1]
     short = -length % 8
     if short:
@@ -156,13 +154,13 @@ def _sum(
 
 @lru_cache(maxsize=64)
 def _factors(count: int) -> Words:
-    """Odd factors for the words of an atom."""
+    """Return odd factors for the words of an atom."""
     factors: Words = _mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
     return factors
 
 
 def _mixed(x: Words) -> Words:
-    """A bijection of 64-bit words in which every input bit reaches every output bit (splitmix64)."""
+    """Map 64-bit words one to one so that every input bit affects every output bit (splitmix64)."""
     x = x * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How KV lies in the buffers of a regroup, and the rows of work that move it there.
+"""Layout of KV in the buffers of a regroup, and the rows of work that move it there.
 
 A *unit* is a run of tokens inside one D block and one owner. Its *image* is compact and in the order of D's
 addresses: (token, head) where D's blocks are token-major, (head, token) where they are head-major, whole planes where
 the token axis is opaque. A buffer holds, group after group and region after region, the images of the units in line
-order. Send and receive buffers hold images of the heads that one rank passes on; a slot holds images of all of D's
-heads, so a unit there is what D's block will contain, byte for byte.
+order. Images in send and receive buffers have the heads that one rank passes on. Images in a slot have all heads of
+the D rank, so a unit there is what D's block will contain, byte for byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rows = npt.NDArray[np.int64]
 
 
 class Segments(msgspec.Struct, frozen=True, eq=False):
-    """Non-empty token ranges of jobs that one owner has, in buffer order."""
+    """Non-empty token ranges of jobs, in buffer order: owner after owner, if there are several."""
 
     jobs: tuple[Job, ...]
     lo: Ints
@@ -50,19 +50,19 @@ class Segments(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def before(self) -> Ints:
-        """Tokens of the earlier segments."""
+        """Tokens of all earlier segments, by segment."""
         return np.cumsum(self.tokens) - self.tokens
 
     def units(self, block_size: int) -> Ints:
         return -(-self.hi // block_size) - self.lo // block_size
 
     def measure(self, region: Region, block_size: int) -> Ints:
-        """How many cells of one head each segment has."""
+        """Return the number of cells per head, by segment."""
         return self.units(block_size) if region.opaque else self.tokens
 
 
 class Image(msgspec.Struct, frozen=True):
-    """Which heads an image has and where some of them lie in it."""
+    """Heads of an image, and those of them that are moved."""
 
     width: int  # heads in the image
     at: int  # place of the first head that is moved
@@ -70,14 +70,15 @@ class Image(msgspec.Struct, frozen=True):
 
 
 def token_outer(region: Region, d_heads: int) -> bool:
-    """Whether D's addresses run through all heads of a token before the next token."""
+    """Return whether D's addresses run through all heads of a token before the next token."""
     return d_heads == 1 or region.token_stride > region.head_stride
 
 
 def starts(d: CacheGeometry, segments: Segments, width: int, group: Ints, bases: Ints) -> tuple[list[Ints], Ints]:
-    """By region, where each segment's first image begins, and where each group ends.
+    """Return by region where each segment's first image begins, and where each group ends.
 
-    Groups follow one another in `segments`. Group g begins at `bases[g]` and holds, region by region, its segments.
+    `group` is each segment's group; groups follow one another. Group g begins at `bases[g]` and holds, region by
+    region, its segments.
     """
     found = []
     running = bases.copy()
@@ -101,7 +102,7 @@ def cache_rows(
     image: Image,
     d_heads: int,
 ) -> Rows:
-    """Rows that gather P's cells into images; `begin` from `starts`, `p_head` the local index of the first head."""
+    """Return rows that gather P's cells into images. `begin` is from `starts`; `p_head` is the local first head."""
     size = d.block_size
     chunks = grid(segments.lo, segments.hi, p_tables(segments.jobs, p.block_size), Tables(size, (), ()))
     count = chunks.count
@@ -114,7 +115,7 @@ def cache_rows(
             table[:, 0] = index
             table[:, 6] += np.repeat(begin[index] - begin[index - 1], count)
             continue
-        # Whole rows first: a column written alone touches as much memory as all of them.
+        # Whole rows first: writing one column touches as much memory as writing all columns.
         table[:] = (index, 0, p_head, 0, image.heads, 1, 0, cell, image.width * cell)
         table[:, 1] = chunks.src_block
         offset = np.repeat(begin[index] + image.at * cell, count)
@@ -127,7 +128,7 @@ def cache_rows(
         if token_outer(b, d_heads):
             table[:, 6] = offset + done * (image.width * cell)
         else:
-            inside = np.minimum(chunks.dst_token, done)  # tokens of the unit before the chunk, and of all of it
+            inside = np.minimum(chunks.dst_token, done)  # tokens of the unit before the chunk; `unit`: all of them
             unit = inside + np.minimum(size - chunks.dst_token, np.repeat(segments.tokens, count) - done)
             table[:, 6] = offset + ((done - inside) * image.width + image.at * (unit - 1) + inside) * cell
             table[:, 7], table[:, 8] = unit * cell, cell
@@ -135,7 +136,7 @@ def cache_rows(
 
 
 def _done(chunks: Grid, segments: Segments) -> Ints:
-    """Tokens of the segment before each chunk."""
+    """Return, by chunk, the tokens before it in its segment."""
     done = np.cumsum(chunks.tokens)
     done -= chunks.tokens
     done -= np.repeat(segments.before, chunks.count)
@@ -143,14 +144,14 @@ def _done(chunks: Grid, segments: Segments) -> Ints:
 
 
 def _twins(*sides: tuple[Region, Region]) -> bool:
-    """Whether two regions differ in nothing but their names, on every side: K and V usually do not."""
+    """Return whether both regions of each side are equal except for their names, as K and V usually are."""
     return all(msgspec.structs.astuple(a)[1:] == msgspec.structs.astuple(b)[1:] for a, b in sides)
 
 
 def buffer_rows(
     d: CacheGeometry, segments: Segments, source: Sequence[Ints], target: Sequence[Ints], image: Image, d_heads: int
 ) -> Rows:
-    """Rows that move images of `image.heads` heads at `source` into images of `image.width` heads at `target`.
+    """Return rows that move images of `image.heads` heads at `source` into images of `image.width` heads at `target`.
 
     Units of equal shape form one box, so there are at most three rows per segment and region.
     """
@@ -164,14 +165,17 @@ def buffer_rows(
             )
             continue
         count = segments.measure(region, d.block_size)
-        if begin[-1] - begin[0] == (count[:-1].sum()) * (image.heads * cell):  # the segments follow each other
+        if begin[-1] - begin[0] == (count[:-1].sum()) * (image.heads * cell):  # no gaps between the segments
             begin, end, count = begin[:1], end[:1], count.sum(keepdims=True)
         tables.append(_boxes(begin, end, cell, image, np.zeros_like(count), np.full_like(count, cell), count))
     return np.concatenate(tables)
 
 
 def _boxes(source: Ints, target: Ints, cell: int, image: Image, done: Ints, length: Ints, count: Ints) -> Rows:
-    """One row per segment whose `count` is above zero: heads x count runs of `length` bytes, `done` tokens into it."""
+    """Return one row for each segment whose `count` is not 0: heads x count runs of `length` bytes.
+
+    The runs start `done` tokens after the segment's begin.
+    """
     some = np.flatnonzero(count)
     long = length[some]
     table = np.empty((len(some), len(BUFFER_ROW)), dtype=np.int64)
@@ -186,7 +190,10 @@ def _boxes(source: Ints, target: Ints, cell: int, image: Image, done: Ints, leng
 
 
 def _head_major(segments: Segments, size: int, cell: int) -> list[tuple[Ints, Ints, Ints]]:
-    """A segment's first partial unit, its whole units, its last partial unit: tokens before, bytes per head, count."""
+    """Return three pieces of each segment: its first partial unit, its whole units, its last partial unit.
+
+    Each piece has the tokens before it, the bytes per head of a unit, and the number of units.
+    """
     lo, hi = segments.lo, segments.hi
     up, down = np.minimum(-(-lo // size) * size, hi), np.maximum(hi // size * size, lo)
     down = np.maximum(down, up)
@@ -198,7 +205,7 @@ def _head_major(segments: Segments, size: int, cell: int) -> list[tuple[Ints, In
 
 
 def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_heads: int) -> list[tuple[Spans, Ints]]:
-    """By region, the writes that carry a slot's images into D's cache, and where each segment's writes end.
+    """Return by region the writes that copy a slot's images into D's cache, and where each segment's writes end.
 
     The segments are one group of `starts`.
     """
@@ -212,7 +219,7 @@ def slot_spans(d: CacheGeometry, segments: Segments, begin: Sequence[Ints], d_he
         outer = token_outer(region, d_heads)
         if index and _twins((d.regions[index - 1], region)):
             before, ends = found[-1]
-            shift = begin[index][0] - begin[index - 1][0]  # of the whole region: its segments have equal sizes
+            shift = begin[index][0] - begin[index - 1][0]  # the same for all segments: regions are alike
             found.append((Spans(before.src + shift, before.dst, before.size), ends))
             continue
         if region.opaque:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who hands which heads to whom when P ranks regroup for a D rank."""
+"""The heads that P ranks send to each other when they regroup for a D rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_ascend_pd.geometry.shard import Shares, head_shares, owner_shares
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """One D rank of a layout: who owns its tokens, and which heads each owner gets from whom."""
+    """One D rank of a layout: the P ranks that own its tokens, and the heads that each owner gets from each source."""
 
     d_rank: int
     held: range  # heads of the D rank
@@ -19,7 +19,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
-    """The same on every rank: a function of the two geometries."""
+    """Return the lane of a D rank. It depends on the two geometries alone, so it is the same on every rank."""
     held = d.head_range(d_rank)
     owners = owner_shares(p, d, d_rank)
     feeds = {}
@@ -32,9 +32,9 @@ def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
 
 
 def _source(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
-    """Who hands `head` to `owner`: the replica at the owner's own place among replicas, so that all replicas send alike.
+    """Return the rank that sends `head` to `owner`: the owner itself if it holds the head.
 
-    For a head that the owner holds that is the owner itself.
+    Of several replicas it is the one at the place that the owner has among its own replicas, so that all send alike.
     """
     own = max(p.head_range(owner).start, d.head_range(d_rank).start)
     peers = head_shares(p, d, d_rank, own).ranks

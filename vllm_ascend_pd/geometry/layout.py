@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a KV cache lies in memory, as plain numbers.
+"""Layout of a KV cache in memory, as plain numbers.
 
-Every layout we meet is affine: the byte address of the cell of (block, head, token) is
+Every layout that is supported is affine: the byte address of the cell of (block, head, token) is
 `base + block*block_stride + head*head_stride + token*token_stride`, and a cell is contiguous.
 Head-major, token-major, packed K‖V and MLA differ only in these strides. Where the token axis
 is opaque (the CPU backend permutes inside a (block, head) plane) `token_stride` is 0 and the cell
 is the whole plane.
 
-Layers of one block table are a *group*: with a block size, and a rule of which tokens matter once a prompt is there. Groups
-draw their blocks from one pool and share memory: what tells layers apart is their name, never an address.
+Layers with one block table are a *group*. It has a block size, and a rule for which tokens matter once the prompt is
+computed. Groups take their blocks from one pool and share memory, so a layer is identified by its name, never by an
+address.
 
-A recurrent layer keeps one state of all tokens so far. What of it is held by other ranks than the rest is a layer of its own here
-(states.py), whose blocks have one entry.
+A recurrent layer keeps one state of all tokens so far. Parts of it that ranks hold differently are layers of their own
+here (states.py); their blocks have one entry.
 
 Layers of one group need not be alike: a draft model has heads of its own, an indexer keeps one key per token beside
-the attention's cache. Layers that are alike are a *kind*, and each kind by itself is a cache whose layers are all alike.
+the attention's cache. Layers that are alike are a *kind*. Each kind can be seen as a cache of its own.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.geometry.context import Dealt
+
 MAX_LAYERS = 4096
 MAX_REGIONS = 64
 
-# What one field can bound is bound where it is decoded: a made-up cache must not reach the share arithmetic.
+# Limits of single fields are checked in decoding: an impossible cache must not reach the share arithmetic.
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # in bytes; times any block id it fits 64 bits
+Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # in bytes; times any block id it fits into 64 bits
 Stage = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 
 
@@ -51,12 +54,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 MAX_KINDS = 256
 MAX_GROUPS = 64
-ALL, WINDOW, STATE = "all", "window", "state"  # of the rules of which tokens matter those that are understood
+ALL, WINDOW, STATE = "all", "window", "state"  # values of `Group.matters` that are supported
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
-    """Layers with one block table, and which of the tokens matter to who has a prompt: all, the last `n` with the next one, or the
-    state after the last, which is in the block that stands for that token."""
+    """Layers with one block table, and the tokens that matter once a prompt is computed.
+
+    Those are all; or the last `n`, counting the next one; or the state after the last token, which is in the block that
+    covers that token.
+    """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     matters: Annotated[str, msgspec.Meta(max_length=64)] = ALL
@@ -67,7 +73,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def partial(self) -> bool:
-        """Whether tokens cease to matter."""
+        """True if not all tokens matter."""
         return self.matters != ALL
 
     @property
@@ -76,12 +82,15 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def entries(self) -> int:
-        """Of a block: one for each token, or one state."""
+        """Entries of a block: one for each token, or one state."""
         return 1 if self.stateful else self.block_size
 
     def begins(self, first: int, end: int) -> int:
-        """Where the wanted ones of tokens [first, end) begin, `end` being the next token that is computed. Whole blocks: D takes a
-        block for complete, and gives it to whoever has the same prefix."""
+        """Return the first wanted token of [first, end), where `end` is the next token to be computed.
+
+        A window begins at the first token of a block, or at `first` if that is later: D treats a block as complete, and
+        shares it with requests of the same prefix.
+        """
         if not self.partial:
             return first
         if self.stateful:
@@ -90,7 +99,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kind(msgspec.Struct, frozen=True, array_like=True):
-    """Layers that are unlike the first ones."""
+    """Layers that differ from the first kind, which is in the fields of `CacheGeometry` itself."""
 
     kv_heads: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     dtype: Name
@@ -98,14 +107,50 @@ class Kind(msgspec.Struct, frozen=True, array_like=True):
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     layers: Stage
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
+    only: int = -1  # >= 0: the only rank that holds them
+
+
+class Ranks(msgspec.Struct, frozen=True):
+    """Ranks of a pipeline stage, and what each of them holds.
+
+    A rank holds heads by its place in tensor parallelism, and a part of the tokens by its place in context parallelism.
+    With fewer heads than ranks, neighbouring ranks hold replicas. Context parallelism of decode (`dcp`) divides the
+    tokens among such neighbours. That of prefill (`pcp`) adds ranks: `tp_size` for each of its places.
+    """
+
+    kv_heads: int
+    tp_size: int
+    dcp: int = 1
+    pcp: int = 1
+    only: int = -1  # >= 0: the only rank that holds all of it (KVPP)
+
+    def __len__(self) -> int:
+        return self.tp_size * self.pcp
+
+    @property
+    def world(self) -> int:
+        """Number of parts of the tokens."""
+        return self.dcp * self.pcp
+
+    def head_range(self, rank: int) -> range:
+        if self.only >= 0:
+            return range(self.kv_heads if rank == self.only else 0)
+        place = rank % self.tp_size
+        first = place * self.kv_heads // self.tp_size
+        return range(first, max(first + 1, (place + 1) * self.kv_heads // self.tp_size))
+
+    def part(self, rank: int) -> int:
+        """Return the part of the tokens that `rank` holds."""
+        return rank // self.tp_size * self.dcp + rank % self.tp_size % self.dcp
 
 
 class CacheGeometry(msgspec.Struct, frozen=True):
     """One engine's KV cache: what the peer must know to write into it or read from it.
 
-    Regions describe one rank's tensors and are the same for all ranks and for all layers but those of `others`. `kv_heads`
-    counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads `head_range(r)`. `block_size` (entries of a
-    block) and `group` are those of the layers that are not of `others`; without `groups` there is one, in which all tokens matter.
+    The fields describe the first kind of layers; `others` describes the other kinds. Regions are one rank's tensors,
+    alike on all ranks. `kv_heads` counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads
+    `head_range(r)`. `block_size` is the number of entries of a block on one rank. Without `groups` there is one group,
+    in which all tokens matter. With context parallelism a block covers `block_size` x `dcp` x `pcp` tokens.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -115,45 +160,66 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     packing: Name
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=1024)]  # layer names by pipeline stage
-    drafter: Name = ""  # which draft model; empty without one, or where it has no cache
-    drafts: Stage = ()  # its layers, of those in `stages`
+    drafter: Name = ""  # name of the draft model; empty without one, or if it has no cache
+    drafts: Stage = ()  # layers of the draft model, which are in `stages` too
     others: Annotated[tuple[Kind, ...], msgspec.Meta(max_length=MAX_KINDS)] = ()
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
+    dcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    pcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    interleave: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    only: int = -1  # >= 0: the only rank that holds the layers that are not in `others`
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks of a stage."""
+        return Ranks(self.kv_heads, self.tp_size, self.dcp, self.pcp, self.only)
+
+    @property
+    def dealt(self) -> Dealt:
+        """Division of the tokens among the ranks."""
+        return Dealt(self.block_size, self.dcp * self.pcp, self.interleave)
+
+    @property
+    def covers(self) -> int:
+        """Number of tokens in a block of the table, as plans count them (a state is one)."""
+        return self.block_size * self.dcp * self.pcp
 
     @property
     def tables(self) -> tuple[Group, ...]:
-        """The groups, each with a block table; also of a plain cache."""
-        return self.groups or (Group(self.block_size),)
+        """Groups, each with a block table. A cache without `groups` has one."""
+        return self.groups or (Group(self.covers),)
 
     @property
     def own(self) -> Group:
-        """Of layers that are all alike."""
+        """Group of the layers. Only for a geometry of one kind."""
         return self.tables[self.group]
 
     @property
     def leaves_last(self) -> bool:
-        """Whether the last token of a prompt must not be taken for computed before it is: D runs it again, and P would have let go
-        of what that needs."""
+        """True if the last token of a prompt must not be loaded, unless D begins with P's first token.
+
+        D computes that token again. It needs the cache as it was before the token, which P would no longer have.
+        """
         return any(group.partial for group in self.groups)
 
     def places(self, first: int, end: int) -> tuple[int, int]:
-        """Of layers that are all alike: what of tokens [first, end) is wanted, as plans count it. Of a state its one entry."""
+        """Return the wanted tokens of [first, end), as plans count them: (0, 1) for a state. Only for one kind."""
         return (0, 1) if self.own.stateful else (self.own.begins(first, end), end)
 
     @property
     def kinds(self) -> tuple[CacheGeometry, ...]:
-        """Each a geometry of layers that are all alike; of a plain cache itself."""
+        """Geometries of one kind each. A cache of one kind is its own."""
         return _kinds(self) if self.others else (self,)
 
     @property
     def by_layer(self) -> tuple[CacheGeometry, ...]:
-        """The kind of each layer."""
+        """Kind of each layer."""
         return _by_layer(self)
 
     @property
     def opaque(self) -> bool:
-        """Whether tokens cannot be told apart in a block that has several. A state has none to tell apart."""
+        """True if single tokens of a block cannot be addressed. States do not count: their blocks have one entry."""
         return any(region.opaque for kind in self.kinds if not kind.own.stateful for region in kind.regions)
 
     @property
@@ -162,35 +228,34 @@ class CacheGeometry(msgspec.Struct, frozen=True):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The layers of the model itself, in order."""
+        """Layers of the model itself, in order: all but a draft model's."""
         drafts = set(self.drafts)
         return tuple(name for name in self.layers if name not in drafts)
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The layers that are parts of states."""
+        """Layers that are parts of states."""
         return tuple(name for kind in self.kinds if kind.own.stateful for name in kind.layers)
 
     @property
     def workers(self) -> int:
-        """Of all stages; a worker is counted stage by stage, and by rank within its stage."""
-        return max(1, len(self.stages)) * self.tp_size
+        """Number of workers. They are numbered stage by stage, and by rank within a stage."""
+        return max(1, len(self.stages)) * len(self.ranks)
 
     def worker(self, stage: int, rank: int) -> int:
-        return stage * self.tp_size + rank
+        return stage * len(self.ranks) + rank
 
     def place_of(self, worker: int) -> tuple[int, int]:
-        """Its stage, and its rank there."""
-        return divmod(worker, self.tp_size)
+        """Return the worker's stage, and its rank there."""
+        return divmod(worker, len(self.ranks))
 
     def first_layer(self, stage: int) -> int:
-        """Of a stage's layers the first, counted through the whole engine."""
+        """Return the index of a stage's first layer, counted over all stages."""
         return sum(map(len, self.stages[:stage]))
 
     def head_range(self, rank: int) -> range:
-        """Heads that `rank` holds. With fewer heads than ranks neighbouring ranks hold replicas."""
-        first = rank * self.kv_heads // self.tp_size
-        return range(first, max(first + 1, (rank + 1) * self.kv_heads // self.tp_size))
+        """Return the heads that `rank` holds. With fewer heads than ranks, neighbouring ranks hold replicas."""
+        return self.ranks.head_range(rank)
 
 
 @lru_cache(maxsize=256)
@@ -208,12 +273,13 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
         *(
             only(
                 set(k.layers),
-                block_size=geometry.tables[k.group].entries,
+                block_size=geometry.groups[k.group].entries if geometry.groups else geometry.block_size,
                 kv_heads=k.kv_heads,
                 dtype=k.dtype,
                 packing=k.packing,
                 regions=k.regions,
                 group=k.group,
+                only=k.only,
             )
             for k in geometry.others
         ),
@@ -227,28 +293,30 @@ def _by_layer(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
 
 
 def section_of(layer: str, section: str) -> str:
-    """What a section of a recurrent layer is called as a layer."""
+    """Return the layer name of a section of a recurrent layer."""
     return f"{layer}/{section}"
 
 
 def executed(names: Iterable[str]) -> list[str]:
-    """Names of layers as they are executed: by the numbers in them, and where those are equal as they come. vLLM registers caches
-    group by group."""
+    """Return names of layers in the order of execution: by the numbers in them, and by their given order if equal.
+
+    vLLM registers caches in another order: group by group.
+    """
     return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
 def attention_of(name: str) -> str:
-    """Of an indexer's layer the attention after it, whose hook stands for both; of any other layer nothing."""
+    """Return the attention layer that follows an indexer's layer and whose hook serves both; else ""."""
     attention, indexer, _ = name.partition(".indexer.")
     return f"{attention}.attn" if indexer else ""
 
 
 def in_one_word(words: Sequence[str]) -> str:
-    """A word for each region as one: once, if all are equal."""
+    """Join the words of all regions to one; equal words are written once."""
     return "/".join(words) if len(set(words)) > 1 else words[0]
 
 
 def word_by_word(word: str, count: int) -> tuple[str, ...]:
-    """The other way round; one word is everybody's."""
+    """Split a joined word into `count` words; a single word holds for all regions."""
     words = tuple(word.split("/"))
     return words if len(words) == count else (word,) * count

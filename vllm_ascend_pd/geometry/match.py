@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two engines' caches fit each other, field by field, and whether a reservation's range is possible.
+"""Comparison of two engines' caches, field by field, and the check of a reservation's token range.
 
-Sizes that may differ (tensor parallel size, strides, and the block size where tokens can be addressed one by one) are
-not compared. What a cell contains must be equal: dtype, packing, the regions' names and their cells.
+Sizes that may differ are not compared: tensor parallel size, strides, and the block size where tokens can be addressed
+one by one. What a cell contains must be equal: dtype, packing, the regions' names and their cells.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.context import MAX_RUNS, runs
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.pairing import pairings
 
 
 class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One field that differs, with both values as a user should see them."""
+    """One field that differs, with both values as a user sees them."""
 
     field: str
     prefill: str
@@ -31,8 +32,10 @@ class Mismatch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
-    """Every field in which the two caches do not fit; empty when P can push into D. Where layers are unlike each other a field is
-    told with the first layer in which it differs."""
+    """Return every field in which the two caches do not fit; empty if P can push into D.
+
+    With several kinds of layers, each field is named with the first layer in which it differs.
+    """
     found: list[Mismatch] = []
     some = pairings(p, d)
     for pair in some:
@@ -46,7 +49,7 @@ def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
 
 
 def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
-    """Of layers that are alike."""
+    """Return the mismatches of one kind on either side."""
     found = [
         Mismatch(field, str(ours), str(theirs))
         for field, ours, theirs in (
@@ -57,21 +60,24 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
         )
         if ours != theirs
     ]
-    # What P keeps of a window begins at a border of its blocks, what D wants at one of D's.
+    # P keeps a window from a border of its own blocks on, D wants it from a border of D's blocks on.
     unlike = p.block_size % d.block_size if p.own.partial else (p.opaque or d.opaque)
     if unlike and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
+    divided = max(p.ranks.world, d.ranks.world) > 1
+    if divided and (p.opaque or d.opaque or p.own.partial or d.own.partial or runs(p.dealt, d.dealt) > MAX_RUNS):
+        found.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
     regions = _regions(p, d)
     if (
         p.own.stateful and regions and regions[0].field == "regions"
-    ):  # words for each are told apart by their number alone
+    ):  # dtype and packing have a word per region, so they differ by the number alone
         found = [one for one in found if one.field not in ("dtype", "packing")]
     return [*found, *regions]
 
 
 def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
-    """Raise the first difference as an error of the catalogue."""
-    found = mismatches(p, d)
+    """Raise the first mismatch of one kind on either side, as an error of the catalogue. Layers are not compared."""
+    found = _fields(p, d)
     if found:
         raise found[0].error()
 
@@ -82,8 +88,10 @@ def _matters(geometry: CacheGeometry) -> str:
 
 
 def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
-    """Why tokens [first, end) in so many D blocks of each group, the first of which holds the group's first wanted token, cannot be
-    pushed; "" if they can."""
+    """Return why tokens [first, end) cannot be pushed into this many D blocks of each group; "" if they can.
+
+    The first block of a group holds the group's first wanted token.
+    """
     if not 0 <= first < end:
         return f"the token range [{first}, {end}) is empty or negative"
     if len(blocks) != len(d.tables):
@@ -111,6 +119,11 @@ def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     return found
 
 
+def _divided(side: CacheGeometry) -> str:
+    told = "not to be told apart" if side.opaque else f"in runs of {side.dealt.run}"
+    return f"{side.block_size} on each of {side.ranks.world} parts, {told}"
+
+
 def _axis(region: Region) -> str:
     return "opaque" if region.opaque else "addressable"
 
@@ -122,7 +135,7 @@ def _drafts(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
 
 
 def _layers(field: str, ours: tuple[str, ...], theirs: tuple[str, ...]) -> Mismatch:
-    """Layer lists are long: tell their lengths and the first place where they part."""
+    """Return a mismatch with the lengths of both lists and the first place where they differ: the lists are long."""
     for index in range(max(len(ours), len(theirs))):
         a, b = (names[index] if index < len(names) else "nothing" for names in (ours, theirs))
         if a != b:

@@ -3,8 +3,8 @@
 
 The jobs of a step that go to equal layouts lie end to end on one line of T tokens, one piece per D block. The line is
 cut in the ratio of the ranks' weights; a cut inside a piece moves to the nearest multiple of the granule and never
-leaves its piece. Each rank owns what lies between two neighbouring cuts, so within one job it owns at most one
-contiguous token range.
+leaves its piece. Each rank owns what lies between two neighbouring cuts, so it owns at most one contiguous token range
+of each job.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ GRANULE_BYTES = 32 << 10
 
 
 def most_heads(geometry: CacheGeometry) -> int:
-    """Heads of the rank that holds most of them."""
-    return -(-geometry.kv_heads // geometry.tp_size)
+    """Return the number of heads on the rank that holds most."""
+    return geometry.kv_heads if geometry.only >= 0 else -(-geometry.kv_heads // geometry.tp_size)
 
 
 def granule(d: CacheGeometry) -> int:
-    """The smallest run of tokens that is worth a write of its own on D's side."""
+    """Return the smallest run of tokens that is worth a write of its own on D's side."""
+    if d.ranks.world > 1:  # a cut inside a block would cut the part of every rank
+        return d.covers
     one_head = most_heads(d) == 1
     if any(region.opaque or not (one_head or region.token_stride > region.head_stride) for region in d.regions):
         return d.block_size
@@ -49,7 +51,7 @@ class Line:
         self.tokens = int(self._ends[-1]) if len(lo) else 0
 
     def cuts(self, shares: Shares) -> Ints:
-        """Where the line is cut: as many places as ranks, and the end of the line."""
+        """Return where each rank's interval begins, in the order of `shares`, and the end of the line."""
         places = np.zeros(len(shares.ranks) + 1, dtype=np.int64)
         np.cumsum(shares.weights, out=places[1:])
         places *= self.tokens
@@ -72,7 +74,7 @@ class Line:
         return np.where(places >= self.tokens, self.tokens, clamped)
 
     def owned(self, shares: Shares, rank: int) -> tuple[Ints, Ints]:
-        """The token range of each job that `rank` owns; empty where lower and upper bound are equal."""
+        """Return the token range of each job that `rank` owns; empty where lower and upper bound are equal."""
         index = shares.ranks.index(rank)
         if len(shares.ranks) == 1:
             return self.lo, self.hi
@@ -80,7 +82,7 @@ class Line:
         return self.between(int(cuts[index]), int(cuts[index + 1]))
 
     def between(self, begin: int, end: int) -> tuple[Ints, Ints]:
-        """The token range of each job that lies between two places of the line."""
+        """Return the token range of each job that lies between two places of the line."""
         line_to_token = self.hi - self._ends
         return (
             np.clip(begin + line_to_token, self.lo, self.hi),
@@ -88,7 +90,7 @@ class Line:
         )
 
     def blocks_before(self, places: Ints) -> Ints:
-        """How many pieces of the line lie before places that are borders of pieces."""
+        """Return the number of pieces before each of the places, which must be borders of pieces."""
         pieces = np.where(self.hi > self.lo, -(-self.hi // self._block) - self.lo // self._block, 0)
         job = np.minimum(np.searchsorted(self._ends, places, side="right"), len(self.lo) - 1)
         token = places + self.hi[job] - self._ends[job]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of P go into which of D's, kind by kind, and which ranks that makes meet. Layers of unlike groups are of unlike kinds.
+"""Pairing of P's layers with D's, kind by kind, and the workers that write to each other because of it.
 
-Plans, shares and exchanges are made for one kind on either side. What is here puts them together for a whole cache.
+Plans, shares and exchanges are made for one kind on either side. This module combines them for a whole cache. Layers
+of different groups are of different kinds.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 
 
 class Pairing(msgspec.Struct, frozen=True):
-    """Layers that are of one kind on P, and of one kind on D."""
+    """Layers that are of one kind on P and of one kind on D."""
 
-    kind: int  # P's
+    kind: int  # index of P's kind
     p: CacheGeometry
     d: CacheGeometry
     layers: frozenset[str]
 
 
 def pushed(p: CacheGeometry, d: CacheGeometry) -> frozenset[str]:
-    """The layers that P pushes into D: those of the model, and those of a draft model that both have. With another draft model,
-    or none, on one of the two the drafts begin without a cache of the prompt."""
+    """Return the layers that P pushes into D: those that both have.
+
+    If only one side has a draft model, its layers are not pushed, and drafting begins without a cache of the prompt.
+    """
     return frozenset(p.layers).intersection(d.layers)
 
 
 @lru_cache(maxsize=256)
 def pairings(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
-    """In the order of P's layers: the same on every rank."""
+    """Return all pairings, in the order of P's layers: the same on every rank."""
     if not (p.others or d.others):
         return (Pairing(0, p, d, pushed(p, d)),)
     ours, theirs = ({name: i for i, kind in enumerate(side.kinds) for name in kind.layers} for side in (p, d))
@@ -43,15 +46,18 @@ def pairings(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
 
 
 def between(p: CacheGeometry, d: CacheGeometry, stage: int, d_stage: int) -> tuple[Pairing, ...]:
-    """Of which kinds a stage of P has layers for a stage of D."""
+    """Return the pairings of which a stage of P has layers for a stage of D."""
     both = frozenset(p.stages[stage]).intersection(d.stages[d_stage])
     return tuple(pair for pair in pairings(p, d) if not both.isdisjoint(pair.layers))
 
 
 @lru_cache(maxsize=1024)
 def contributors(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[tuple[int, int], ...]:
-    """The workers of P, by stage and rank, that D's `worker` waits for: of every stage of P with a layer for its stage, and of
-    every kind of layer among those. One that would receive nothing still hears of the transfer: from P's leader."""
+    """Return the workers of P, by stage and rank, that D's `worker` waits for.
+
+    They are of every stage of P with a layer for the worker's stage, and of every kind among those layers. A worker
+    that would receive nothing waits for P's leader, (0, 0), so that it learns of the transfer.
+    """
     d_stage, d_rank = d.place_of(worker)
     found = {
         (stage, rank)
@@ -64,16 +70,29 @@ def contributors(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[tuple
 
 @lru_cache(maxsize=1024)
 def destinations(p: CacheGeometry, d: CacheGeometry, stage: int, rank: int) -> tuple[int, ...]:
-    """The workers of D that wait for this one of P."""
+    """Return the workers of D that wait for this worker of P."""
     return tuple(worker for worker in range(d.workers) if (stage, rank) in contributors(p, d, worker))
 
 
+def no_exchange_reason(p: CacheGeometry, d: CacheGeometry) -> str:
+    """Return why ranks of P or D do not each hold some heads of all tokens; "" if they do."""
+    if max(p.ranks.world, d.ranks.world) > 1:
+        return "the tokens are divided among ranks"
+    return "a layer is one rank's" if any(kind.only >= 0 for kind in (*p.kinds, *d.kinds)) else ""
+
+
 def exchanged(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
-    """The layers of which P ranks have something to give each other: where every rank holds all, nobody has. None if layers that
-    P exchanges together are unlike on D."""
+    """Return the pairings whose layers P ranks can exchange with each other.
+
+    An exchange moves heads between ranks that hold all tokens of their heads. There is none in other engines, nor if
+    layers of one kind on P are of several kinds on D. Of several pairings, those with one head are left out: every
+    rank has that head.
+    """
+    if no_exchange_reason(p, d):
+        return ()
     found = tuple(
         pair for pair in pairings(p, d) if not pair.p.own.stateful
-    )  # a head's state lies together: it gains nothing
+    )  # a head's state is contiguous already: an exchange gains nothing
     if len(found) == 1:
         return found
     if len({pair.kind for pair in found}) < len(found):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direct plan: which bytes of its own cache a P rank writes where in the D ranks' caches.
+"""The direct plan: the bytes of its own cache that a P rank writes, and their places in the D ranks' caches.
 
 A step is planned once for all its requests; the spans are offsets, so every layer only adds its base addresses. The
 work is proportional to the blocks of the step, not to those sent before.
@@ -16,17 +16,18 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.context import shared
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Ranks, Region
 from vllm_ascend_pd.geometry.match import require_match
 from vllm_ascend_pd.geometry.ownership import Line, granule
-from vllm_ascend_pd.geometry.runs import Pattern, Tables, grid
+from vllm_ascend_pd.geometry.runs import Grid, Pattern, Tables, dealt_grid, grid
 from vllm_ascend_pd.geometry.shard import Shares, destinations, head_shares
 
 _CACHED_ROUTES = 256
 
 
 def push_range(first: int, end: int, before: int, after: int, d_block_size: int) -> tuple[int, int]:
-    """Which tokens of [first, end) leave in the step that moves the watermark from `before` to `after`.
+    """Return the tokens of [first, end) that leave in the step that moves the watermark from `before` to `after`.
 
     Only complete D blocks leave, and the final partial one. Consecutive steps meet without gap or overlap.
     """
@@ -38,33 +39,41 @@ def push_range(first: int, end: int, before: int, after: int, d_block_size: int)
 
 
 def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: str) -> str:
-    """What P and D must agree on before a byte moves: both geometries, the token range and the mode, as a hash."""
+    """Return a hash of what P and D must agree on before a byte moves: geometries, token range and mode."""
     facts = ("plan/1", _facts(p), _facts(d), first, end, mode)
     return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()
 
 
 def _facts(geometry: CacheGeometry) -> tuple[object, ...]:
-    """What is there since plan/1 only where it is filled: releases that differ in what they can do agree about the rest."""
-    *plain, drafter, drafts, others, groups, group = msgspec.structs.astuple(geometry)
-    kinds = tuple(msgspec.structs.astuple(kind)[: None if groups else -1] for kind in others)
+    """Return the facts that are hashed. Fields added since plan/1 are left out where they are not used.
+
+    So releases with different features agree on caches that need none of these.
+    """
+    *plain, drafter, drafts, others, groups, group, dcp, pcp, interleave, only = msgspec.structs.astuple(geometry)
+    dealt = ("dealt", dcp, pcp, interleave) if dcp * pcp > 1 else ()
+    alone = ("only", only, *(kind.only for kind in others))
+    kinds = tuple(msgspec.structs.astuple(kind)[: -1 if groups else -2] for kind in others)
     more = (drafter, drafts, kinds) if drafts or others or groups else ()
-    return (*plain, *more, *((groups, group) if groups else ()))
+    return (*plain, *more, *((groups, group) if groups else ()), *dealt, *(alone if max(alone[1:]) >= 0 else ()))
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):
     """One request's tokens [lo, hi) of one step, on their way to one D instance."""
 
     d: CacheGeometry
-    first: int  # where the transfer starts, in this group
+    first: int  # where the transfer starts, in this group's tokens
     lo: int
     hi: int
     p_blocks: npt.NDArray[np.int32]  # from token 0
     d_blocks: npt.NDArray[np.int32]  # from the block that holds `first`
-    instance: int = 0  # tells D instances of equal geometry apart
+    instance: int = 0  # distinguishes D instances of equal geometry
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one P rank owes one D rank of a job: every cell of these heads at these tokens."""
+    """Cells that one P rank must deliver to one D rank for a job: these heads at tokens [lo, hi).
+
+    If ranks divide the tokens, only those that both ranks hold are meant.
+    """
 
     lo: int
     hi: int
@@ -81,32 +90,36 @@ class JobPlan(msgspec.Struct, eq=False):
         return sum(spans.nbytes for spans in self.by_rank.get(d_rank, ()))
 
 
-class _Target(msgspec.Struct, frozen=True):
-    """How this rank serves one D rank: which heads, with whom it shares them, and the spans of a chunk."""
+class Served(msgspec.Struct, frozen=True):
+    """Work of this rank for one D rank: the heads, the ranks that share them, and the spans of a chunk.
+
+    `d_part` is the part of the tokens that the D rank holds.
+    """
 
     d_rank: int
     heads: range
     shares: Shares
+    d_part: int
     patterns: tuple[Pattern, ...]
 
 
 class _Route(msgspec.Struct, frozen=True):
-    """What is known about one D layout before any job."""
+    """Facts about one D layout that depend on no job."""
 
     granule: int
-    targets: tuple[_Target, ...]
+    targets: tuple[Served, ...]
 
 
-Layout = tuple[int, int, tuple[Region, ...]]
+Layout = tuple[Ranks, int, int, tuple[Region, ...]]
 
 
 def layout_of(d: CacheGeometry) -> Layout:
-    """Jobs with equal layouts share a line."""
-    return d.tp_size, d.block_size, d.regions
+    """Return the layout of a D cache. Jobs with equal layouts share a line."""
+    return d.ranks, d.block_size, d.interleave, d.regions
 
 
 class StepPlanner:
-    """Plans the steps of one P rank. Keeps what depends on geometries only; forgets the rest."""
+    """Planner of one P rank's steps. It caches only what depends on geometries alone."""
 
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
@@ -114,7 +127,7 @@ class StepPlanner:
         self._routes: dict[Layout, _Route] = {}
 
     def plan(self, jobs: Sequence[Job], rotation: int = 0) -> list[JobPlan]:
-        """Plans in the order of `jobs`. `rotation` is the step's sequence number, equal on all ranks."""
+        """Return the plans in the order of `jobs`. `rotation` is the step's sequence number, equal on all ranks."""
         plans = [JobPlan({}, {}) for _ in jobs]
         for layout, members in by_layout(jobs).items():
             some = [jobs[index] for index in members]
@@ -127,10 +140,10 @@ class StepPlanner:
         return plans
 
     def whole(self, job: Job, d_rank: int) -> tuple[Spans, ...]:
-        """The spans of all of a job's tokens, as if nobody shared this rank's heads for `d_rank`."""
+        """Return the spans of all of a job's tokens, as if no other rank shared this rank's heads for `d_rank`."""
         [target] = (each for each in self._route(layout_of(job.d), job.d).targets if each.d_rank == d_rank)
         line = line_of([job], 1)
-        chunks = grid(line.lo, line.hi, p_tables([job], self._p.block_size), d_tables([job]))
+        _, chunks = self._chunks(line.lo, line.hi, [job], target)
         return tuple(merged(*pattern.spans(chunks))[0] for pattern in target.patterns)
 
     def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
@@ -143,29 +156,44 @@ class StepPlanner:
             route = self._routes[layout] = _Route(granule(d), targets)
         return route
 
-    def _target(self, d: CacheGeometry, d_rank: int) -> _Target:
+    def _target(self, d: CacheGeometry, d_rank: int) -> Served:
         ours, theirs = self._p.head_range(self._rank), d.head_range(d_rank)
         heads = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-        # A rank that shares a head holds no other, and a head held once is not shared: one cut serves all heads.
-        shares = head_shares(self._p, d, d_rank, heads.start)
+        # Ranks hold either one head, which they may share, or several that they do not share: one cut serves all heads.
+        shares = head_shares(self._p, d, d_rank, heads.start, self._p.ranks.part(self._rank))
         at = heads.start - ours.start, heads.start - theirs.start
         patterns = tuple(
             Pattern.between((a, at[0]), (b, at[1]), len(heads), self._p.block_size)
             for a, b in zip(self._p.regions, d.regions, strict=True)
         )
-        return _Target(d_rank, heads, shares, patterns)
+        return Served(d_rank, heads, shares, d.ranks.part(d_rank), patterns)
+
+    def _chunks(self, lo: Ints, hi: Ints, jobs: Sequence[Job], target: Served) -> tuple[Ints, Grid]:
+        """Return the jobs with tokens of [lo, hi) that this rank and the target both hold, and these tokens as chunks.
+
+        Jobs are given by index.
+        """
+        ours, theirs = p_tables(jobs, self._p.covers), d_tables(jobs)
+        p, d = self._p.dealt, jobs[0].d.dealt
+        if p.world == d.world == 1:
+            return np.arange(len(jobs)), grid(lo, hi, ours, theirs)
+        part = self._p.ranks.part(self._rank)
+        found = [shared(p, part, d, target.d_part, *bounds) for bounds in zip(lo.tolist(), hi.tolist(), strict=True)]
+        return dealt_grid(found, ours, theirs)
 
     def _fill(
-        self, plans: list[JobPlan], jobs: Sequence[Job], members: Sequence[int], target: _Target, lo: Ints, hi: Ints
+        self, plans: list[JobPlan], jobs: Sequence[Job], members: Sequence[int], target: Served, lo: Ints, hi: Ints
     ) -> None:
-        """Add what `target` gets of each job's [lo, hi) to the plans."""
+        """Add to the plans what `target` gets of each job's [lo, hi)."""
         busy = np.flatnonzero(hi > lo)
+        if not len(busy):
+            return
+        some, chunks = self._chunks(lo[busy], hi[busy], [jobs[members[index]] for index in busy.tolist()], target)
+        busy = busy[some]
         if not len(busy):
             return
         chosen = [members[index] for index in busy.tolist()]
         lo, hi = lo[busy], hi[busy]
-        served = [jobs[index] for index in chosen]
-        chunks = grid(lo, hi, p_tables(served, self._p.block_size), d_tables(served))
         distinct = list(dict.fromkeys(target.patterns))  # K and V alike: one set of spans serves both
         which = [distinct.index(pattern) for pattern in target.patterns]
         found = [merged(*pattern.spans(chunks)) for pattern in distinct]
@@ -179,7 +207,7 @@ class StepPlanner:
 
 
 def by_layout(jobs: Sequence[Job]) -> dict[Layout, list[int]]:
-    """Indices of the jobs by layout, both in the order of the jobs: never in hash order."""
+    """Return the indices of the jobs by layout. Both are in the order of the jobs, never in hash order."""
     layouts: dict[int, list[int]] = {}
     found: dict[Layout, list[int]] = {}
     for index, job in enumerate(jobs):
@@ -199,7 +227,7 @@ def line_of(jobs: Sequence[Job], granule_tokens: int) -> Line:
     d = jobs[0].d
     if d.opaque and (lo[hi > lo] % d.block_size).any():
         raise LocalProtocolError("a job starts inside a block whose token axis is opaque")
-    return Line(lo, hi, d.block_size, granule_tokens)
+    return Line(lo, hi, d.covers, granule_tokens)
 
 
 def p_tables(jobs: Sequence[Job], block_size: int) -> Tables:
@@ -207,5 +235,5 @@ def p_tables(jobs: Sequence[Job], block_size: int) -> Tables:
 
 
 def d_tables(jobs: Sequence[Job]) -> Tables:
-    size = jobs[0].d.block_size
+    size = jobs[0].d.covers
     return Tables(size, [job.d_blocks for job in jobs], [job.first // size for job in jobs])

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regroup plan of one rank and step: who sends what to whom, and what each owner writes then.
+"""The regroup plan of one rank and step: what each rank sends to the others, and what each owner then writes.
 
 Every contributor of a D rank owns an interval of its tokens, with all of the D rank's heads. What an owner holds
 itself goes from its cache straight into its slot; the rest arrives by one exchange. All ranks compute the whole
-matrix from the same metadata, so they agree on whether there is an exchange and on every split.
+matrix from the same metadata. So they agree on every split, and on whether there is an exchange at all.
 
 Order of the buffers. Send: owner, D layout (by first appearance), D rank, region, unit. Receive: source, then the same.
-Slot: region, unit. `images.py` says what a unit is and how it lies.
+Slot: region, unit. `images.py` defines units and their layout.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _CACHED_ROUTES = 256
 
 
 class Slot(msgspec.Struct, frozen=True, eq=False):
-    """What this rank owns for one D rank of one instance, staged in one piece of `nbytes` bytes.
+    """Data that this rank owns for one D rank of one instance, staged in one piece of `nbytes` bytes.
 
     `own` gathers from this rank's cache, `received` assembles from the receive buffer; together they fill the slot.
-    `writes` and `parts` are by job index; a job may be left out at will, its bytes are nobody else's.
+    `writes` and `parts` are by job index. The writes of a job may be left out: no other job needs its bytes.
     """
 
     instance: int
@@ -58,13 +58,13 @@ class RegroupPlan(msgspec.Struct, frozen=True, eq=False):
     """One rank's part of one step. Offsets only: every layer uses the same plan."""
 
     rank: int
-    matrix: Ints  # bytes that row sends to column; on the diagonal only where that makes all splits equal
+    matrix: Ints  # bytes from rank [row] to rank [column]; the diagonal is 0 unless it makes all splits equal
     send: Rows
     slots: tuple[Slot, ...]  # by D layout, D rank and instance, in the order of their first jobs
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank sends anything to another: equal on all ranks."""
+        """True if any rank sends anything to another; the same on all ranks."""
         return bool((self.matrix.sum() - np.trace(self.matrix)) > 0)
 
     @property
@@ -81,7 +81,7 @@ class RegroupPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """Bytes that the fullest slot, send buffer and receive buffer of any rank must hold."""
+    """Bytes that the largest slot, send buffer and receive buffer of any rank must hold."""
 
     slot: int
     send: int
@@ -89,25 +89,25 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class _Route(msgspec.Struct, frozen=True):
-    """What is known about one D layout before any job."""
+    """Facts about one D layout that depend on no job."""
 
     granule: int
     lanes: tuple[Lane, ...]
 
 
 class _Flow(msgspec.Struct, frozen=True, eq=False):
-    """One lane in one step: the cuts of its line, and the bytes per head that each owner has."""
+    """One lane in one step: each owner's interval of the line, and its bytes per head."""
 
     lane: Lane
     d: CacheGeometry
-    members: list[int]  # indices of the line's jobs
+    members: list[int]  # indices of the line's jobs in the step
     line: Line
     intervals: dict[int, tuple[int, int]]
     head_bytes: dict[int, int]
 
 
 class RegroupPlanner:
-    """Plans the exchanges of one P rank. Every rank of the group must be asked with the same jobs and rotation."""
+    """Planner of one P rank's exchanges. All ranks of the group must call it with the same jobs and rotation."""
 
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
@@ -115,7 +115,7 @@ class RegroupPlanner:
         self._routes: dict[Layout, _Route] = {}
 
     def plan(self, jobs: Sequence[Job], rotation: int = 0) -> RegroupPlan:
-        """The plan of one (sub-)step. `rotation` is its sequence number."""
+        """Return the plan of one step or sub-step. `rotation` is its sequence number."""
         flows = self._flows(jobs, rotation)
         matrix, through = self._matrix(flows)
         sent = np.cumsum(matrix[self._rank]) - matrix[self._rank]
@@ -130,7 +130,7 @@ class RegroupPlanner:
             if through or flow.lane.feeds[self._rank].keys() != {self._rank}:
                 slots.extend(self._slots(flow, jobs, received, through))
                 continue
-            # All of it is this rank's own: for D ranks that get alike, only the heads differ.
+            # Nothing arrives from other ranks: slots of D ranks that get the same tokens differ only in the heads.
             heads = flow.lane.held
             key = id(flow.line), flow.intervals[self._rank], len(heads)
             like = alone.get(key)
@@ -138,12 +138,15 @@ class RegroupPlanner:
                 like = alone[key] = self._slots(flow, jobs, received, through)
                 slots.extend(like)
             else:
-                p_head = heads.start - self._p.head_range(self._rank).start
+                p_head = self._own(heads)
                 slots.extend(_of_other_heads(slot, flow.lane.d_rank, heads, p_head) for slot in like)
         return RegroupPlan(self._rank, matrix, _stacked(send, len(CACHE_ROW)), tuple(slots))
 
     def room(self, jobs: Sequence[Job], rotation: int = 0, enough: int = 0) -> Room:
-        """What the step needs of any rank. Slots that certainly hold no more than `enough` are not looked at closer."""
+        """Return the most that the step needs on any rank.
+
+        A slot counts with an upper bound if that is at most `enough`; only a larger one is computed exactly.
+        """
         flows = self._flows(jobs, rotation)
         matrix, _ = self._matrix(flows)
         slot = 0
@@ -186,7 +189,7 @@ class RegroupPlanner:
         return flows
 
     def _matrix(self, flows: Sequence[_Flow]) -> tuple[Ints, bool]:
-        """Bytes from every rank to every rank, and whether a rank's own bytes go through the exchange too."""
+        """Return the bytes from each rank to each, and whether a rank's own bytes go through the exchange too."""
         size = self._p.tp_size
         matrix = np.zeros((size, size), dtype=np.int64)
         for flow in flows:
@@ -199,7 +202,7 @@ class RegroupPlanner:
         return matrix, through
 
     def _send(self, flow: _Flow, jobs: Sequence[Job], sent: Ints, through: bool) -> Rows:
-        """Rows for what this rank sends of one lane; moves `sent`, the filled part of each owner's split."""
+        """Return rows for what this rank sends of one lane. Advance `sent`, the filled part of each owner's split."""
         owners = [
             owner
             for owner in sorted(flow.lane.feeds)
@@ -215,11 +218,15 @@ class RegroupPlanner:
         sent[owners] = ends
         if not len(segments.jobs):
             return np.empty((0, len(CACHE_ROW)), dtype=np.int64)
-        p_head = heads.start - self._p.head_range(self._rank).start
+        p_head = self._own(heads)
         return cache_rows(self._p, flow.d, segments, begin, p_head, image, len(flow.lane.held))
 
+    def _own(self, heads: range) -> int:
+        """The place of these heads' first among this rank's."""
+        return heads.start - self._p.head_range(self._rank).start
+
     def _slots(self, flow: _Flow, jobs: Sequence[Job], received: Ints, through: bool) -> list[Slot]:
-        """What this rank owns of one lane; moves `received`, the used part of each source's split."""
+        """Return this rank's slots of one lane. Advance `received`, the used part of each source's split."""
         lane, d = flow.lane, flow.d
         parts = [flow.line.between(*flow.intervals[self._rank])]
         segments, _, members = _segments(jobs, flow.members, parts)
@@ -249,7 +256,7 @@ class RegroupPlanner:
         if self._rank not in arriving:
             heads = feed[self._rank]
             image = Image(len(held), heads.start - held.start, len(heads))
-            p_head = heads.start - self._p.head_range(self._rank).start
+            p_head = self._own(heads)
             own = cache_rows(self._p, d, segments, begin, p_head, image, len(held))
         received = []
         for source, regions in arriving.items():
@@ -265,7 +272,7 @@ class RegroupPlanner:
 
 
 def _of_other_heads(slot: Slot, d_rank: int, held: range, p_head: int) -> Slot:
-    """The slot of another D rank that gets the same tokens of as many heads, all of this rank's own."""
+    """Return the slot for another D rank that gets the same tokens of as many heads, all held by this rank."""
     own = slot.own.copy()
     own[:, CACHE_ROW.index("head")] = p_head
     heads = held.start, held.stop
@@ -276,7 +283,7 @@ def _of_other_heads(slot: Slot, d_rank: int, held: range, p_head: int) -> Slot:
 def _segments(
     jobs: Sequence[Job], members: Sequence[int], parts: Sequence[tuple[Ints, Ints]]
 ) -> tuple[Segments, Ints, list[int]]:
-    """The non-empty ranges of several owners, one owner after the other; the owner's index and the job of each."""
+    """Return the non-empty ranges of several owners, one owner after the other, with the owner's index and the job."""
     busy = [np.flatnonzero(hi > lo) for lo, hi in parts]
     lo = np.concatenate([lo[some] for (lo, _), some in zip(parts, busy, strict=True)])
     hi = np.concatenate([hi[some] for (_, hi), some in zip(parts, busy, strict=True)])
@@ -299,7 +306,7 @@ def _stacked(tables: Sequence[Rows], columns: int) -> Rows:
 
 
 def _fullest(flow: _Flow, jobs: Sequence[Job], owner: int, instances: Ints) -> int:
-    """Bytes per head of the instance that gets most from `owner`."""
+    """Return the bytes per head of the instance that gets most from `owner`."""
     segments, _, members = _segments(jobs, flow.members, [flow.line.between(*flow.intervals[owner])])
     size = np.zeros(len(members), dtype=np.int64)
     for region in flow.d.regions:
@@ -311,7 +318,7 @@ def _fullest(flow: _Flow, jobs: Sequence[Job], owner: int, instances: Ints) -> i
 
 
 def slot_segments(slot: Slot, jobs: Sequence[Job]) -> tuple[list[int], Segments]:
-    """The job indices of a slot in the order of its images, and their token ranges."""
+    """Return the job indices of a slot in the order of its images, and their token ranges."""
     members = list(slot.parts)
     lo = np.array([part.lo for part in slot.parts.values()], dtype=np.int64)
     hi = np.array([part.hi for part in slot.parts.values()], dtype=np.int64)

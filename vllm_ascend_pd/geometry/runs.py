@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
+from vllm_ascend_pd.geometry.context import Shared
 from vllm_ascend_pd.geometry.layout import Region
 
 
 class Tables(msgspec.Struct, frozen=True, eq=False):
-    """One side's blocks: each job's table starts with block index `firsts` of its prompt. No tables: no ids wanted."""
+    """One side's block tables, by job, from block index `firsts` of the prompt on. No `ids`: none are needed."""
 
     block_size: int
     ids: Sequence[npt.NDArray[np.int32]]
@@ -30,13 +31,13 @@ class Tables(msgspec.Struct, frozen=True, eq=False):
 class Grid(msgspec.Struct, frozen=True, eq=False):
     """Chunks of several jobs, in job and token order."""
 
-    tokens: Ints  # of each chunk
+    tokens: Ints  # number of tokens, by chunk
     src_block: npt.NDArray[np.int32]
     src_token: Ints  # place of the chunk's first token inside its block
     dst_block: npt.NDArray[np.int32]
     dst_token: Ints
-    count: Ints  # of each job's chunks
-    ends: Ints  # where they end
+    count: Ints  # number of chunks, by job
+    ends: Ints  # where a job's chunks end
 
 
 def grid(lo: Ints, hi: Ints, src: Tables, dst: Tables) -> Grid:
@@ -66,8 +67,32 @@ def grid(lo: Ints, hi: Ints, src: Tables, dst: Tables) -> Grid:
     return Grid(tokens, *sides[0], *sides[1], count, ends)
 
 
+def dealt_grid(found: Sequence[Shared], src: Tables, dst: Tables) -> tuple[Ints, Grid]:
+    """Return the indices of jobs with tokens that both ranks hold, and these runs of tokens as chunks."""
+    counts = np.array([len(one.count) for one in found], dtype=np.int64)
+    some = np.flatnonzero(counts)
+    chosen = [found[index] for index in some.tolist()]
+    sides = []
+    for side, blocks in ((src, [one.p_block for one in chosen]), (dst, [one.d_block for one in chosen])):
+        ids = [np.empty(0, dtype=np.int32)]
+        for index, places in zip(some.tolist(), blocks, strict=True):
+            table, first = side.ids[index], side.firsts[index]
+            if int(places.max()) - first >= len(table) or int(places.min()) < first:
+                raise LocalProtocolError("a job's block table is shorter than its token range")
+            ids.append(table[places - first])
+        sides.append(np.concatenate(ids))
+
+    def joined(parts: list[Ints]) -> Ints:
+        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+
+    tokens, src_token, dst_token = (
+        joined([getattr(one, name) for one in chosen]) for name in ("count", "p_token", "d_token")
+    )
+    return some, Grid(tokens, sides[0], src_token, sides[1], dst_token, counts[some], np.cumsum(counts[some]))
+
+
 def _blocks(side: Tables, lo: Ints, hi: Ints) -> npt.NDArray[np.int32]:
-    """The jobs' block ids over their token ranges, end to end."""
+    """Return the jobs' block ids over their token ranges, end to end."""
     if not side.ids:
         return np.empty(0, dtype=np.int32)
     begin, stop = (lo // side.block_size).tolist(), (-(-hi // side.block_size)).tolist()
@@ -84,24 +109,27 @@ class Side(msgspec.Struct, frozen=True):
     block_stride: int
     head_stride: int
     token_stride: int
-    base: int  # of the first head inside a block
+    base: int  # offset of the first head inside a block
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """The spans of one chunk of n tokens: one for each of `heads`, or of n x `heads` where tokens lie apart too."""
+    """Spans of one chunk of n tokens: one for each of `heads`, or n x `heads` if tokens lie apart too."""
 
     src: Side
     dst: Side
     cell: int
-    heads: int  # that need spans of their own; 1 where they lie together
+    heads: int  # heads that need a span each; 1 where they lie together
     width: int  # bytes of one token, or of one plane, in one span
     by_token: bool  # each token is a span of its own
     plane: bool  # the token axis is opaque: a span does not depend on the tokens
-    whole: int  # tokens of a chunk whose heads lie together on both sides, 0: never
+    whole: int  # tokens of a chunk whose heads form one span, because they lie together on both sides; 0: none
 
     @classmethod
     def between(cls, src: tuple[Region, int], dst: tuple[Region, int], heads: int, block_size: int) -> Pattern:
-        """`heads` neighbouring heads are copied; with each region the local index of the first. Blocks of the source."""
+        """Return the pattern of `heads` neighbouring heads.
+
+        Each region comes with the local index of the first head. `block_size` is the source's.
+        """
         (a, a_head), (b, b_head) = src, dst
         cell = a.cell_bytes
         sides = (
@@ -117,12 +145,15 @@ class Pattern(msgspec.Struct, frozen=True):
         return cls(*sides, cell, outer, width, by_token, plane=False, whole=block_size if together and outer > 1 else 0)
 
     def spans(self, chunks: Grid) -> tuple[Spans, Ints]:
-        """The spans of all chunks, and where each job's spans end."""
+        """Return the spans of all chunks, and where each job's spans end."""
         src = self._starts(self.src, chunks.src_block, chunks.src_token)
         return self.spread(src, chunks)
 
     def spread(self, src: Ints, chunks: Grid, *, compact: bool = False) -> tuple[Spans, Ints]:
-        """The same for sources that start at `src`. `compact`: there, a head follows the last token of the one before."""
+        """Return the spans of chunks whose sources start at `src`, and where each job's spans end.
+
+        `compact`: in the source, each head directly follows the last token of the head before.
+        """
         dst = self._starts(self.dst, chunks.dst_block, chunks.dst_token)
         tokens = chunks.tokens
         size = np.full(len(src), self.width, dtype=np.int64) if self.plane or self.by_token else tokens * self.width

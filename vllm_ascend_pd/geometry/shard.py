@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which P ranks fill which D rank, and with what share.
+"""The P ranks that fill a D rank, and the share of each.
 
-A head has r replicas among the P ranks and is wanted by q D ranks. Laid side by side on a stretch of length
-q*r, each replica covers q and each D rank r of it; the overlap of the two, over r, is the replica's share of the
-head for that D rank. Shares depend on the two geometries alone, so both engines and all ranks agree on them,
-and they are the same whether P ranks write directly or regroup first.
+A head of a part of the tokens has r replicas among the P ranks and is wanted by q D ranks. Divide a line of length q*r
+once among the replicas, q to each, and once among the D ranks, r to each. The overlap of a replica and a D rank,
+divided by r, is the replica's share of the head for that D rank. Shares depend on the two geometries alone, so both
+engines and all ranks agree on them. They are the same whether P ranks write directly or regroup first.
+
+Without context parallelism there is one part, all tokens. With it, every part of P that has tokens of the D rank's
+part contributes.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from itertools import chain
 
 import msgspec
 
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry import context
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Ranks
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Ranks and their weights, in rank order. Only ranks with a weight above zero are listed."""
+    """Ranks and their weights, in rank order unless rotated. Only ranks with a weight above zero are listed."""
 
     ranks: tuple[int, ...]
     weights: tuple[int, ...]
@@ -29,32 +33,28 @@ class Shares(msgspec.Struct, frozen=True):
         return sum(self.weights)
 
     def rotated(self, rotation: int) -> Shares:
-        """The same shares, starting with another rank, so that no rank always gets what rounding leaves over."""
+        """Return the same shares, starting with another rank, so that no rank always gets what rounding leaves over."""
         turn = rotation % len(self.ranks)
         return Shares(self.ranks[turn:] + self.ranks[:turn], self.weights[turn:] + self.weights[:turn])
 
 
-@lru_cache(maxsize=256)
-def _holders(kv_heads: int, tp_size: int) -> tuple[tuple[int, ...], ...]:
-    held = CacheGeometry(1, kv_heads, tp_size, "", "", (), ())
-    ranks = [held.head_range(rank) for rank in range(tp_size)]
-    return tuple(tuple(r for r in range(tp_size) if head in ranks[r]) for head in range(kv_heads))
+@lru_cache(maxsize=4096)
+def _holders(ranks: Ranks, part: int) -> tuple[tuple[int, ...], ...]:
+    """Return, by head, the ranks of an engine that hold it for a part of the tokens, in rank order."""
+    some = [rank for rank in range(len(ranks)) if ranks.part(rank) == part]
+    held = {rank: ranks.head_range(rank) for rank in some}
+    return tuple(tuple(rank for rank in some if head in held[rank]) for head in range(ranks.kv_heads))
 
 
-def holders(geometry: CacheGeometry, head: int) -> tuple[int, ...]:
-    """The ranks of this engine that hold `head`, in rank order."""
-    return _holders(geometry.kv_heads, geometry.tp_size)[head]
-
-
-def head_shares(p: CacheGeometry, d: CacheGeometry, d_rank: int, head: int) -> Shares:
-    """Who provides `head` to `d_rank`. The weights add up to the number of replicas on P."""
-    return _head_shares(p.kv_heads, p.tp_size, d.tp_size, d_rank, head)
+def head_shares(p: CacheGeometry, d: CacheGeometry, d_rank: int, head: int, part: int = 0) -> Shares:
+    """Return the shares of `head`, of a part of P's tokens, for `d_rank`. The weights add up to P's replicas."""
+    return _head_shares(p.ranks, part, d.ranks, d_rank, head)
 
 
 @lru_cache(maxsize=65536)
-def _head_shares(kv_heads: int, p_tp: int, d_tp: int, d_rank: int, head: int) -> Shares:
-    replicas = _holders(kv_heads, p_tp)[head]
-    wanting = _holders(kv_heads, d_tp)[head]
+def _head_shares(p: Ranks, part: int, d: Ranks, d_rank: int, head: int) -> Shares:
+    replicas = _holders(p, part)[head]
+    wanting = _holders(d, d.part(d_rank))[head]
     r, q, x = len(replicas), len(wanting), wanting.index(d_rank)
     overlaps = [min((a + 1) * q, (x + 1) * r) - max(a * q, x * r) for a in range(r)]
     some = [(rank, overlap) for rank, overlap in zip(replicas, overlaps, strict=True) if overlap > 0]
@@ -62,17 +62,16 @@ def _head_shares(kv_heads: int, p_tp: int, d_tp: int, d_rank: int, head: int) ->
 
 
 def owner_shares(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Shares:
-    """What each contributor brings to `d_rank` over all its heads, on a common denominator.
+    """Return what each contributor brings to `d_rank` over all its heads, on a common denominator.
 
     This is how regroup divides the tokens. Its ranks are the contributors of both modes.
     """
-    return _owner_shares(p.kv_heads, p.tp_size, d.tp_size, d_rank)
+    return _owner_shares(p.ranks, d.ranks, d_rank)
 
 
 @lru_cache(maxsize=65536)
-def _owner_shares(kv_heads: int, p_tp: int, d_tp: int, d_rank: int) -> Shares:
-    held = CacheGeometry(1, kv_heads, d_tp, "", "", (), ()).head_range(d_rank)
-    by_head = [_head_shares(kv_heads, p_tp, d_tp, d_rank, head) for head in held]
+def _owner_shares(p: Ranks, d: Ranks, d_rank: int) -> Shares:
+    by_head = [_head_shares(p, 0, d, d_rank, head) for head in d.head_range(d_rank)]
     common = math.lcm(*(shares.total for shares in by_head))
     weights: dict[int, int] = dict.fromkeys(sorted(chain.from_iterable(shares.ranks for shares in by_head)), 0)
     for shares in by_head:
@@ -82,10 +81,17 @@ def _owner_shares(kv_heads: int, p_tp: int, d_tp: int, d_rank: int) -> Shares:
 
 
 def contributors(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[int, ...]:
-    """The P ranks (of one pipeline stage) that `d_rank` waits for."""
-    return owner_shares(p, d, d_rank).ranks
+    """Return the P ranks (of one pipeline stage) that `d_rank` waits for."""
+    return _contributors(p.ranks, p.dealt, d.ranks, d.dealt, d_rank)
+
+
+@lru_cache(maxsize=65536)
+def _contributors(p: Ranks, p_dealt: context.Dealt, d: Ranks, d_dealt: context.Dealt, d_rank: int) -> tuple[int, ...]:
+    parts = context.contributors(p_dealt, d_dealt, d.part(d_rank))
+    found = (_head_shares(p, part, d, d_rank, head).ranks for part in parts for head in d.head_range(d_rank))
+    return tuple(sorted(set(chain.from_iterable(found))))
 
 
 def destinations(p: CacheGeometry, d: CacheGeometry, rank: int) -> tuple[int, ...]:
-    """The D ranks to which P's `rank` contributes."""
-    return tuple(d_rank for d_rank in range(d.tp_size) if rank in contributors(p, d, d_rank))
+    """Return the D ranks to which P's `rank` contributes."""
+    return tuple(d_rank for d_rank in range(len(d.ranks)) if rank in contributors(p, d, d_rank))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent states: what a page of one holds, and how that is cut where ranks hold it differently.
+"""Recurrent states: the contents of a page, and its division into parts that ranks hold differently.
 
-A layer keeps two states: the last inputs of its convolution (rows), and the recurrence itself, a matrix per head. Of what the
-convolution keeps, a part goes with the heads of the recurrence, and another with heads of its own, of which there may be so few
-that every rank has all. What has equal heads is a *section*, and each section is planned like a layer: its heads divided as
-attention's are, and one entry in a block. A row of a convolution is a region of its own where rows lie one behind the other.
+A layer keeps two states: the last inputs of its convolution (rows), and the recurrence itself, a matrix per head. One
+part of the convolution's inputs has the heads of the recurrence. The other part has heads of its own; there may be so
+few of these that every rank has all. Parts with the same heads are a *section*. Each section is planned like a layer
+whose blocks have one entry; its heads are divided as those of attention are. Where the rows of a convolution lie one
+behind the other, each row is a region of its own.
 
     Mamba-2             convolution: x | B | C per row      sections  heads: x, recurrence   groups: B, C
     Gated DeltaNet      convolution: q | k | v per row      sections  keys: q, k             values: v, recurrence
@@ -24,7 +25,7 @@ PACKING = "state"
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A region of a section: `cell_bytes` of each head, from `offset` on in the state of this index."""
+    """A region of a section: `cell_bytes` of each head, from `offset` on in the state with index `state`."""
 
     name: str
     state: int
@@ -34,30 +35,30 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Section(msgspec.Struct, frozen=True):
-    """The parts of a layer's states that have these heads."""
+    """Parts of a layer's states that have the same heads."""
 
     name: str
-    heads: int  # of the whole model; with fewer than ranks each rank has one
+    heads: int  # in the whole model; if there are fewer than ranks, each rank has one
     pieces: tuple[Piece, ...]
 
 
 class Recurrent(msgspec.Struct, frozen=True):
-    """One layer's states on one rank, as the engine's configuration says it."""
+    """One layer's states on one rank, from the engine's configuration."""
 
     recurrence: str  # MAMBA2 or DELTA_NET
     shapes: tuple[tuple[int, ...], ...]  # of the convolution's state, and of the recurrence's: [heads, …]
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]  # bytes of an element
-    dim_first: bool  # the convolution's is [dim, rows], else [rows, dim]
-    groups: int = 0  # of B and C in the whole model, where that is known
+    dim_first: bool  # the convolution's state is [dim, rows], else [rows, dim]
+    groups: int = 0  # groups of B and C in the whole model; 0 if unknown
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """Of each state."""
+        """Bytes of each state."""
         return tuple(math.prod(shape) * size for shape, size in zip(self.shapes, self.sizes, strict=True))
 
     def sections(self, layer: str, tp: int) -> tuple[Section, ...]:
-        """Raises PD-GEO-003 for shapes that do not add up."""
+        """Return the layer's sections. Raise PD-GEO-003 for shapes that do not add up."""
         if len(self.shapes) != 2 or len(self.shapes[0]) != 2 or len(self.shapes[1]) != 3:
             raise ConfigError("PD-GEO-003", layer=layer, why=f"states of shapes {self.shapes}")
         conv, (heads, *matrix) = self.shapes[0], self.shapes[1]
@@ -77,7 +78,7 @@ class Recurrent(msgspec.Struct, frozen=True):
         return Section("heads", heads * tp, (*x, matrices)), Section("groups", self._groups(layer, beside, tp), b + c)
 
     def _groups(self, layer: str, local: int, tp: int) -> int:
-        """One on every rank is one for all, or one for each."""
+        """Return the model's number of groups. One group per rank may be the same one on all ranks, or one of `tp`."""
         if local > 1 or tp == 1:
             return local * tp
         if self.groups not in (1, tp):
@@ -86,7 +87,7 @@ class Recurrent(msgspec.Struct, frozen=True):
         return self.groups
 
     def _rows(self, parts: Sequence[tuple[str, int, int]], dim: int) -> list[tuple[Piece, ...]]:
-        """The pieces of each part (its name, heads, values of a head) of the convolution's state."""
+        """Return the pieces of the convolution's state by part; a part has a name, heads, and values of a head."""
         size, dtype, begin = self.sizes[0], self.dtypes[0], 0
         found: list[tuple[Piece, ...]] = []
         rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0]

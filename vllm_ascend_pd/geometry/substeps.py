@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a step so that every rank's buffers and slots hold it.
+"""Division of a step into sub-steps that fit every rank's buffers and slots.
 
 A prefix hit on P can push far more than one step's tokens. The step is then cut at borders of D blocks, in the order
-of its jobs, into sub-steps of which each is planned, exchanged and written like a step of its own.
+of its jobs. Each sub-step is planned, exchanged and written like a step of its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class SubStep(msgspec.Struct, frozen=True, eq=False):
 
 
 def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
-    """The least that slots and buffers must hold before this D geometry can be served by regroup at all.
+    """Return the least that slots and buffers must hold for regroup to serve this D geometry at all.
 
-    Of a block that is filled in part one rank may own everything, whatever its share of a full one.
+    One rank may own all of a partly filled block, whatever its share of a full one.
     """
     lanes = [lane_of(p, d, rank) for rank in range(d.tp_size)]
     head = sum(region.cell_bytes * (1 if region.opaque else d.block_size) for region in d.regions)
@@ -47,9 +47,9 @@ def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
 def sub_steps(
     planner: RegroupPlanner, jobs: Sequence[Job], slot_bytes: int, buffer_bytes: int, rotation: int = 0
 ) -> list[SubStep]:
-    """The step as few sub-steps, in each of which no slot and no send or receive buffer of any rank overflows.
+    """Cut the step into few sub-steps, in each of which no slot and no buffer of any rank overflows.
 
-    Equal on all ranks: it depends on the jobs, the geometries and the two sizes only.
+    All ranks get the same: it depends only on the jobs, the geometries and the two sizes.
     """
     blocks = [_blocks(job) for job in jobs]
     total = sum(blocks)
@@ -79,7 +79,7 @@ def _blocks(job: Job) -> int:
 
 
 def _last_that_fits(fits: Callable[[int], bool], at: int, total: int) -> int:
-    """The furthest stop found by bisection; `at` when not even one block fits."""
+    """Return the furthest stop that fits, found by bisection; `at` if not even one block fits."""
     low, high = at, total  # low fits (trivially), high does not
     while high - low > 1:
         middle = (low + high) // 2
@@ -88,7 +88,7 @@ def _last_that_fits(fits: Callable[[int], bool], at: int, total: int) -> int:
 
 
 def _part(jobs: Sequence[Job], blocks: Sequence[int], begin: int, stop: int, rotation: int) -> SubStep:
-    """The step's D blocks number `begin` to `stop`, counted through its jobs."""
+    """Return a sub-step of the step's D blocks number `begin` to `stop`, counted over its jobs."""
     some: list[Job] = []
     members: list[int] = []
     first = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the metaserver's answer to a reservation says: a stream of JSON lines, or one JSON value at the end."""
+"""Parsing of the metaserver's answer to a reservation: a stream of JSON lines, or one JSON value at the end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm_ascend_pd.protocol.first import First
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`accepted` may come first, again when another P is taken; `prefilled` or `failed` ends the call."""
+    """One event of a call: `accepted`, once for each P that is asked; then `prefilled` or `failed`, which ends it."""
 
     kind: str
     code: str = ""
     detail: str = ""
     prefill: str = ""
     seconds: float = 0.0
-    first: str | First | None = None  # P's first token; sealed, in base64, where it came through a router
+    first: str | First | None = None  # P's first token; sealed, in base64, if it came through a router
 
     @property
     def final(self) -> bool:
@@ -28,18 +28,18 @@ class Outcome:
 
 
 class BadAnswer(ValueError):
-    """The answer cannot be understood; the text says why."""
+    """An answer that cannot be understood; the text says why."""
 
 
 class Lines:
-    """Cuts a stream into its lines, none longer than `most` bytes."""
+    """Splitter of a stream into lines of at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The lines that are complete. Raises BadAnswer."""
+        """Return the lines that are complete, without empty ones. Raise BadAnswer if a line is too long."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
         if len(self._rest) > self._most or any(len(line) > self._most for line in whole):
             raise BadAnswer("a line of its answer is too long")
@@ -47,7 +47,7 @@ class Lines:
 
 
 def outcome(line: bytes) -> Outcome | None:
-    """What one line says; None for a heartbeat and for events of later versions. Raises BadAnswer."""
+    """Return the event of one line; None for a heartbeat and for events of later versions. Raise BadAnswer."""
     event = _object(line)
     kind = event.get("event")
     if kind == "accepted":
@@ -56,12 +56,12 @@ def outcome(line: bytes) -> Outcome | None:
 
 
 def plain(body: bytes) -> Outcome:
-    """The predecessor's form: nothing until the prefill is over, then any JSON, or an empty body."""
+    """Return the outcome of the predecessor's form: nothing until the prefill is over, then any JSON or no body."""
     return _final(_object(body) if body.lstrip()[:1] == b"{" else {})
 
 
 def reason(body: bytes) -> str:
-    """The words of an error answer."""
+    """Return the message of an error answer, or else the beginning of its body."""
     try:
         return _words(json.loads(body)["error"]["message"])[:500]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -72,7 +72,7 @@ def seconds(retry_after: str | None) -> float | None:
     try:
         return float(retry_after) if retry_after else None
     except ValueError:
-        return None  # the form with a date
+        return None  # given as a date
 
 
 def _object(text: bytes) -> dict[str, Any]:
@@ -100,5 +100,5 @@ def _final(event: dict[str, Any]) -> Outcome:
 
 
 def _words(value: object) -> str:
-    """What can be logged and sent on: JSON can say half of a surrogate pair, UTF-8 cannot."""
+    """Return a text that can be logged and sent on: JSON can hold half of a surrogate pair, UTF-8 cannot."""
     return str(value).encode(errors="replace").decode()

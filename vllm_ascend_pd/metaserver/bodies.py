@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from a client's request, and the two bodies that are made of it: D's and P's.
+"""Reading of a client's request, and the two bodies that are made from it: D's and P's.
 
-Only the outermost level of the JSON is taken apart; prompts and messages stay the bytes they were, however long.
-A client's own `kv_transfer_params` never gets any further than here.
+Only the outermost level of the JSON is parsed; prompts and messages stay raw bytes, however long.
+A client's own `kv_transfer_params` is removed here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 FORBIDDEN = "kv_transfer_params"
-_SIDE_DOOR = "vllm_xargs"  # vLLM puts its entries where the forbidden field goes, so it may be in there too
+_XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field goes, so the field may be in it too
 
-# What msgspec raises for bytes that are not what they should be: it decodes UTF-8 and recurses as Python does.
+# Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_READ_WHOLE = 32 << 10  # bytes of a body of which values are made: some milliseconds
-_BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space, and the marks of an encoding
+_READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
+_BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space in any encoding, and byte order marks
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
@@ -39,7 +39,7 @@ _BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", 
 
 
 class Use(Enum):
-    """What a field of a request is for, as far as P is concerned."""
+    """Purpose of a request's field, as far as P is concerned."""
 
     PROMPT = "makes the prompt, or what of it is the same KV: P gets it"
     TOKENS = "the same for a prompt of token ids: P gets it also beside those"
@@ -50,12 +50,12 @@ class Use(Enum):
     OURS = "set anew for P"
 
 
-# Every field of vLLM's completions and chat requests. One that is not here is of a later release: it goes to P as it came, since
-# leaving out what makes the prompt costs the whole prefill, and passing on what does not costs nothing as a rule.
+# Every field of vLLM's completions and chat requests. A field that is not here is of a later release and goes to P
+# unchanged. To leave out one that shapes the prompt would waste the whole prefill; any other usually costs nothing.
 FIELDS: dict[str, Use] = {
     **dict.fromkeys(("model", "cache_salt", "priority", "vllm_xargs", "session_id", "user"), Use.TOKENS),
     **dict.fromkeys(("prompt", "messages", "prompt_embeds", "suffix"), Use.PROMPT),
-    # What the chat template is given. Some render the tool choice and the format of the answer into the prompt.
+    # Inputs of the chat template. Some templates render the tool choice and the answer's format into the prompt.
     **dict.fromkeys(
         ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"), Use.PROMPT
     ),
@@ -63,16 +63,16 @@ FIELDS: dict[str, Use] = {
     # How text, images and sound become tokens.
     **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "truncation_side"), Use.PROMPT),
     **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "ec_transfer_params"), Use.PROMPT),
-    # Which token comes next. A seed has killed a sampler.
+    # Choice of the next token. `seed` does not go to P: it has crashed a sampler.
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"), Use.FIRST),
     **dict.fromkeys(("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs"), Use.FIRST),
     **dict.fromkeys(("seed", "frequency_penalty", "presence_penalty", "repetition_detection"), Use.ANSWER),
     **dict.fromkeys(("bad_words", "structured_outputs"), Use.FIRST),
     **dict.fromkeys(("watermarking", "thinking_token_budget"), Use.ANSWER),
-    # When it ends.
+    # End of the answer.
     **dict.fromkeys(("stop", "length_penalty"), Use.ANSWER),
     **dict.fromkeys(("use_beam_search", "best_of", "include_stop_str_in_output"), Use.ANSWER),
-    # What is told of it, and how.
+    # What is reported of the answer, and how.
     **dict.fromkeys(("top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), Use.ANSWER),
     **dict.fromkeys(("return_prompt_text", "return_mm_kwargs", "routed_experts_prompt_start"), Use.ANSWER),
@@ -82,18 +82,18 @@ FIELDS: dict[str, Use] = {
     ),
     **dict.fromkeys(("stream", "n", "max_tokens", "max_completion_tokens", "request_id", FORBIDDEN), Use.OURS),
 }
-# A letter of the field's name as nobody writes it who does not mean to hide it.
+# A letter of the forbidden field's name, written as an escape. A request does this only to hide the field.
 _ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in FORBIDDEN})), re.IGNORECASE)
 MEDIA = re.compile(rb'"(?:image_url|image_embeds|image_pil|input_audio|audio_url|audio_embeds|video_url)"')
 _ONE_TOKEN = {
     "temperature": 0.0,
     "n": 1,
     "stream": False,
-}  # greedy: of all ways to choose it the one that needs nothing
+}  # greedy: the way to choose the token that needs no other field
 
 
 class BodyError(ValueError):
-    """The client's body cannot be used; the text says to the client why."""
+    """A client's body that cannot be used; the text, which the client gets, says why."""
 
 
 class Shape(Enum):
@@ -102,41 +102,41 @@ class Shape(Enum):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request of a client, understood as far as routing needs it."""
+    """One request of a client, parsed as far as routing needs it."""
 
     route: str
     fields: dict[str, msgspec.Raw]
-    size: int  # bytes that it came in
+    size: int  # bytes of its body
     stream: bool
     shape: Shape
-    copies: int  # transfers that it may bring: prompts × choices
+    copies: int  # transfers that it may cause: prompts × choices
     prefill_tokens: int
     decode_tokens: int
-    remote: bool  # a prefill elsewhere serves it; else D must see the whole prompt itself
-    send_tokens: bool  # P gets the token ids that D made, not the client's own words
-    model: str  # as the client names it; empty where it does not
-    marks: Marks  # by which its beginning is known again
+    remote: bool  # P may prefill it; else D must compute the whole prompt itself
+    send_tokens: bool  # P gets the token ids that D made, not the client's own prompt
+    model: str  # as the client names it; empty if it names none
+    marks: Marks  # of the prompt, to find engines that have its beginning in their cache
 
 
 def parse(route: str, body: Buffer) -> Request:
-    """As `parsing`, at once."""
+    """Run `parsing` without pauses."""
     return at_once(parsing(route, body))
 
 
 def parsing(route: str, body: Buffer) -> Steps[Request]:
-    """Raises BodyError for what is not a JSON object or has impossible values where we look at them."""
+    """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
     fields = yield from fields_of(body)
     fields.pop(FORBIDDEN, None)
-    if _SIDE_DOOR in fields:
-        fields[_SIDE_DOOR] = msgspec.Raw((yield from stripping(_view(fields, _SIDE_DOOR))))
+    if _XARGS in fields:
+        fields[_XARGS] = msgspec.Raw((yield from stripping(_view(fields, _XARGS))))
     prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
     prompts, tokens = yield from _measure(prompt, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
     choices = _number(fields, "n", 1)
     limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
-    # A format of the answer is compiled into a grammar wherever it is sent, and some templates render it: token ids spare P
-    # the one and keep the other. Pictures are not in the ids: then P compiles it as well.
+    # Engines compile the answer's format into a grammar, and some templates render it into the prompt. With token ids
+    # P need not compile it and still gets the rendered prompt. Images are not in the ids: then P gets the format too.
     formatted = _present(fields, "response_format") and not (yield from outline.holds(prompt, MEDIA.search))
     return Request(
         route=route,
@@ -148,7 +148,7 @@ def parsing(route: str, body: Buffer) -> Steps[Request]:
         prefill_tokens=tokens,
         decode_tokens=tokens + min(limit, 1 << 20) * min(choices, 1024),
         remote=bool(prompt) and not _needs_own_prompt(fields),
-        # A forced tool call is parsed from the answer, and one token of it is no tool call: P gets the ids.
+        # A forced tool call is parsed from the answer. P's one token is no tool call, so P gets token ids.
         send_tokens=shape is Shape.BATCH or (route == CHAT and (forced_tool or formatted)),
         model=model_of(fields),
         marks=(yield from _marks(fields, prompt, tokens)) if shape is Shape.ONE else (),
@@ -156,7 +156,7 @@ def parsing(route: str, body: Buffer) -> Steps[Request]:
 
 
 def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
-    """The outermost level of an object. Raises BodyError."""
+    """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
     try:
         if len(body) > SLICE:
             members = yield from outline.members(body)
@@ -164,13 +164,13 @@ def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
         fields = _FIELDS.decode(body)
     except (*UNREADABLE, NotJson) as problem:
         raise BodyError(f"it is not a JSON object: {problem}") from problem
-    if len(fields) > outline.MOST_MEMBERS:
-        raise BodyError(f"it has more than {outline.MOST_MEMBERS} names at its outermost level")
+    if len(fields) > outline.MAX_MEMBERS:
+        raise BodyError(f"it has more than {outline.MAX_MEMBERS} names at its outermost level")
     return fields
 
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
-    """D's body: the client's, and where to ask for a prefill (None: D prefills by itself)."""
+    """Return D's body: the client's, with `params` on where to ask for a prefill (None: D prefills by itself)."""
     return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params}, request.size)
 
 
@@ -184,7 +184,10 @@ def for_prefill(
     token_ids: msgspec.Raw | None,
     first: Mapping[str, msgspec.Raw] | None = None,
 ) -> tuple[str, Payload]:
-    """P's route and body: the same prompt, one token, no stream. `first` is how D wants it chosen and reported, if it starts with it."""
+    """Return P's route and body: the same prompt, one token, no stream.
+
+    `first`: the fields by which D wants P's token chosen and reported, if D starts with that token.
+    """
     chosen = {key: value for key, value in (first or {}).items() if FIELDS.get(key) is Use.FIRST}
     if token_ids is not None:
         beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
@@ -194,7 +197,7 @@ def for_prefill(
     if request.route == CHAT and "logprobs" in chosen:
         chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
     if "structured_outputs" in chosen and _asks_for_shape(request):
-        del chosen["structured_outputs"]  # what asks stays, for the prompt's sake: P reads from it what D has read
+        del chosen["structured_outputs"]  # P derives it as D did from the `_SHAPES`, which stay for the prompt
     unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
     body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
@@ -211,7 +214,7 @@ def _size(fields: Mapping[str, msgspec.Raw]) -> int:
 
 
 def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
-    """The object as JSON. What is long of it is not copied; no value that is still JSON has more than `longest` bytes."""
+    """Return the object as JSON, without copying long values. `longest`: upper bound for the bytes of a raw value."""
     if longest <= SLICE:
         return msgspec.json.encode(fields)
     long = [key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE]
@@ -227,17 +230,17 @@ def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
 
 
 def strip(body: bytes | memoryview) -> bytes | memoryview:
-    """As `stripping`, at once."""
+    """Run `stripping` without pauses."""
     return at_once(stripping(body))
 
 
 def stripping(body: Buffer) -> Steps[Buffer]:
-    """Any other JSON body without the forbidden field, also inside a list of requests; unchanged if it has none.
+    """Return any JSON body without the forbidden field, also in a list of requests; unchanged if it has none.
 
-    Engines read bodies with the standard library, which takes more than strict JSON (NaN, UTF-16): what the strict
-    decoder refuses is read their way, so that nothing slips through in a form that only they understand. Making values holds
-    up everything else here, for seconds if there are many: a long body is only looked through, and refused where that is not
-    enough.
+    Engines read bodies with the standard library, which accepts more than strict JSON (NaN, UTF-16). What the strict
+    decoder refuses is therefore read in the same way, so that the field cannot hide in a form that only engines accept.
+    To decode a long body would block the event loop, for seconds if it has many values. So a long body is only
+    searched, and refused with BodyError if it may have the field.
     """
     if bytes(body[:64]).lstrip(_BEFORE_JSON)[:1] not in (b"[", b"{"):
         return body
@@ -251,7 +254,7 @@ def stripping(body: Buffer) -> Steps[Buffer]:
     except RecursionError as problem:
         raise BodyError("it is nested too deeply") from problem
     requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
-    places = requests + [r[_SIDE_DOOR] for r in requests if isinstance(r.get(_SIDE_DOOR), dict)]
+    places = requests + [r[_XARGS] for r in requests if isinstance(r.get(_XARGS), dict)]
     if not any(FORBIDDEN in place for place in places):
         return body
     for place in places:
@@ -260,7 +263,7 @@ def stripping(body: Buffer) -> Steps[Buffer]:
 
 
 def _look_through(body: Buffer) -> Steps[None]:
-    """Raises BodyError for what may name the forbidden field, or would break an engine's reader."""
+    """Search a long body. Raise BodyError if it may name the forbidden field, is malformed or too deeply nested."""
     try:
         yield from outline.well_formed(body)
     except NotJson as problem:
@@ -281,7 +284,7 @@ def _value(body: bytes) -> Any:
 
 
 def _measure(raw: memoryview, chat: bool) -> Steps[tuple[int, int]]:
-    """Prompts, and estimated tokens, of what is text, token ids, or a list of either."""
+    """Return the number of prompts and the estimated tokens of text, token ids, or a list of either."""
     if chat or bytes(raw[:1]) != b"[":
         return 1, len(raw) // _BYTES_PER_TOKEN + 1
     if bytes(raw[1:64]).lstrip()[:1] in (b'"', b"["):
@@ -289,13 +292,16 @@ def _measure(raw: memoryview, chat: bool) -> Steps[tuple[int, int]]:
             commas = yield from outline.count(raw, b",")
             several = 1 if (yield from outline.single(raw)) else max(2, (yield from outline.count(raw, b"[")) - 1)
             return several, max(commas, len(raw) // _BYTES_PER_TOKEN)
-        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        try:  # of a long body only the outermost values were found, not read
+            items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        except UNREADABLE as problem:
+            raise BodyError(f"its prompt is not JSON: {problem}") from problem
         return len(items), sum(map(_tokens, map(bytes, items)))
     return 1, (yield from outline.count(raw, b",")) + 1
 
 
 def _tokens(raw: bytes) -> int:
-    """Of text or of token ids. What is nested deeper is no prompt, and not looked into."""
+    """Return the estimated tokens of text or of token ids. Anything nested deeper is no prompt and not examined."""
     return raw.count(b",") + 1 if raw[:1] == b"[" else len(raw) // _BYTES_PER_TOKEN + 1
 
 
@@ -304,7 +310,10 @@ def _view(fields: Mapping[str, msgspec.Raw], key: str, default: bytes = b"null")
 
 
 def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Log-probabilities of the prompt come from computing it; a beam search makes requests of its own."""
+    """Return whether D must compute the prompt itself.
+
+    Log-probabilities of the prompt come from computing it; a beam search makes requests of its own.
+    """
     if _present(fields, "prompt_logprobs") or flag(fields, "use_beam_search") or _present(fields, "prompt_embeds"):
         return True
     return flag(fields, "echo") and _present(fields, "logprobs")
@@ -315,19 +324,19 @@ def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
 
 
 def _word(fields: Mapping[str, msgspec.Raw], key: str) -> bytes:
-    """A short value; of a long one only its beginning, which is none."""
+    """Return a field's raw value, null if it is absent; of a long one only the first `_SHORT` + 1 bytes."""
     return bytes(memoryview(fields[key])[: _SHORT + 1]) if key in fields else b"null"
 
 
-# Engines read bodies with pydantic, which takes more than JSON's own numbers and truths. Reading them otherwise would make
-# another request of it here than there.
+# Engines read bodies with pydantic, which accepts more than JSON's own numbers and booleans. The metaserver must read
+# them alike, or a request would mean something else here than in the engine.
 _TRUE = frozenset({True, "1", "on", "t", "true", "y", "yes"})
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
-_SHORT = 64  # characters of a value that can be a count
+_SHORT = 64  # bytes of a value that can be a count or a flag
 
 
 def small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
-    """A short value; None for a long one, and for one that is no JSON."""
+    """Return a field's decoded value; None if it is absent, long or no JSON."""
     if key not in fields:
         return None
     raw = _word(fields, key)
@@ -338,14 +347,14 @@ def small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
 
 
 def flag(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
-    """A truth, as engines read it."""
+    """Return a field as a boolean, as engines read it."""
     value = small(fields, key)
     value = value.lower() if isinstance(value, str) else value
     return isinstance(value, str | int | float) and value in _TRUE
 
 
 def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
-    """A count for routing; what is wrong about it the engine will tell the client."""
+    """Return a field as a count, for routing only: the engine itself refuses a wrong value."""
     value = small(fields, key)
     if isinstance(value, str):
         text = value.strip()
@@ -356,7 +365,7 @@ def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
 
 
 def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
-    """Empty where there is none, or nothing that could be one."""
+    """Return the model's name; empty if there is none, or the value cannot be one."""
     raw = fields.get("model", msgspec.Raw(b'""'))
     try:
         return msgspec.json.decode(raw, type=str) if len(memoryview(raw)) <= _MODEL_BYTES else ""
@@ -365,5 +374,5 @@ def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
 
 
 def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Steps[Marks]:
-    """A template puts tools and documents before what was said."""
+    """Return the prompt's marks. They cover tools and documents too, which a template puts before the messages."""
     return (yield from marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens))

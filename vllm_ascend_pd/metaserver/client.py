@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's calls to the metaserver: thousands of open reservations on one loop thread, each bounded in every phase.
+"""D's calls to the metaserver: thousands of open reservations on one loop thread, each with a limit for every phase.
 
 `reserve` may be called from the scheduler's thread: it does bookkeeping under a lock and posts to the loop. The
-answer is a stream of JSON lines (docs/protocol.md); a read that stays silent for three heartbeats has failed. A POST
-is repeated only when it surely was not executed. Each key gets exactly one final outcome, unless it is forgotten.
+answer is a stream of JSON lines (docs/protocol.md); a read fails after a silence of three heartbeats. A POST is
+repeated only if it surely was not executed. Each key gets exactly one final outcome, unless it is forgotten.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 MAX_LINE_BYTES = 64 << 10
-_PATIENCE_S = 10.0  # a metaserver that is away for longer has lost the ticket with its memory
+_PATIENCE_S = 10.0  # of retries: a metaserver that is away for longer has lost its memory, and the ticket with it
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 _REPORT_S = 10.0
 _REPORTS_AT_ONCE = 16
 _KIND = {"content-type": "application/json"}
-_MOST_REPORTS = 4096
-_MOST_CONNECTING = 64  # a burst of reservations takes its time to connect, and none of them times out for it
+_MAX_REPORTS = 4096
+_MAX_CONNECTING = 64  # at once: a burst of reservations connects by and by, and none times out for that
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class _Call:
     body: dict[str, Any]
     deadline_s: float
     query: str
-    silent_s: float | None  # None: three heartbeats
+    silent_s: float | None  # longest silence of the answer; None: three heartbeats
     started: float = 0.0
     task: asyncio.Task[None] | None = None
     over: bool = False  # final outcome given, or forgotten
@@ -63,7 +63,7 @@ class _Call:
 
 
 class _Failed(Exception):
-    """One attempt's end: how, and what to tell."""
+    """A failed attempt: how it failed, and the error to report."""
 
     def __init__(self, error: PdError, failure: Failure, retry_after_s: float | None = None) -> None:
         super().__init__(str(error))
@@ -74,7 +74,7 @@ class _Failed(Exception):
 
 @dataclass(slots=True)
 class ClientStats:
-    """What this client did, for who holds it; any thread may read it. The engine's metrics come from the outcomes."""
+    """Counters of one client; any thread may read them. The engine's metrics are made from the outcomes instead."""
 
     posts: int = 0
     repeated: int = 0
@@ -99,7 +99,7 @@ class MetaserverClient:
         self._slots: asyncio.Semaphore | None = None
         self._report_slots: asyncio.Semaphore | None = None
         self._reports: set[asyncio.Task[None]] = set()
-        self._reporting = 0  # reports that wait for their turn or are under way
+        self._reporting = 0  # reports that wait or are in flight
         self.stats = ClientStats()
 
     # -- any thread
@@ -114,8 +114,10 @@ class MetaserverClient:
         query: str = "",
         silent_s: float | None = None,
     ) -> None:
-        """POST `body` to `url`/v1/metaserver. Never blocks; every outcome, a refusal too, comes on the loop thread. Who has no
-        heartbeat may be silent for `silent_s`."""
+        """POST `body` to `url`/v1/metaserver. Never block: every outcome, also a refusal, comes on the loop thread.
+
+        `silent_s`: longest silence of a server that sends no heartbeats.
+        """
         call = _Call(key, url, body, deadline_s, query, silent_s)
         error: PdError | None = None
         with self._lock:
@@ -135,7 +137,7 @@ class MetaserverClient:
             self._loop.post(self._end, call, _failed(error))
 
     def forget(self, key: Hashable) -> None:
-        """Cancel the call. Nothing is told about the key any more, but for an outcome already on its way."""
+        """Cancel the call. The key gets no outcome any more, except for one that is already on its way."""
         with self._lock:
             call = self._calls.pop(key, None)
             if call is None:
@@ -148,11 +150,11 @@ class MetaserverClient:
             return len(self._calls)
 
     def report(self, url: str, report: LoadReport) -> None:
-        """POST how a load ended. Never blocks. Evidence, not protocol: what cannot be told in time is counted and dropped."""
+        """POST how a load ended. Never block. Reports are only evidence: one that is late is counted and dropped."""
         with self._lock:
             if self._closed or origin(url) not in self._allowed:
                 return
-            lost = self._reporting >= _MOST_REPORTS
+            lost = self._reporting >= _MAX_REPORTS
             self._reporting += not lost
             self.stats.reports_lost += lost
         if not lost:
@@ -161,7 +163,7 @@ class MetaserverClient:
     # -- the loop thread
 
     async def close(self) -> None:
-        """Every open call ends as failed; then the connections are closed."""
+        """End every open call as failed, then close the connections."""
         with self._lock:
             self._closed = True
             calls = list(self._calls.values())
@@ -208,13 +210,13 @@ class MetaserverClient:
         outcome = _failed(PdError("PD-XFER-002", why="the call to the metaserver was cut off"))
         try:
             outcome = await asyncio.wait_for(self._attempts(call), call.deadline_s)
-        except asyncio.TimeoutError:  # before 3.11 not the builtin one
+        except asyncio.TimeoutError:  # not the builtin one before Python 3.11
             outcome = _failed(PdError("PD-XFER-001", stage="metaserver"))
         except _Failed as failed:
             outcome = _failed(failed.error)
-        except OSError as problem:  # the TLS files, the limit of open files
+        except OSError as problem:  # unreadable TLS files, too many open files
             outcome = _failed(PdError("PD-META-002", why=_why(problem)))
-        finally:  # whatever happened, the key gets its one outcome (nothing is told once it is forgotten)
+        finally:  # whatever happened, the key gets its one outcome, unless it was forgotten
             seconds = self._loop.loop.time() - call.started
             self._end(call, replace(outcome, seconds=seconds))
 
@@ -237,7 +239,7 @@ class MetaserverClient:
                 self.stats.reports_lost += not told
 
     async def _post_report(self, slots: asyncio.Semaphore, url: str, report: LoadReport) -> bool:
-        """Whether the metaserver took it: it may know nothing of the request any more, which is no failure."""
+        """Post a report; return whether the metaserver took it. It is no failure if the request is unknown there."""
         async with slots:
             body = msgspec.json.encode(report)
             again = {REPEATABLE: True}
@@ -259,28 +261,28 @@ class MetaserverClient:
                     raise
                 log.info("%s; the POST was not executed, again in %.2f s", failed, delay)
                 self.stats.repeated += 1
-            await asyncio.sleep(delay)  # outside the slot: who waits for another attempt keeps nobody else waiting
+            await asyncio.sleep(delay)  # outside the slot, so that it delays no other call
 
     def _make_slots(self) -> asyncio.Semaphore:
         self._slots = asyncio.Semaphore(self._config.metaserver_max_connections)
         return self._slots
 
     def _client(self) -> httpx.AsyncClient:
-        """Made at the first call, on the loop: the TLS files are read then."""
+        """Return the HTTP client. It is made at the first call, on the loop, and reads the TLS files then."""
         if self._http is None:
             connect_s, read_s = self._config.metaserver_connect_timeout_s, 3 * HEARTBEAT_S
-            transport = Transport(connect_s, read_s, _tls(self._config), _MOST_CONNECTING)
+            transport = Transport(connect_s, read_s, _tls(self._config), _MAX_CONNECTING)
             self._http = httpx.AsyncClient(transport=transport, trust_env=False)
         return self._http
 
     async def _post(self, call: _Call) -> Outcome:
-        """One attempt, to its end. Raises _Failed."""
+        """Make one attempt and return its outcome. Raise _Failed."""
         call.attempts += 1
         self.stats.posts += 1
         if trace.enabled():
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
         url = call.url.rstrip("/") + "/v1/metaserver" + (call.query and f"?{call.query}")
-        body = msgspec.json.encode(call.body)  # 20 times as fast as httpx's way, and a prompt may have a million ids
+        body = msgspec.json.encode(call.body)  # 20 times as fast as httpx's encoder; a prompt may have a million ids
         try:
             silent = {} if call.silent_s is None else {SILENCE: call.silent_s}
             async with self._client().stream("POST", url, content=body, headers=_KIND, extensions=silent) as answer:
@@ -298,9 +300,9 @@ class MetaserverClient:
             raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.BROKEN) from problem
 
     async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
-        """Read to the end even after the final line, so that the connection can be used again."""
+        """Return the final outcome. Read on to the end of the stream, so that the connection can be used again."""
         lines, final = answers.Lines(MAX_LINE_BYTES), None
-        reading = cast("AsyncGenerator[bytes, None]", answer.aiter_raw())  # it is one, and says less
+        reading = cast("AsyncGenerator[bytes, None]", answer.aiter_raw())  # it is one, but typed as an iterator
         async with aclosing(reading) as pieces:
             async for piece in pieces:
                 for outcome in map(answers.outcome, lines.feed(piece)):
@@ -315,7 +317,7 @@ class MetaserverClient:
 
 
 def origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port: what the allow-list compares. ("", "", 0) for what is not such an address."""
+    """Return scheme, host and port, which the allow-list compares; ("", "", 0) if `url` is no plain http(s) address."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -330,7 +332,7 @@ def origin(url: str) -> tuple[str, str, int]:
 
 def _tls(config: MetaserverConfig) -> ssl.SSLContext | None:
     if not any(url.startswith("https") for url in config.metaserver_urls):
-        return None  # a context reads all of the system's certificates
+        return None  # making a context would read all of the system's certificates
     context = ssl.create_default_context(cafile=config.tls_ca_file or None)
     if not config.tls_verify:
         context.check_hostname = False
@@ -345,7 +347,7 @@ def _failed(error: PdError) -> Outcome:
 
 
 def _untrusted(problem: BaseException) -> bool:
-    """A certificate that is not trusted now will not be in a second either."""
+    """Return whether a certificate was not trusted: another attempt would end the same way."""
     cause: BaseException | None = problem
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front door decides, without doing it: which instance, whether to try again and when, which circuit is open.
+"""Decisions of the metaserver, without side effects: which instance, whether and when to retry, which circuit is open.
 
-Pure: time and randomness are arguments, nothing here waits or sends. The service performs what is decided here, and
+Pure: time and randomness are arguments, nothing here waits or sends. The service carries out what is decided here, and
 D's client uses the rule for repeating a POST.
 """
 
@@ -14,23 +14,24 @@ from typing import Any, NamedTuple
 
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 
-# ---- trying again ---------------------------------------------------------------------------------------------
+# ---- retries --------------------------------------------------------------------------------------------------
 
 
 class Failure(Enum):
-    """How an attempt ended before its first byte. The first two were surely not executed."""
+    """Way in which an attempt or an exchange with an engine failed; see `NOT_EXECUTED` too."""
 
     CONNECT = "connect"  # no connection, so nothing was sent
-    REFUSED = "refused"  # 429 or 503: the server says that it did not do it
+    REFUSED = "refused"  # 429 or 503: the server says that it did not execute the request
     BROKEN = "broken"  # the connection ended without an answer: may have been executed
     TIMEOUT = "timeout"  # no answer in time: may have been executed
     SERVER = "server"  # 500, 502, 504: executed, and failed
     PREFILL = "prefill"  # the prefill leg failed after it may have started
     EMPTY = "empty"  # 200 without a byte of body
     DROPPED = "dropped"  # D ended it halfway for lack of blocks, and wants it sent again
-    OURS = "ours"  # this process could not open a connection: nothing was sent, and no engine is to blame
+    OURS = "ours"  # this process lacked files, ports or memory: no engine is to blame
 
 
+# Failures after which work counts as not executed.
 NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED, Failure.OURS})
 
 
@@ -42,7 +43,7 @@ class Backoff:
     longest_s: float = 2.0
 
     def delay(self, attempt: int, rand: float) -> float:
-        """Delay after `attempt` failed attempts (1, 2, …); `rand` in [0, 1)."""
+        """Return the delay after `attempt` failed attempts (1, 2, …); `rand` in [0, 1)."""
         bound = min(self.longest_s, self.first_s * 2.0 ** min(attempt - 1, 30))
         return bound * rand
 
@@ -50,7 +51,7 @@ class Backoff:
 def post_again(
     failure: Failure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
 ) -> float | None:
-    """When D may repeat its POST: the delay, or None. Only what was surely not executed is repeated."""
+    """Return the delay before D repeats its POST, or None. Only a POST that surely was not executed is repeated."""
     if failure not in NOT_EXECUTED:
         return None
     delay = backoff.delay(attempt, rand)
@@ -61,7 +62,7 @@ def post_again(
 
 @dataclass(slots=True)
 class RetryBudget:
-    """Bounds repeated work over all requests: each request pays in a share, each repetition of executed work costs one."""
+    """Limit of repeated work over all requests: each request adds `share`, each repetition of executed work takes 1."""
 
     share: float = 0.2
     most: float = 200.0
@@ -83,9 +84,9 @@ class RetryPolicy:
     backoff: Backoff = Backoff()
 
     def again(self, failure: Failure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float) -> float | None:
-        """Delay before attempt number `attempt` + 1 of a request whose client has seen nothing yet, or None.
+        """Return the delay before attempt number `attempt` + 1, or None if there is to be none.
 
-        `repeatable`: doing it twice does no harm (generation does none; other routes may). Work that was surely not
+        `repeatable`: to do it twice does no harm (a generation does none; other routes may). Work that surely was not
         executed is repeated without a charge to the budget.
         """
         if attempt >= self.attempts:
@@ -95,7 +96,7 @@ class RetryPolicy:
         return self.backoff.delay(attempt, rand)
 
 
-# ---- whose failure it was -------------------------------------------------------------------------------------
+# ---- blame for failures ---------------------------------------------------------------------------------------
 
 
 class Culprit(Enum):
@@ -103,8 +104,8 @@ class Culprit(Enum):
     NOBODY = "nobody"
 
 
-# Why KV did not come, as D reports it, and against whom that speaks. Against D never: a load that fails is D's only way to
-# hear of others' failures; what D fails at by itself are its answers. A code that is not here blames nobody.
+# D's codes for KV that did not come, and what counts against P. Nothing counts against D: a failed load is how D learns
+# of failures elsewhere, and its own failures show in its answers. A code that is not here counts against no engine.
 VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-XFER-001": (
         Culprit.PREFILL,
@@ -149,106 +150,114 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
 
 
 def against_prefill(code: str) -> str:
-    """What a reported code says against the P that was to push; empty if nothing."""
+    """Return why a reported code counts against the P that was to push; empty if it does not."""
     culprit, why = VERDICTS.get(code, (Culprit.NOBODY, ""))
     return why if culprit is Culprit.PREFILL else ""
 
 
-PRINT_S = 120.0  # from the question, in which a fingerprint is believed
-MOST_RANKS = 1024  # behind one address that words are kept of: a wrong engine may invent more
+PRINT_S = 120.0  # a fingerprint is believed so long, counted from the request whose answer had it
+MAX_RANKS = 1024  # behind one address whose statements are kept: a faulty engine may invent more
 
 
-class Told(NamedTuple):
-    """What a process said of itself, to who asked it at `at`."""
+class Statement(NamedTuple):
+    """A process's statement about itself, in answer to a request made at `at`."""
 
     incarnation: str
     at: float
-    fingerprint: str = ""  # which engines it can be a pair with
-    tells: bool = False  # as P: its first tokens
+    fingerprint: str = ""  # decides which engines it can pair with
+    tells: bool = False  # as P it sends its first token to a D that asks
 
 
-def _newest(words: Sequence[Told]) -> tuple[Told, ...]:
-    """The last word of each rank (of two at once the later one here), sorted. Of too many ranks the newest. Others name a process
-    too, who do not know its fingerprint: it keeps what it told itself."""
+def _newest(words: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Return the last statement of each rank, sorted; of two with the same time the later one in `words`.
+
+    Of too many ranks the newest are kept. A statement without a fingerprint is another engine's, for example D's on its
+    P: the process keeps what it said itself, with the new time.
+    """
     own = {word.incarnation: word for word in words if word.fingerprint}
     of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
-    newest = sorted(of_rank.values(), key=lambda word: word.at)[-MOST_RANKS:]
+    newest = sorted(of_rank.values(), key=lambda word: word.at)[-MAX_RANKS:]
     told = (w if w.fingerprint else own.get(w.incarnation, w)._replace(at=w.at) for w in newest)
     return tuple(sorted(told))
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What is known of the processes behind an address: with data parallelism there are several, each a rank. Everything that is
-    told has the time of the question, not of the answer: words then count the same in whatever order they arrive, also
-    those that other workers pass on.
+    """Statements of the processes behind an address: with data parallelism there are several, one for each rank.
+
+    A statement has the time of the request, not of the answer. So statements, also those that other workers pass on,
+    have the same effect in any order of arrival.
     """
 
-    told: tuple[Told, ...] = ()  # the last word of each rank, sorted
-    refused: float = 0.0  # when nobody listened there last
-    printed: Told | None = field(
-        init=False, compare=False
-    )  # the last word with a fingerprint, of those that are there now
+    told: tuple[Statement, ...] = ()  # the last statement of each rank, sorted
+    refused: float = 0.0  # when the address last refused a connection
+    printed: Statement | None = field(init=False, compare=False)  # the last statement with a fingerprint since then
 
     def __post_init__(self) -> None:
         known = [word for word in self.told if word.fingerprint and word.at > self.refused]
         object.__setattr__(self, "printed", max(known, key=lambda word: word.at, default=None))
 
     def fingerprint(self, now: float) -> str:
-        """Which engines it can be a pair with; empty: not known, or not any more. Who is not asked cannot tell that there is
-        another version by now: behind an address that never refuses only this brings it back."""
+        """Return its fingerprint; empty if it is not known, or too old.
+
+        An engine that does not fit gets no requests, so it cannot report a new version. Behind an address that never
+        refuses a connection only this expiry makes it eligible again.
+        """
         return self.printed.fingerprint if self.printed is not None and now < self.printed.at + PRINT_S else ""
 
     @property
     def tells(self) -> bool:
-        """Whether it is a P that tells its first tokens, as it said last. One that was started again otherwise refuses what it would not
-        tell, which says so."""
+        """True if it is a P that sends its first tokens, by its last statement.
+
+        A P that was restarted with another setting refuses a request for its first token, which shows the change.
+        """
         return self.printed is not None and self.printed.tells
 
     @classmethod
     def of(cls, told: Iterable[Sequence[Any]], refused: float) -> Life:
-        """As another worker of this metaserver sent it."""
-        return cls(tuple(Told(*word) for word in told), refused)
+        """Return what another worker of this metaserver sent (`as_sent`)."""
+        return cls(tuple(Statement(*word) for word in told), refused)
 
     def heard(self, incarnation: str, at: float, fingerprint: str = "", tells: bool = False) -> Life:
-        """An engine that was asked at `at` told its incarnation in an answer, a reservation or a report."""
+        """Return it with a statement of a process that was asked at `at`, from an answer, a reservation or a report."""
         if not incarnation:
             return self
-        return replace(self, told=_newest((*self.told, Told(incarnation, at, fingerprint, tells))))
+        return replace(self, told=_newest((*self.told, Statement(incarnation, at, fingerprint, tells))))
 
     def refuses(self, at: float) -> Life:
-        """Nobody listens there: the process has ended, or it is about to."""
+        """Return it with a refused connection: the process has ended, or is about to."""
         return replace(self, refused=max(self.refused, at))
 
     def merged(self, other: Life) -> Life:
-        """With what another worker knows."""
+        """Return it with what another worker knows."""
+        if other.told == self.told and other.refused <= self.refused:  # nearly always
+            return self
         return replace(self.refuses(other.refused), told=_newest((*self.told, *other.told)))
 
     def may_be(self, incarnation: str, at: float) -> bool:
-        """Whether nothing that is known speaks against the process that was asked at `at` being there still. A slow one is
-        the same one."""
+        """Return whether the process that was asked at `at` may still be there. A slow one is still the same one."""
         known = self._of(incarnation)
         return at > self.refused and (known is None or incarnation == known.incarnation or at > known.at)
 
     def outlived(self, before: Life) -> bool:
-        """Whether a process that was known before is known to be gone, and what it had with it."""
+        """Return whether a process known in `before` is known to be gone, and its cache with it."""
         now = {dp_rank_of(word.incarnation): word.incarnation for word in self.told}
         replaced = (now.get(dp_rank_of(w.incarnation), w.incarnation) != w.incarnation for w in before.told)
         return self.refused > before.refused or any(replaced)
 
-    def as_sent(self) -> tuple[tuple[Told, ...], float]:
-        """What `of` takes."""
+    def as_sent(self) -> tuple[tuple[Statement, ...], float]:
+        """Return the arguments of `of`."""
         return self.told, self.refused
 
-    def _of(self, incarnation: str) -> Told | None:
-        """The last word of the rank whose incarnation this is."""
+    def _of(self, incarnation: str) -> Statement | None:
+        """Return the last statement of this incarnation's rank."""
         rank = dp_rank_of(incarnation)
         return next((told for told in self.told if dp_rank_of(told.incarnation) == rank), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """KV has really come from this P to this D, in these lives of theirs, for a request of the time `at`."""
+    """Proof that KV came from this P to this D, in these incarnations, for a request of the time `at`."""
 
     prefill: str
     prefill_life: str
@@ -266,15 +275,15 @@ class Proof:
 class CircuitState(Enum):
     CLOSED = "closed"  # requests flow
     UNREACHABLE = "unreachable"  # no connection, or a bad /health: only a good probe closes it
-    WEDGED = "wedged"  # requests broke although it answers: only a good request closes it
-    TRIAL = "trial"  # wedged before; one request is out to see
+    WEDGED = "wedged"  # requests failed although it answers: only a good request closes it
+    TRIAL = "trial"  # wedged before; one request is in flight as a test
 
 
 class Evidence(Enum):
-    """What was seen of an instance: by its own traffic or by a probe."""
+    """Observation of an instance, by its own traffic or by a probe."""
 
     SERVED = "served"
-    BROKE = "broke"  # a request reached it and came to a bad end
+    BROKE = "broke"  # a request reached it and failed
     UNREACHED = "unreached"  # no connection
     PROBE_OK = "probe ok"
     PROBE_FAILED = "probe failed"
@@ -333,7 +342,7 @@ _CIRCUIT: dict[CircuitState, dict[Evidence, _Step]] = {
 
 @dataclass(slots=True)
 class Circuit:
-    """Keeps requests away from an instance that fails, and finds out when it works again."""
+    """Circuit breaker: keeps requests away from an instance that fails, and finds out when it works again."""
 
     policy: CircuitPolicy = CircuitPolicy()
     state: CircuitState = CircuitState.CLOSED
@@ -352,14 +361,16 @@ class Circuit:
         return self.state in (CircuitState.UNREACHABLE, CircuitState.WEDGED)
 
     def admits(self, now: float) -> bool:
-        """Whether a request may be sent; `sent` must follow when it is."""
+        """Return whether a request may be sent; if one is sent, `sent` must be called."""
         if self.state is CircuitState.WEDGED:
             return now >= self.until
         return self.state is CircuitState.CLOSED
 
     def sent(self, now: float) -> int:
-        """A request goes out. To a wedged instance it is the trial, and no other goes until it has ended. Returns the
-        trial's number, 0 for any other request."""
+        """Note that a request goes out. Return the trial's number, 0 if it is no trial.
+
+        The request to a wedged instance is a trial: no other request goes out until it has ended.
+        """
         if self.state is not CircuitState.WEDGED or now < self.until:
             return 0
         self.state = CircuitState.TRIAL
@@ -367,7 +378,7 @@ class Circuit:
         return self.trials
 
     def returned(self, now: float, trial: int) -> None:
-        """The request is over. A trial that ended without evidence (its client left) makes room for another."""
+        """Note that a request is over. A trial that ended without evidence (its client left) makes room for another."""
         if self.state is CircuitState.TRIAL and trial == self.trials:
             self.state, self.until = CircuitState.WEDGED, now
 
@@ -406,7 +417,7 @@ class Role(Enum):
 
 
 class Condition(Enum):
-    """What an operator sees of an instance."""
+    """State of an instance as operators see it."""
 
     STARTING = "starting"  # never answered yet
     READY = "ready"
@@ -427,7 +438,7 @@ def condition(circuit: Circuit, answered: bool, draining: bool) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One instance as the choice sees it. `load` is in tokens in flight, `has` those of the prompt that are in its cache."""
+    """One instance to choose from. `load`: tokens in flight; `has`: tokens of the prompt that are in its cache."""
 
     name: str
     load: float
@@ -436,7 +447,10 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate], cost: float, rand: float) -> str | None:
-    """Least load after taking what it lacks of `cost` tokens, by weight; ties spread by `rand`; None when there is nobody."""
+    """Return the candidate with the least load by weight, after adding what it lacks of `cost` tokens.
+
+    Ties are spread by `rand`. None if there is no candidate.
+    """
     usable = [c for c in candidates if c.weight > 0]
     if not usable:
         return None
@@ -447,7 +461,7 @@ def choose(candidates: Sequence[Candidate], cost: float, rand: float) -> str | N
 
 
 def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:
-    """Leave out what was already tried, unless nothing else is there."""
+    """Return the names without those in `avoid`; all of them if no other is left."""
     everything = tuple(names)
     fresh = tuple(n for n in everything if n not in avoid)
     return fresh or everything
@@ -464,7 +478,7 @@ class Admission(Enum):
 
 @dataclass(slots=True)
 class Gatekeeper:
-    """How many requests run at once and how many may wait; more are told to come back."""
+    """Limits of requests that run at once and that may wait; any more are refused."""
 
     most_running: int = 4096
     most_waiting: int = 4096
@@ -481,7 +495,7 @@ class Gatekeeper:
         return Admission.OVERLOADED
 
     def leave(self) -> bool:
-        """One has ended: True when its place goes to the one that waited longest."""
+        """Note that a request has ended. Return True if its place goes to the one that waited longest."""
         if self.waiting:
             self.waiting -= 1
             return True
@@ -489,5 +503,5 @@ class Gatekeeper:
         return False
 
     def give_up(self) -> None:
-        """One that waited has left."""
+        """Note that a waiting request has left."""
         self.waiting -= 1

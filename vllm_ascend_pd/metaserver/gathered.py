@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes in pieces and may be long, in one place without a joining that holds up everything else; and cut for its way out.
+"""Long bodies that arrive in pieces: gathered without blocking the event loop, and cut again for sending.
 
-Memory that grows is copied as it grows, and joining copies all of it at once: some 100 ms for 57 MiB. So what is long goes into memory
-that is as large as it may become, of which the system gives only the pages that are written.
+A growing buffer is copied as it grows, and joining the pieces copies all of them at once: some 100 ms for 57 MiB. So a
+long body goes into a mapping of the largest permitted size, of which the system allocates only the written pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Payload = bytes | memoryview | list[bytes | memoryview]
 
 
 class Gathered:
-    """Takes up to `most` bytes."""
+    """A body of at most `most` bytes, gathered from pieces."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -26,7 +26,7 @@ class Gathered:
         self.size = 0
 
     def add(self, piece: bytes) -> None:
-        """Raises OSError when there is no memory, ValueError beyond `most`."""
+        """Take a piece. Raise OSError if there is no memory, ValueError beyond `most`."""
         if self.size + len(piece) > self._most:
             raise ValueError("more than was to come")
         self._pieces.append(piece)
@@ -48,7 +48,7 @@ def length(payload: Payload) -> int:
 
 
 def cut(payload: Payload) -> Iterator[bytes | memoryview]:
-    """In pieces that can be written between two turns of the loop. Nothing is copied."""
+    """Yield pieces that are short enough to be written in one turn of the event loop. Nothing is copied."""
     for piece in payload if isinstance(payload, list) else (payload,):
         if len(piece) <= _CUT:
             yield piece

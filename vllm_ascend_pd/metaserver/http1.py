@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP/1.1 as a client: keep-alive connections, answers handed on as the bytes arrive, time limits without timers.
+"""An HTTP/1.1 client: keep-alive connections, answers passed on as the bytes arrive, time limits without timers.
 
-A small client of our own on httptools, because the libraries spend several times the relay's own work on each request
+It is a small client on httptools, because the libraries spend several times the relay's own work on each request
 (the measurement is in docs/decisions.md). The metaserver calls engines with it, and D's httpx client has it as its
-transport. It does what they need and no more: no redirects, no cookies, no decompression, no proxies. One sweep twice a second looks after all deadlines, so that a piece of a stream
-costs no timer. Reading pauses while the client is slower than the engine.
+transport. It does what they need and no more: no redirects, no cookies, no decompression, no proxies. One sweep twice
+a second checks all deadlines, so that a piece of a stream needs no timer. Reading pauses while the client is slower
+than the engine.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _IDLE_S = 4.0  # below the engines' own 5 s, so that a connection they are closi
 _SWEEP_S = 0.5
 _AHEAD_BYTES = 256 << 10  # read ahead of the client at most
 _HEAD_BYTES = 64 << 10
-_UNREAD_BYTES = 1 << 20  # taken in without a header or a piece of body that came of it: the parser keeps it
+_UNREAD_BYTES = 1 << 20  # given to the parser, which keeps them, without a header or a piece of body coming out
 
 
 class Origin(NamedTuple):
-    """Where an engine listens."""
+    """Address that an engine listens on."""
 
     scheme: str
     host: str
@@ -44,17 +45,20 @@ class Origin(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-# No file handle, memory or port is left to this process: it says nothing about the engine.
+# This process has no file handle, memory or port left: that says nothing about the engine.
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
 def _perhaps_read(problem: UpstreamError) -> UpstreamError:
-    """No other connection for a request that went out on one which closed without a word: who closed it may have read it, and begun."""
+    """Return the error for a request whose connection closed without an answer and could not be replaced.
+
+    This does not count as a failure to connect: the engine may have read the request, and begun.
+    """
     return UpstreamError(Failure.BROKEN, f"it closed the connection, and then: {problem.why}")
 
 
 class UpstreamError(Exception):
-    """An exchange with an engine that did not work out, and how far it may have got."""
+    """A failed exchange with an engine; `failure` says how far it may have got."""
 
     def __init__(self, failure: Failure, why: str) -> None:
         super().__init__(why)
@@ -104,11 +108,11 @@ class Reply:
 
     @property
     def at_end(self) -> bool:
-        """Whether it is known that the regular end comes next."""
+        """True if the next read is known to return the regular end."""
         return self._ended and self._error is None and not self._pieces
 
     async def read(self, timeout_s: float | None = None) -> bytes:
-        """What has come since the last read, b"" at the regular end. Raises UpstreamError when it broke off."""
+        """Return what has come since the last read, b"" at the regular end. Raise UpstreamError if it broke off."""
         while not self._pieces:
             if self._error is not None:
                 raise self._error
@@ -125,11 +129,11 @@ class Reply:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def rest(self, most: int, timeout_s: float | None = None) -> bytes:
-        """Everything that is left, unless it is more than `most` bytes."""
+        """Return the rest of the body. Raise UpstreamError if it broke off or is longer than `most` bytes."""
         return bytes(await self.whole(most, timeout_s))
 
     async def whole(self, most: int, timeout_s: float | None = None) -> bytes | memoryview:
-        """The same of what may be long: never copied at once."""
+        """Do the same for a body that may be long: it is never copied as a whole."""
         gathered = Gathered(most)
         while piece := await self.read(timeout_s):
             try:
@@ -141,7 +145,7 @@ class Reply:
         return gathered.whole()
 
     def close(self) -> None:
-        """Not read to its end: the connection is cut, which the engine sees as a client that left."""
+        """Cut the connection, unless the answer has ended. To the engine the client has left."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -149,7 +153,7 @@ class Reply:
     # -- from the connection
 
     def feed(self, piece: bytes) -> bool:
-        """False when enough is waiting and reading must pause."""
+        """Take a piece of the body. Return False if enough is waiting and reading must pause."""
         self._pieces.append(piece)
         self._size += len(piece)
         self._wake()
@@ -182,13 +186,13 @@ class _Connection(asyncio.Protocol):
         self._used = False
         self._paused = False
         self._unsent: deque[bytes | memoryview] = deque()
-        self._full = False  # what was sent last has not left
+        self._full = False  # the transport's buffer takes no more
         self._sending: asyncio.Handle | None = None
         self._until_close = False
         self._headers: Headers = []
 
     def request(self, data: list[bytes | memoryview], bodiless: bool, timeout_s: float) -> asyncio.Future[Reply]:
-        """Send; the future is the answer's head."""
+        """Send a request. The future is done when the answer's head is there."""
         if self._transport is None or self._transport.is_closing():
             raise _Stale
         self._parser = httptools.HttpResponseParser(self)
@@ -202,7 +206,7 @@ class _Connection(asyncio.Protocol):
         return self._head
 
     def _send_on(self) -> None:
-        """Send a piece; the next when the loop has had its turn, and the engine reads."""
+        """Send one piece, and the next one in the loop's next turn, as soon as the engine reads."""
         self._sending = None
         if self._unsent and not self._full and self._transport is not None:
             self._transport.write(self._unsent.popleft())
@@ -210,17 +214,17 @@ class _Connection(asyncio.Protocol):
                 self._sending = self.loop.call_soon(self._send_on)
 
     def wait(self, patience_s: float) -> None:
-        """From now on silence of this length is a failure."""
+        """Fail from now on after a silence of this length."""
         self._patience_s = patience_s
         self._due = self.loop.time() + patience_s
 
     @property
     def deadline(self) -> float:
-        """Never while nothing is read, for the client takes no more: its silence is not the engine's."""
+        """Time at which the connection fails: never while reading is paused, as the engine cannot be heard then."""
         return math.inf if self._paused else min(self._due, self._hurried)
 
     def hurry(self, patience_s: float) -> None:
-        """Silence of this length is enough, until it says something or `calm`."""
+        """Fail after a silence of this length, until something arrives or `calm` is called."""
         self._hurried = min(self._hurried, self.loop.time() + patience_s)
 
     def calm(self) -> None:
@@ -229,7 +233,7 @@ class _Connection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused and self._transport is not None:
             self._paused, self._due = False, self.loop.time() + self._patience_s
-            self._hurried = math.inf  # it could not have said anything meanwhile
+            self._hurried = math.inf  # nothing was read meanwhile, so it was not silent
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -257,7 +261,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._head is None:
-            self.abort()  # nothing was asked: what it says cannot be trusted to belong to the next answer
+            self.abort()  # nothing was asked: these bytes must not be taken for the next answer
             return
         self._heard = True
         self._hurried = math.inf
@@ -286,7 +290,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._head is None:
-            self.abort()  # another answer right behind the one that was asked for
+            self.abort()  # a second answer right behind the one that was asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._unread = 0
@@ -352,7 +356,7 @@ class _Pool:
         self.busy: dict[_Connection, None] = {}  # in the order in which they were asked
 
     def take(self, now: float) -> _Connection | None:
-        """The one used last: it is the least likely to be closing."""
+        """Return the idle connection used last, the least likely to be closing; None if there is none."""
         if self.idle:
             connection = self.idle.pop()
             if now - connection.idle_since < _IDLE_S:
@@ -408,11 +412,11 @@ class Upstream:
         timeout_s: float,
         repeatable: bool = True,
     ) -> Reply:
-        """Send a request, wait for the head of its answer. Raises UpstreamError. Cancelling it closes the connection.
+        """Send a request and wait for the head of its answer. Raise UpstreamError. If cancelled, close the connection.
 
-        `repeatable`: on a kept connection that turns out to be closed the request is sent again on another one. It
-        may then have been read twice: harmless for a generation (nobody has seen the first) and for a prefill (P
-        refuses a transfer that it has), not for everything.
+        `repeatable`: if a kept connection turns out to be closed, send the request again on another one. An engine may
+        then read it twice. That is harmless for a generation (no client has seen the first answer) and for a prefill (P
+        refuses a transfer that it has), but not for every request.
         """
         pool = self._pools.get(origin) or self._open(origin)
         data = _request(method, path, origin, headers, body)
@@ -432,13 +436,13 @@ class Upstream:
                     raise UpstreamError(Failure.BROKEN, "it closed the connection") from None
 
     def hurry(self, origin: Origin, patience_s: float) -> None:
-        """The engine seems to be gone: what is under way there and says nothing for so long has failed."""
+        """Fail requests to an engine that seems to be gone, each after a silence of this length."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
             connection.hurry(patience_s)
 
     def calm(self, origin: Origin) -> None:
-        """It is there after all."""
+        """Undo `hurry`: the engine is there after all."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
             connection.calm()

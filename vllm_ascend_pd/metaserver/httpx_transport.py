@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's httpx client on our own HTTP/1.1: a reservation costs the engine's process a fraction of what httpcore spends.
+"""Transport of D's httpx client over `http1`: a reservation costs a fraction of the CPU time that httpcore spends.
 
-The engine's scheduler shares its interpreter with these calls, so their CPU time is time that steps wait for.
+The engine's scheduler shares its interpreter with these calls, so steps wait for their CPU time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class _Body(httpx.AsyncByteStream):
 
 
 class Transport(httpx.AsyncBaseTransport):
-    """Connects, sends and reads within the given times. Sent again on a fresh connection, where the server had closed the
-    kept one, is only what says that it may be: a request with the extension REPEATABLE. One with SILENCE has its own time to read."""
+    """httpx transport with the given time limits to connect and to read.
+
+    If the server has closed a kept connection, only a request with the extension REPEATABLE is sent again on a fresh
+    one. A request with the extension SILENCE has its own time limit to read.
+    """
 
     def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, most_connecting: int) -> None:
         self._read_s = read_s

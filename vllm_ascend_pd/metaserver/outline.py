@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long JSON, gone through in slices: where a value ends, which members an object has, without making any of it.
+"""Long JSON, scanned in slices: where a value ends and which members an object has, without decoding any of it.
 
-Each function is a generator: after a slice it yields how many bytes it went through, so that whoever runs it can let others have
-their turn. Only strings and brackets are understood. That is enough: all readers that accept a text agree about those, and what no
-reader accepts the engine refuses.
+Each scan is a generator: after a slice it yields how many bytes it scanned, so that its caller can let other work run.
+Only strings and brackets are understood. That is enough: all readers that accept a text agree about those, and the
+engine refuses a text that no reader accepts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-SLICE = 64 << 10  # bytes between two turns: about a millisecond, whatever they are
-MOST_MEMBERS = 256  # of an object: three times what the API knows
-MOST_DEPTH = 900  # the standard library's reader, which engines use, takes about a thousand
-_FIRST = 1 << 10  # what is looked at first of a value: most are short
-_MOST_NAME = 1 << 10
-_MOST_NUMBER = 1 << 10
+SLICE = 64 << 10  # bytes between two yields: about a millisecond, whatever they contain
+MAX_MEMBERS = 256  # of an object: three times as many as the API has
+MAX_DEPTH = 900  # the standard library's reader, which engines use, takes about a thousand
+_FIRST = 1 << 10  # bytes of the first slice of a value: most values are short
+_MAX_NAME = 1 << 10
+_MAX_NUMBER = 1 << 10
 _OVERLAP = 128
 
 _QUOTE = ord('"')
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _SCALAR = re.compile(rb"true|false|null|-?[0-9][0-9.eE+-]*")
 _ODD = 64
-_KIND = np.full(256, _ODD, np.int8)  # of a byte outside strings: what it does to the depth, or that JSON has none such
+_KIND = np.full(256, _ODD, np.int8)  # by byte, outside strings: how it changes the depth, or that JSON has no such byte
 _KIND[list(b'0123456789+-.eEtrufalsn,: \t\r\n"')] = 0
 _KIND[list(b"[{")] = 1
 _KIND[list(b"]}")] = -1
@@ -38,11 +38,11 @@ Buffer = bytes | memoryview
 
 
 class NotJson(ValueError):
-    """The text says why."""
+    """A text that is not JSON; the message says why."""
 
 
 def at_once(steps: Steps[T]) -> T:
-    """The result, without a turn for anybody."""
+    """Run all steps without pauses and return the result."""
     while True:
         try:
             next(steps)
@@ -52,14 +52,14 @@ def at_once(steps: Steps[T]) -> T:
 
 
 def members(text: Buffer) -> Steps[dict[str, memoryview]]:
-    """The values of the object that `text` is; of equal names the last, as engines read it. Raises NotJson."""
+    """Return the raw values of an object by name; of equal names the last, as engines read it. Raise NotJson."""
     whole, found = memoryview(text), dict[str, memoryview]()
     at, count = (yield from _past_space(whole, 0)), 0
     _expect(whole, at, b"{")
     at = yield from _past_space(whole, at + 1)
     while count or not _is(whole, at, b"}"):
-        if count == MOST_MEMBERS:
-            raise NotJson(f"it has more than {MOST_MEMBERS} names at its outermost level")
+        if count == MAX_MEMBERS:
+            raise NotJson(f"it has more than {MAX_MEMBERS} names at its outermost level")
         count += 1
         _expect(whole, at, b'"')
         end = yield from value_end(whole, at)
@@ -79,34 +79,34 @@ def members(text: Buffer) -> Steps[dict[str, memoryview]]:
 
 
 def well_formed(text: Buffer) -> Steps[None]:
-    """Raises NotJson unless `text` is one value, as far as strings and brackets go."""
+    """Raise NotJson unless `text` is one value, as far as strings and brackets tell."""
     whole = memoryview(text)
     end = yield from value_end(whole, (yield from _past_space(whole, 0)))
     yield from _nothing_more(whole, end)
 
 
 def single(text: Buffer) -> Steps[bool]:
-    """Whether the list that `text` begins with has just one element."""
+    """Return whether the list that `text` begins with has exactly one element."""
     whole = memoryview(text)
     end = yield from value_end(whole, (yield from _past_space(whole, 1)))
     return _is(whole, (yield from _past_space(whole, end)), b"]")
 
 
 def value_end(text: memoryview, at: int) -> Steps[int]:
-    """The end of the value that begins at `at`. Raises NotJson."""
+    """Return the end of the value that begins at `at`. Raise NotJson."""
     first = bytes(text[at : at + 1])
     if first == b'"':
         return (yield from _string_end(text, at + 1))
     if first in (b"[", b"{"):
         return (yield from _bracket_end(text, at))
-    found = _SCALAR.match(text, at, at + _MOST_NUMBER)
+    found = _SCALAR.match(text, at, at + _MAX_NUMBER)
     if found is None:
         raise NotJson(f"no value at byte {at}")
     return found.end()
 
 
 def holds(text: Buffer, says: Callable[[bytes], object]) -> Steps[bool]:
-    """Whether `says` is true of some part of it; what it looks for is shorter than the overlap of two parts."""
+    """Return whether `says` is true of some part. It must look for less than the `_OVERLAP` bytes that parts share."""
     for at in range(0, len(text), SLICE):
         if says(bytes(text[at : at + SLICE + _OVERLAP])):
             return True
@@ -151,7 +151,7 @@ def _bracket_end(text: memoryview, at: int) -> Steps[int]:
         last = ends if depths[ends] == 0 else len(piece) - 1
         if (kinds[: last + 1] == _ODD).any():
             raise NotJson("there is something outside its strings that JSON does not have")
-        if depths[: last + 1].max() > MOST_DEPTH:
+        if depths[: last + 1].max() > MAX_DEPTH:
             raise NotJson("it is nested too deeply")
         if depths[last] == 0:
             return at + last + 1
@@ -161,7 +161,7 @@ def _bracket_end(text: memoryview, at: int) -> Steps[int]:
 
 
 def _piece(text: memoryview, at: int, size: int) -> bytes:
-    """The next bytes, with escapes that could hide a quote or show one blanked. It never ends in the middle of one."""
+    """Return the next bytes with escaped quotes and backslashes blanked; they never end inside such an escape."""
     piece = bytes(text[at : at + size])
     if b"\\" in piece:
         piece = piece.replace(b"\\\\", b"\0\0").replace(b'\\"', b"\0\0")
@@ -195,8 +195,8 @@ def _nothing_more(text: memoryview, at: int) -> Steps[None]:
 
 
 def _name(text: memoryview) -> str:
-    if len(text) > _MOST_NAME:
-        raise NotJson(f"a name is longer than {_MOST_NAME} bytes")
+    if len(text) > _MAX_NAME:
+        raise NotJson(f"a name is longer than {_MAX_NAME} bytes")
     try:
         return msgspec.json.decode(text, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:

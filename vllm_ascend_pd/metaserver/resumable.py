@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which streams can be continued on another D with exactly the tokens that the first one would have made, and how they ask for it.
+"""Rules for continuing a stream on another D with exactly the tokens that the first D would have generated.
 
-Pure. `FATES` has a row for every field of vLLM's requests: what becomes of it when a generation goes on from prompt and
-generated token ids as a prompt of ids. One that nobody wrote down is not continued.
+Pure. The other D gets a prompt of token ids: the prompt's and those generated so far. `FATES` says what becomes of each
+field of vLLM's requests then. A request with a field that it does not have is not continued.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, UNREADABLE, Requ
 from vllm_ascend_pd.metaserver.outline import Steps
 from vllm_ascend_pd.metaserver.prefixes import Marks
 
-_GREEDY = 1e-5  # temperatures below are greedy for vLLM
+_GREEDY = 1e-5  # vLLM samples greedily at temperatures below this
 _COMPLETION_TOKENS = 16  # vLLM's limit for completions that name none
-_SHORT = 64  # bytes of a value that can mean nothing
+_SHORT = 64  # bytes of a value that can be harmless
 _FIELD_BYTES = 64 << 10  # of all that is kept of a request beside its prompt
-MOST_STOP = 256  # characters of a stop string; so many may have to be computed again
+MAX_STOP = 256  # characters of a stop string; text of this length may have to be generated again
 
 
 class Fate(Enum):
-    """What becomes of a field when its generation goes on."""
+    """Treatment of a request's field when its generation is continued."""
 
     KEPT = "means the same for the tokens that are still to come"
     PROMPT = "made the prompt, whose token ids are known by now"
@@ -37,8 +37,8 @@ class Fate(Enum):
 
 class Rule(NamedTuple):
     fate: Fate
-    why: str = ""  # a stream with this field is not continued
-    harmless: tuple[object, ...] = (None,)  # values with which it is
+    why: str = ""  # why a stream with this field is not continued
+    harmless: tuple[object, ...] = (None,)  # values with which it is continued all the same
 
 
 def _refused(why: str, *harmless: object) -> Rule:
@@ -63,7 +63,7 @@ FATES: dict[str, Rule] = {
     **dict.fromkeys(("ec_transfer_params", "return_mm_kwargs"), _refused(_MEDIA, False)),
     "suffix": _refused("it has a suffix"),
     "vllm_xargs": _refused("what reads its vllm_xargs may have a state", {}),
-    # Which token comes next. Greedy tokens need no seed; a penalty for what is there, prompt or answer, counts the same.
+    # Choice of the next token. Greedy decoding needs no seed. `repetition_penalty` treats prompt and answer alike.
     "temperature": _OURS,
     "seed": _PROMPT,
     **dict.fromkeys(("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "repetition_penalty"), _KEPT),
@@ -77,12 +77,12 @@ FATES: dict[str, Rule] = {
         _refused("it counts what was generated", False),
     ),
     "use_beam_search": _refused("it is a beam search", False),
-    "length_penalty": _PROMPT,  # of a beam search alone
-    # When it ends.
+    "length_penalty": _PROMPT,  # only of a beam search
+    # End of the answer.
     **dict.fromkeys(("stop", "include_stop_str_in_output", "stop_token_ids", "ignore_eos"), _KEPT),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _COUNTED),
     **dict.fromkeys(("n", "best_of"), _refused("it has several choices", 1)),
-    # What is told of it.
+    # What is reported of the answer.
     **dict.fromkeys(("stream", "request_id", "return_token_ids", bodies.FORBIDDEN), _OURS),
     **dict.fromkeys(("stream_options", "stream_interval", "skip_special_tokens"), _KEPT),
     "spaces_between_special_tokens": _refused("how it writes special tokens depends on those before", True),
@@ -102,16 +102,16 @@ _OF_CHAT = {"logprobs": _refused(FATES["top_logprobs"].why, False)}
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What of a request is kept to continue it."""
+    """The part of a request that is kept to continue it."""
 
     chat: bool
     fields: dict[str, msgspec.Raw]
     limit: int | None  # tokens of the answer; None: as many as the model takes
     least: int
-    stop: int  # characters of a stop string that may be there before its last one
-    held: int  # characters that D holds back as long as they may begin one
+    stop: int  # most characters of a stop string that are there before it is complete
+    held: int  # characters that D holds back because they may begin a stop string
     asked_ids: bool  # the client wants token ids
-    usage: bool  # and the usage at the end
+    usage: bool  # the client wants the usage at the end
     model: str
     marks: Marks
     size: int
@@ -122,12 +122,14 @@ class _StreamOptions(msgspec.Struct):
 
 
 class NotContinued(ValueError):
-    """The text says why."""
+    """A stream that cannot be continued; the text says why."""
 
 
 def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
-    """Under which the stream can be continued. `ceiling`: tokens of an answer that the engines allow at most, whatever is asked; 0:
-    they have no such limit. Raises NotContinued."""
+    """Return the terms under which the stream can be continued. Raise NotContinued.
+
+    `ceiling`: most tokens of an answer that the engines allow, whatever is asked; 0: they have no such limit.
+    """
     chat, fields = request.route == CHAT, request.fields
     if not request.remote:
         raise NotContinued("D computes its prompt itself")
@@ -152,7 +154,7 @@ def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
     longest = _longest_stop(fields)
     return Terms(
         chat=chat,
-        fields={name: msgspec.Raw(bytes(raw)) for name, raw in kept.items()},  # else the whole body is kept
+        fields={name: msgspec.Raw(bytes(raw)) for name, raw in kept.items()},  # copied: a view keeps the whole body
         limit=_limit(fields, chat, ceiling),
         least=_count(fields, "min_tokens") or 0,
         stop=max(0, longest - 1),
@@ -166,8 +168,11 @@ def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
 
 
 def continued(terms: Terms, prompt: bytes, tokens: int, answer: Sequence[int], at: int, room: int) -> Request:
-    """The request that goes on after the first `at` tokens of `answer`. `prompt`: its `tokens` ids as they stand in a JSON list.
-    `room`: tokens that the model takes in all, needed where the client named no limit. Raises NotContinued."""
+    """Return the request that goes on after the first `at` tokens of `answer`. Raise NotContinued.
+
+    `prompt`: its `tokens` ids as they stand in a JSON list. `room`: tokens that the model takes in all, needed if the
+    client set no limit.
+    """
     left = room - tokens - at if terms.limit is None else terms.limit - at
     if left < 1:
         raise NotContinued("no token is left of its limit")
@@ -200,13 +205,13 @@ def _is_one_of(raw: msgspec.Raw, harmless: tuple[object, ...]) -> bool:
 
 
 def _greedy(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Left out it is what the model's own configuration says, which is not known here."""
+    """Return whether decoding is surely greedy: a default temperature is the model's own and not known here."""
     value = bodies.small(fields, "temperature")
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _GREEDY
 
 
 def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int | None:
-    """A count that is written as one. Raises NotContinued for any other form, which engines may read in their own way."""
+    """Return a field as a count; None if absent. Raise NotContinued for forms that engines may read differently."""
     raw = fields.get(name)
     if raw is None or _is_one_of(raw, (None,)):
         return None
@@ -234,8 +239,8 @@ def _longest_stop(fields: Mapping[str, msgspec.Raw]) -> int:
     except UNREADABLE as problem:
         raise NotContinued("its stop strings are not understood") from problem
     longest = max(map(len, [stop] if isinstance(stop, str) else stop or [""]))
-    if longest > MOST_STOP:
-        raise NotContinued(f"a stop string has more than {MOST_STOP} characters")
+    if longest > MAX_STOP:
+        raise NotContinued(f"a stop string has more than {MAX_STOP} characters")
     return longest
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a stream so that another D can go on with it, and how the other's answer becomes the rest of this one.
+"""State of a stream that lets another D continue it, and the way to make that D's answer the rest of this one.
 
-Pure: bytes of whole events in, bytes for the client out. `Kept.take` has two ways. From the first D events pass as they came,
-except for the token ids that the client did not ask for. From a later one only what the client has not seen passes, in the
-form and with the counts of the first: that D's prompt has part of the answer in it, and is computed from a `Point` on that may
-lie before the last token, because text may have been held back there.
+Pure: bytes of whole events in, bytes for the client out. `StreamState.take` works in two ways. Events of the first D pass as
+they came, except for token ids that the client did not ask for. Of a later D only what the client has not seen passes,
+in the form and with the counts of the first D: a later D's prompt contains a part of the answer. It generates from a
+`Point` that may lie before the last token, because text may have been held back there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import msgspec
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE, Request
 from vllm_ascend_pd.metaserver.resumable import NotContinued, Terms, continued
 
-MOST_AGAIN = 256  # tokens that are computed again at most, to come to a point where nothing was held back
-_OVERHEAD = 2048  # bytes of a stream that is kept, beside its ids
+MAX_AGAIN = 256  # most tokens that are generated again, from a point where no text was held back
+_OVERHEAD = 2048  # bytes of a kept stream, beside its ids
 _DONE = b"data: [DONE]"
 _DATA = b"data: "
-# As JSON of the engine's: within a string each of these quotes would be escaped, and no number is a list.
+# In the engine's JSON: within a string these quotes would be escaped. The list holds numbers only, no other list.
 _IDS = re.compile(rb'("token_ids"\s*:\s*)\[[0-9,\s]*\]')
 _KEY = b'"token_ids":['
 _PROMPT_KEY = b'"prompt_token_ids"'
@@ -33,7 +33,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class Cut(Enum):
-    """How D ended a stream before its end, in its own words."""
+    """Reason that D itself gave for ending a stream early."""
 
     DROPPED = "it had no block for the next token"
     ABORTED = "it is shutting down"
@@ -41,8 +41,10 @@ class Cut(Enum):
 
 
 class Point(NamedTuple):
-    """Where to go on: after `tokens` of the answer, whose text has `text` characters, nothing is held back. Those tokens'
-    log-probabilities have covered `offset` characters."""
+    """Place from which another D can go on: after `tokens` tokens of the answer no text was held back.
+
+    The text of those tokens has `text` characters; their log-probabilities cover `offset` characters.
+    """
 
     tokens: int = 0
     text: int = 0
@@ -90,12 +92,12 @@ _EVENT = msgspec.json.Decoder(_Event)
 _LOGPROBS = msgspec.json.Decoder(_Logprobs | None)
 
 
-class Kept:
-    """One stream: what the client has seen of it, as far as another D must know. `most`: tokens of prompt and answer."""
+class StreamState:
+    """State of one stream that another D needs to continue it. `most`: limit of tokens of prompt and answer."""
 
     def __init__(self, terms: Terms, most: int) -> None:
         self.terms = terms
-        self.times = 0  # that it was continued
+        self.times = 0  # continuations so far
         self.ids = array("I")
         self.finished = self.done = False
         self.cut: Cut | None = None
@@ -106,49 +108,53 @@ class Kept:
         self._answer = 0  # tokens that the client has
         self._released = 0  # characters of text that the client has
         self._offset = 0
-        self._marks = deque([Point()])  # where nothing was held back, the last that may be needed
+        self._marks = deque([Point()])  # where no text was held back: the last ones, that may be needed
         self._usage_told = False
-        # Of a later D: where it began, what it is to say again, and how much of its text the client has.
+        # Of a later D: where it began, the tokens that it must repeat, and how much of its text the client has.
         self._from = Point()
         self._again: list[int] = []
         self._skip = 0
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Estimated bytes of memory."""
         return _OVERHEAD + self.terms.size + len(self._prompt) + 4 * len(self.ids) + 128 * len(self._marks)
 
     def give_up(self, why: str) -> None:
-        """It cannot be continued any more, and nothing more is kept. The client gets it as it comes."""
+        """Keep nothing of the stream any more: it cannot be continued. The client still gets it as it comes."""
         self._unfit = self._unfit or why
         self._prompt, self.ids = b"", array("I")
         self._marks.clear()
 
     @property
     def unfit(self) -> str:
-        """Why it cannot be continued; empty if it can."""
+        """Reason that the stream cannot be continued; empty if it can."""
         return self._unfit or ("" if self._prompt else "its D tells no token ids")
 
     @property
     def first(self) -> bool:
-        """Whether its first D still answers."""
+        """True while the first D answers."""
         return self.times == 0
 
     # -- from one D to the next
 
     def point(self) -> Point:
-        """Where to go on. Raises NotContinued."""
+        """Return where to go on. Raise NotContinued."""
         if self.unfit:
             raise NotContinued(self.unfit)
-        # A stop string that ends later begins after all text that a D was free to release, less what D did not hold back of it.
+        # A stop string that is completed later begins at most `stop` characters before the end of the text so far,
+        # which is what D has released and the `held` characters that it may hold back.
         latest = self._released + self.terms.held - self.terms.stop
         found = next((mark for mark in reversed(self._marks) if mark.text <= latest or not mark.tokens), None)
-        if found is None or len(self.ids) - found.tokens > MOST_AGAIN:
-            raise NotContinued(f"D held text back over more than {MOST_AGAIN} tokens")
+        if found is None or len(self.ids) - found.tokens > MAX_AGAIN:
+            raise NotContinued(f"D held text back over more than {MAX_AGAIN} tokens")
         return found
 
     def next_request(self, room: int) -> Request:
-        """For another D; what it says is taken from now on. `room`: as `continued` needs it. Raises NotContinued."""
+        """Return the request for another D, whose events `take` expects next. `room`: see `continued`.
+
+        Raise NotContinued.
+        """
         point = self.point()
         request = continued(self.terms, self._prompt, self._prompt_tokens, self.ids, point.tokens, room)
         self._from, self._again = point, list(self.ids[point.tokens :])
@@ -158,7 +164,7 @@ class Kept:
         return request
 
     def ending(self) -> bytes:
-        """The rest of a stream whose last token is out: usage, if it was asked for, and the end."""
+        """Return the rest of a stream whose last token is out: usage, if it was asked for, and the end."""
         said = b""
         if self.terms.usage and not self._usage_told:
             prompt, answer = self._prompt_tokens, self._answer
@@ -169,8 +175,10 @@ class Kept:
     # -- events
 
     def take(self, stream: bytes) -> bytes:
-        """What the client gets of whole events, up to one that cuts the stream. Raises NotContinued when another D says what the first
-        did not."""
+        """Return what the client gets of whole events, up to one that cuts the stream.
+
+        Raise NotContinued if a later D's answer does not match the first D's.
+        """
         out: list[bytes] = []
         for event in stream.split(b"\n\n"):
             if not event.strip():
@@ -230,7 +238,7 @@ class Kept:
                 self._prompt_tokens = self._prompt.count(b",") + 1
 
     def _note(self, choice: _Choice | None, count: int) -> None:
-        """What the first D says."""
+        """Take in an event of the first D."""
         if choice is None:
             return
         if count != 1 or choice.index != 0:
@@ -254,7 +262,7 @@ class Kept:
         self._count(tokens, text, choice, bool(text) and len(tokens) == 1)
 
     def _count(self, tokens: list[int], text: str, choice: _Choice, single: bool) -> None:
-        """What goes to the client. `single`: of one token that brought text, so that no part of a character waits for the next."""
+        """Count what goes to the client. `single`: one token with text, so no part of a character waits for more."""
         self.ids.extend(tokens)
         self._answer += len(tokens)
         self._released += len(text)
@@ -276,7 +284,10 @@ class Kept:
             self._marks.popleft()
 
     def _as_asked(self, event: bytes, read: _Event, choice: _Choice | None) -> bytes:
-        """Without the ids, unless they were asked for. A chat's parser that is not ready says nothing but ids: no event then."""
+        """Return the event without token ids, unless the client asked for them.
+
+        A chat's parser that waits for more text sends events with nothing but ids: those are left out.
+        """
         if not self.terms.asked_ids:
             if choice is not None and choice.token_ids:
                 if choice.delta == _Delta() and choice.finish_reason is None and bytes(choice.logprobs) == b"null":
@@ -291,7 +302,7 @@ class Kept:
     def _later(self, event: bytes, choice: _Choice | None) -> bytes:
         said = msgspec.json.decode(event[len(_DATA) :])
         said |= self._head
-        said.pop("metrics", None)  # of its own part alone
+        said.pop("metrics", None)  # they cover only this D's part
         if said.get("usage"):
             self._correct(said["usage"])
         if choice is None:
@@ -333,7 +344,7 @@ class Kept:
         return told
 
     def _correct(self, usage: dict[str, Any]) -> None:
-        """Tokens of the answer that were part of this D's prompt."""
+        """Move the answer's tokens in this D's prompt from the prompt's count to the answer's."""
         usage["prompt_tokens"] -= self._from.tokens
         usage["completion_tokens"] += self._from.tokens
         details = usage.get("prompt_tokens_details")
@@ -342,7 +353,7 @@ class Kept:
 
 
 def _without(event: bytes) -> bytes:
-    """Null in place of the answer's ids. As vLLM writes it; the other way is for any other spacing."""
+    """Return the event with null for the answer's ids. vLLM's own spacing is the fast way; the pattern takes any."""
     at = event.rfind(_KEY)
     if at < 0:
         return _IDS.sub(rb"\1null", event)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A time limit that never loses a cancellation.
 
-Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes in the moment in which the work is done. A loop
-that was to end then goes on for ever, and a request whose client left is served to nobody.
+Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes at the moment when the work is done. A loop
+that was to end then goes on for ever, and a request whose client has left is still served.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, T], abandoned: Callable[[T], object] | None = None) -> T:
-    """The result of `work`, or asyncio.TimeoutError. A result that nobody waits for any more goes to `abandoned`."""
+    """Return the result of `work` or raise asyncio.TimeoutError. A result that comes too late goes to `abandoned`."""
     task = asyncio.get_running_loop().create_task(work)
     taken = False
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the clocks of trace files relate: one host has one monotonic clock, hosts are related by what they said.
+"""Relation of the clocks of trace files. One host has one monotonic clock; hosts are related by their messages.
 
-The wall clock of each file's first line gives a first idea. Where P and D are different hosts, each BEGIN that a READY
-answered is a measurement as NTP makes it: P's time of BEGIN, D's time of READY, P's time of READY. The one with the
-shortest round trip counts; half of that round trip is the most that it can be wrong.
+The wall clock in each file's first line gives an estimate. If P and D are on different hosts, each BEGIN that a READY
+answered is a measurement as in NTP: P's time of BEGIN, D's time of READY, P's time of READY. The one with the shortest
+round trip counts; its error is at most half of that round trip.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-SAME_CLOCK_S = 0.05  # two hosts whose monotonic clocks agree that well with the wall clock are not told apart
+SAME_CLOCK_S = 0.05  # two clocks count as one if their offsets to the wall clock differ by no more than this
 
 
 _Key = tuple[Any, Any, Any, Any]
@@ -45,14 +45,14 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """`offset`: D's time minus P's."""
+    """One measurement. `offset`: D's time minus P's."""
 
     offset: float
     error: float
 
 
 def related(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
-    """The clocks of these files, the first one being the reference."""
+    """Return the clocks of these files. The first one is the reference."""
     clocks = _told_apart(pieces)
     for clock in clocks:
         clock.shift = clock.ahead - clocks[0].ahead
@@ -83,7 +83,7 @@ def _told_apart(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
     clocks: list[Clock] = []
     for source, events in pieces.items():
         opened = next((e for e in events if e.stage == "clock" and "wall" in e.facts), None)
-        # Where nothing is known, the reference's.
+        # A file without a `clock` line is taken to have the reference's clock.
         ahead = opened.facts["wall"] - opened.t if opened is not None else clocks[0].ahead if clocks else 0.0
         same = next((clock for clock in clocks if abs(clock.ahead - ahead) <= SAME_CLOCK_S), None)
         if same is None:
@@ -94,7 +94,7 @@ def _told_apart(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
 
 
 def _best(pieces: Mapping[str, Sequence[_Event]], clock_of: Mapping[str, int]) -> dict[tuple[int, int], _Sample]:
-    """For each pair of a P clock and a D clock, the measurement with the shortest round trip."""
+    """Return, for each pair of a P clock and a D clock, the measurement with the shortest round trip."""
     best: dict[tuple[int, int], _Sample] = {}
     for p_source, d_source, sample in _samples(pieces):
         pair = clock_of[p_source], clock_of[d_source]
@@ -110,7 +110,7 @@ def _samples(pieces: Mapping[str, Sequence[_Event]]) -> Iterator[tuple[str, str,
         for event in events:
             if event.stage == "begin":
                 asked[_question(source, event.facts)] = source, event.t
-            elif event.stage == "ready" and "waited" not in event.facts:  # D's
+            elif event.stage == "ready" and "waited" not in event.facts:  # D's event
                 answered[_answer(event.facts)] = source, event.t
     for source, events in pieces.items():
         for event in events:

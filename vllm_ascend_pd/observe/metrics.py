@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what is counted (tally.py) reaches vLLM's log line and /metrics: the classes that vLLM asks a connector for."""
+"""Classes that vLLM asks a connector for: they bring what is counted (tally.py) to vLLM's log line and /metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 @dataclass  # else the base's __init__ would not call __post_init__
 class PushStats(KVConnectorStats):
-    """vLLM's container for the above: plain dictionaries, added up across workers and steps."""
+    """vLLM's container for a tally's data: plain dictionaries, added up across workers and steps."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -44,7 +44,7 @@ class PushStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The log line: totals, and the median and worst of each time."""
+        """Return the values of the log line: totals, and the median and worst of each time."""
         words: dict[str, int | float] = {}
         for name, times in self.data["times"].items():
             label = name.removesuffix("_seconds").replace("_", " ")
@@ -63,13 +63,13 @@ class PushStats(KVConnectorStats):
 
 
 class PushPromMetrics(KVConnectorPromMetrics):
-    """The same at /metrics, under vLLM's labels and, for counts, a reason."""
+    """The same data at /metrics, under vLLM's labels and, for counts, a reason."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._by_engine: dict[str, Any] = {}
         self._by_reason: dict[str, Any] = {}
-        self._levels: dict[tuple[int, str], dict[str, int]] = {}  # by teller: a 0 comes once
+        self._levels: dict[tuple[int, str], dict[str, int]] = {}  # by reporter; kept, because a 0 is reported once
         for name, metric in METRICS.items():
             self._declare(name, metric, list(labelnames))
 

@@ -24,7 +24,7 @@ _WHOLE = {  # ends → begins, per process
 
 
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
-    """`events` in order of time."""
+    """Return the trace of `events`, which are in order of time."""
     events = list(events)
     endings = _endings(events)
     zero = events[0].t if events else 0.0
@@ -62,7 +62,7 @@ def _endings(events: Iterable[Event]) -> dict[str, Ending]:
 
 
 def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[tuple[str, str, float, float]]:
-    """Spans that this event ends: name, lane, begin, end."""
+    """Yield the spans that this event ends: name, lane, begin, end."""
     facts, transfer = event.facts, str(event.facts.get("transfer", ""))
     if event.stage == "layer_pushed":
         layers = facts["layers"]
@@ -85,7 +85,7 @@ def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[t
 
 
 def _arrow(event: Event, pid: int, tid: int, zero: float) -> list[dict[str, Any]]:
-    """P's BEGIN → D's READY."""
+    """Return this event's end of an arrow from P's BEGIN to D's READY, if it has one."""
     facts = event.facts
     if event.stage == "begin":
         ends: dict[str, Any] = {"ph": "s"}

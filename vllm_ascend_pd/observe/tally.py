@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted. A worker or scheduler keeps a `Tally`; vLLM collects it after each step and adds all of them up.
+"""Counts for metrics. A worker or scheduler keeps a `Tally`; vLLM collects it after each step and adds all of them up.
 
-So that nothing is multiplied by the TP size, each fact has one reporter: bytes and descriptors are told by the worker
-that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler. Levels are
-kept apart by who told them: the newest of each, added up. vLLM's log line forgets after each interval, so a level is
-told again as long as it is not 0: when one rank's changes, the sum needs the others' too.
+Each fact has one reporter, so that nothing is multiplied by the TP size: bytes and descriptors are reported by the
+worker that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler. Levels
+are kept by reporter; the newest of each are added up. vLLM's log line forgets after each interval. So a level is
+reported again as long as it is not 0: when one rank's level changes, the sum needs the others' too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "vllm:ascend_pd_"
-MOST_TIMES = 4096  # kept between two collections; more are left out
+MAX_TIMES = 4096  # kept between two collections; more are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data = empty()
-        self._levels: dict[str, int] = {}  # to be told: all that are not 0, and those that have just become so
+        self._levels: dict[str, int] = {}  # to be reported: all that are not 0, and those that have just become 0
         self._teller = uuid.uuid4().hex[:8]
 
     def tell(self, name: str, value: float) -> None:
-        """By the metric's kind, where that needs no reason."""
+        """Record a value by the metric's kind, if that needs no reason."""
         match METRICS[name].kind:
             case "time":
                 self.time(name, value)
@@ -79,7 +79,7 @@ class Tally:
     def time(self, name: str, seconds: float) -> None:
         with self._lock:
             times = self._data["times"].setdefault(name, [])
-            if len(times) < MOST_TIMES:
+            if len(times) < MAX_TIMES:
                 times.append(round(seconds, 6))
 
     def add(self, name: str, amount: int) -> None:
@@ -92,13 +92,13 @@ class Tally:
             reasons[reason] = reasons.get(reason, 0) + 1
 
     def level(self, name: str, value: int) -> None:
-        """A gauge; told at each collection while it is not 0, and once when it is 0 again."""
+        """Set a gauge. It is reported at each collection while it is not 0, and once when it is 0 again."""
         with self._lock:
             if value or name in self._levels:
                 self._levels[name] = value
 
     def take(self) -> dict[str, Any] | None:
-        """Plain, serialisable data; None if there is nothing to tell."""
+        """Return plain, serialisable data, and start anew; None if there is nothing to report."""
         with self._lock:
             if not any(self._data.values()) and not self._levels:
                 return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of one transfer, merged from the trace files of P, D and the metaserver.
+"""Timeline of one transfer, merged from the trace files of P, D and the metaserver.
 
-Each process writes its own monotonic clock; `Trace` brings all of them onto one (clocks.py). Files of several hosts may
-lie in folders of their own below the directory. `vllm-ascend-pd trace` prints what is read here.
+Each process writes times of its own monotonic clock; `Trace` converts all of them to one clock (clocks.py). Files of
+several hosts may lie in folders of their own below the directory. `vllm-ascend-pd trace` prints what is read here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Clock(msgspec.Struct):
 
 
 _LINE = msgspec.json.Decoder(_Line)
-# What the readers below take for granted of an event: a line without it is not one of ours.
+# Facts that the readers below need of an event: a line without them is not one of this package.
 _FACTS: dict[str, Any] = {
     "clock": _Clock,
     "reserved": _Named,
@@ -80,7 +80,7 @@ class Event:
 
     @property
     def side(self) -> str:
-        """P worker, D scheduler, metaserver …"""
+        """Name of the process: P worker, D scheduler, metaserver …"""
         role = self.source.rpartition("/")[2].rpartition("-")[0]
         return role.replace("prefill-", "P ").replace("decode-", "D ")
 
@@ -90,7 +90,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Write:
-    """A batch that carried bytes of the transfer; a fused batch counts by its share."""
+    """A batch that carried bytes of the transfer. If it carried several transfers, each counts with an equal share."""
 
     source: str
     peer: str
@@ -104,7 +104,7 @@ class Write:
 
 @dataclass
 class Way:
-    """What one transfer did."""
+    """Timeline of one transfer."""
 
     transfer: str
     moments: dict[str, float] = field(default_factory=dict)  # "D worker ready" → first time (of endings: last time)
@@ -122,26 +122,26 @@ class Way:
         return round(sum(write.descriptors for write in self.writes))
 
     def last_hooks(self) -> dict[str, float]:
-        """Per P worker: when its last layer's hook of the last step fired."""
+        """Return, by P worker, when its last layer's hook of the last step fired."""
         last: dict[str, float] = {}
         for (source, _, _), at in self.computed.items():
             last[source] = max(at, last.get(source, at))
         return last
 
     def hidden(self) -> float:
-        """The share of the bytes that had landed on D before the writer's last layer's hook fired."""
+        """Return the share of the bytes that had landed on D before their P worker's last layer's hook fired."""
         last = self.last_hooks()
         early = sum(w.nbytes for w in self.writes if w.landed <= last.get(w.source, 0.0))
         return early / self.nbytes if self.nbytes else 0.0
 
     def exposed_s(self) -> float:
-        """From the last hook of any worker to the last byte on D: what the push added to the prefill."""
+        """Return the time from the last hook of any worker to the last byte on D: the push adds it to the prefill."""
         hooks = self.last_hooks().values()
         return max(0.0, max(w.landed for w in self.writes) - max(hooks)) if self.writes and hooks else 0.0
 
 
 class Trace:
-    """All events of a directory, in order of time. `skipped`: where lines lie that are no event of ours, or torn."""
+    """All events of a directory, in order of time. `skipped`: places of lines that are torn, or no events of ours."""
 
     def __init__(self, directory: Path) -> None:
         self.skipped: list[str] = []
@@ -171,12 +171,12 @@ class Trace:
             yield Event(event.t, event.stage, source, facts)
 
     def transfers(self, since: float = 0.0, until: float = float("inf")) -> list[str]:
-        """Transfers reserved within a span of time, in order."""
+        """Return the transfers reserved within a span of time, in order."""
         reserved = (e for e in self.events if e.stage == "reserved" and since <= e.t <= until)
         return list(dict.fromkeys(str(e.facts["transfer"]) for e in reserved))
 
     def find(self, word: str) -> str | None:
-        """The transfer that is meant by its id, the beginning of its id, or the id of its request."""
+        """Return the transfer meant by its id, by the beginning of its id, or by (part of) the id of its request."""
         for event in self.events:
             if event.stage == "reserved" and word:
                 transfer, request = str(event.facts["transfer"]), str(event.facts.get("request", ""))
@@ -185,7 +185,7 @@ class Trace:
         return None
 
     def of(self, transfer: str) -> list[Event]:
-        """The events that name the transfer, and the metaserver's that name its ticket only."""
+        """Return the events that name the transfer, and the metaserver's that name its ticket only."""
         tickets = {e.facts.get("ticket") for e in self.events if e.names(transfer)} - {None, ""}
         return [
             e
@@ -249,7 +249,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def skipped(trace: Trace) -> list[str]:
-    """How many lines could not be read, and where the first one is; nothing if all could."""
+    """Return one line on how many lines could not be read, and where the first one is; nothing if all could."""
     if not trace.skipped:
         return []
     return [
@@ -258,8 +258,10 @@ def skipped(trace: Trace) -> list[str]:
 
 
 def picture(way: Way, width: int = 64) -> list[str]:
-    """The transfer as text: its stages in order, and how it failed; below them a row per layer and P worker that
-    computed any, `c` where its compute ended, `=` while its bytes were on the way, `#` when they had landed."""
+    """Return the transfer as text: its stages in order, how it failed, and a row per layer and P worker.
+
+    A row has `c` where the layer's compute ended, `=` while its bytes were on the way, and `#` when they had landed.
+    """
     zero = way.moments.get(RESERVED, min(way.moments.values(), default=0.0))
     rows = [f"transfer {way.transfer}, milliseconds after D reserved its blocks"]
     for stage, at in sorted(way.moments.items(), key=lambda item: item[1]):
@@ -278,9 +280,9 @@ def picture(way: Way, width: int = 64) -> list[str]:
 
 
 def _layers(way: Way, zero: float, width: int) -> Iterator[str]:
-    """For each P worker a title and its rows."""
+    """Yield a title and the rows of each P worker that computed a layer."""
     first = min(way.computed.values())
-    end = max(*way.computed.values(), *(w.landed for w in way.writes), first + 1e-6)  # one hook alone has no length
+    end = max(*way.computed.values(), *(w.landed for w in way.writes), first + 1e-6)  # a single hook has no length
     first -= (end - first) / width
     scale = (end - first) / (width - 1)
     span = f"{(first - zero) * 1e3:.0f} to {(end - zero) * 1e3:.0f} ms"
@@ -290,7 +292,7 @@ def _layers(way: Way, zero: float, width: int) -> Iterator[str]:
 
 
 def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -> Iterable[str]:
-    """One row per layer; with several steps (chunks) their marks share the row."""
+    """Yield one row per layer. The marks of several steps (chunks) share it."""
     for layer in sorted({key[2] for key in way.computed if key[0] == source}):
         cells = [" "] * width
         for write in way.writes:
@@ -306,7 +308,7 @@ def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -
 
 
 def table(trace: Trace) -> list[str]:
-    """A line for each transfer, and what the clocks of other hosts were taken to be."""
+    """Return a line for each transfer, and one for each clock other than the reference."""
     rows = [f"{'transfer':32} {'KV bytes':>12} {'descriptors':>11} {'hidden':>7} {'exposed ms':>10}"]
     for transfer in trace.transfers():
         way = trace.way(transfer)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named stage events of a transfer, and where they go.
+"""Named stage events of a transfer, and their subscribers.
 
-`emit` costs one attribute read when nobody listens. With `trace_dir` set, each process writes JSON lines into a bounded
-ring of two files: when the newer one is full it takes the older one's place. Tests of real faults subscribe to stop a process at a stage. Times are this process's monotonic clock;
-`clock` lines relate it to a peer's (from BEGIN/READY) so that the pieces can be merged.
+`emit` costs one attribute read without a subscriber. With `trace_dir` set, each process writes JSON lines into a
+bounded ring of two files: when the newer one is full it takes the older one's place. Tests of real faults subscribe to
+stop a process at a stage. Times are of this process's monotonic clock. `clock` lines have the wall clock beside it, so
+that the files of several processes can be merged (clocks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20  # of one process, both files together
-OLDER = ".before"  # behind the name of the file that is not written any more (and sorted before the other)
+OLDER = ".before"  # suffix of the file that is not written any more; it sorts before the other
 
 Subscriber = Callable[[str, Mapping[str, Any]], None]
 
@@ -31,9 +32,9 @@ _lock = threading.Lock()
 
 
 def emit(stage: str, **facts: Any) -> None:
-    """Tell the subscribers that `stage` was reached. Facts are plain values; `transfer` names the transfer.
+    """Notify the subscribers that `stage` was reached. Facts are plain values; `transfer` names the transfer.
 
-    Observation never touches what it observes: a subscriber that raises (its disk is full) is dropped, for good.
+    Tracing never disturbs a transfer: a subscriber that raises (its disk may be full) is dropped for good.
     """
     for subscriber in _subscribers:
         _tell(subscriber, stage, facts)
@@ -56,7 +57,7 @@ def _drop(subscriber: Subscriber) -> None:
 
 
 def enabled() -> bool:
-    """Whether building an event's facts is worth it."""
+    """Return whether building an event's facts is worth it."""
     return bool(_subscribers)
 
 
@@ -96,7 +97,7 @@ class TraceFile:
                 self._flushed = now
 
     def _turn(self, now: float) -> None:
-        """The full file takes the older one's place."""
+        """Let the full file take the older one's place, and open a new one."""
         self._file.close()
         self._path.replace(self._path.with_suffix(OLDER + ".jsonl"))
         self._file = self._path.open("a", buffering=1 << 16)
@@ -105,7 +106,7 @@ class TraceFile:
 
     def close(self) -> None:
         self._unsubscribe()
-        with self._lock, contextlib.suppress(OSError):  # what a full disk did not take before
+        with self._lock, contextlib.suppress(OSError):  # a full disk may not take what is left
             self._file.close()
 
     def __repr__(self) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where routers that speak Mooncake's dialect ask a prefill engine who it is: one question over HTTP, once.
+"""HTTP endpoint at which routers of Mooncake's dialect ask a prefill engine for its ids, once.
 
-They hand the id of the data-parallel rank that they choose to D, unread. So the id is the address under which that rank's scheduler
-takes offers (protocol/dialects.py reads it). Nothing else is told, and nothing that is sent here changes anything.
+The answer has one id per data-parallel rank. A router chooses a rank and hands its id to D unread. So the id is the
+address at which that rank's scheduler takes offers (protocol/dialects.py reads it). Nothing else is served, and no
+request changes anything.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from http import HTTPStatus
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import Endpoint
 
-MOST_HEAD = 8192  # bytes
-MOST_OPEN = 64  # connections; more are closed unheard
+MAX_HEAD = 8192  # bytes
+MAX_OPEN = 64  # connections; further ones are closed unread
 PATIENCE_S = 5.0  # for one question and its answer
 
 
 def answer(head: bytes, listeners: Sequence[Endpoint]) -> bytes:
-    """To one request's head: by data-parallel rank."""
+    """Return the HTTP response to a request's head: the ids by data-parallel rank."""
     words = head.partition(b"\r\n")[0].split(b" ")
     if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
         return _response(HTTPStatus.BAD_REQUEST, {})
@@ -40,7 +41,7 @@ def _response(status: HTTPStatus, told: object) -> bytes:
 
 
 class Bootstrap:
-    """All of it runs on the loop that starts it."""
+    """Server of the endpoint. All of it runs on the loop that starts it."""
 
     def __init__(self, host: str, port: int, listeners: Sequence[Endpoint]) -> None:
         self._host, self._port, self._listeners = host, port, listeners
@@ -48,21 +49,21 @@ class Bootstrap:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        """PD-CTRL-001 where it cannot listen."""
+        """Start listening. Raise PD-CTRL-001 if that fails."""
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MOST_HEAD)
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_HEAD)
         except OSError as error:
             raise PdError("PD-CTRL-001", address=f"{self._host}:{self._port}", why=error.strerror or error) from error
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Stop listening and abort open connections. Idempotent."""
         if self._server is not None:
             self._server.close()
         for writer in self._open:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MOST_OPEN:
+        if len(self._open) >= MAX_OPEN:
             writer.transport.abort()
             return
         self._open.add(writer)

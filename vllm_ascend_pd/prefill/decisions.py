@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P's scheduler decides: which requests push, which tokens of them a step computes, when blocks are held.
+"""Decisions of P's scheduler: the requests that push, the tokens of them that a step computes, the blocks it holds.
 
 Pure: the adapter in scheduler.py translates vLLM's objects. Each step's metadata is incremental: new blocks and a
 token range, never the whole list again.
@@ -21,7 +21,7 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.versions import OURS, WHOLE
 
-LOOKS = 8  # steps that follow catch-up exchanges at once: their slots are free again soon, for what else was missed
+FORCED_STEPS = 8  # steps made at once after repeated exchanges: slots are soon free for what else was missed
 
 
 @dataclass(slots=True)
@@ -37,8 +37,11 @@ class _Tracked:
     aborted: bool = False
 
     def told(self, index: int, ids: Sequence[int]) -> Blocks:
-        """What the workers hear of a group's blocks. Of states that of D's last token alone, when nothing after it is computed: a
-        block without the state that D wants is not told, and the push fails."""
+        """Return a group's blocks as the workers receive them.
+
+        In a group of states this is only the block of D's last token, once a step ends exactly there. If a step
+        computes more, no block has the state that D wants: none is sent, and the push fails.
+        """
         if self.groups and self.groups[index].stateful:
             end = self.reservation.end
             at = (end - 1) // self.groups[index].block_size
@@ -59,17 +62,17 @@ class _Pending:
 
 
 class PushBook:
-    """P's pushes by request. A transfer is pushed once, whoever asks again."""
+    """P's pushes by request. A transfer is pushed once, even if it is asked for again."""
 
     def __init__(self, *, model: str, remembered: int = 65536) -> None:
         self._model = model
         self._tracked: dict[str, _Tracked] = {}
         self._refused: dict[str, PdError] = {}  # by request id, until it ends
-        self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report; "": for nobody
+        self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report; "": no push
         self._seen: dict[TransferId, None] = {}  # oldest first, bounded
         self._remembered = remembered
         self._pending = _Pending()
-        self._rotation = 0
+        self._number = 0
         self._looks = 0
 
     def admit(
@@ -83,7 +86,7 @@ class PushBook:
     ) -> PdError | None:
         """Take a reservation for a request, once. A refusal is returned, not raised: the request itself may go on.
 
-        `engine` is this engine's cache: what cannot be pushed there is said at once, not by D's deadline.
+        `engine` is this engine's cache: what cannot be pushed from it is refused at once, not only by D's deadline.
         """
         refusal = self.refusal_of(reservation, prompt_length, prompt_hash, engine)
         if refusal is not None:
@@ -102,8 +105,10 @@ class PushBook:
         blocks: Sequence[Sequence[int]],
         engine: CacheGeometry | None = None,
     ) -> None:
-        """A reservation that fits comes to a request of which `computed` tokens are in `blocks` (by group): the next step
-        pushes those. Where the request has ended before, `finished` is told so next."""
+        """Add a reservation that fits to a request of which `computed` tokens are in `blocks` (by group).
+
+        The next step pushes those. If the request has ended already, the caller calls `finished` next.
+        """
         self._see(reservation)
         groups = engine.tables if engine is not None else ()
         tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
@@ -116,7 +121,7 @@ class PushBook:
         self._pending.computed.append(PushSlice(push, 0, after, tables, restart=False, final=tracked.sealed))
 
     def free(self, request_id: str) -> None:
-        """The blocks of a request that has ended were held for nobody: the workers say so, as of every other."""
+        """Free the blocks of an ended request that were held and not pushed: the workers report it like any other."""
         self._holding[request_id] = ""
         self._pending.freed.append(request_id)
 
@@ -126,14 +131,14 @@ class PushBook:
             del self._seen[next(iter(self._seen))]
 
     def refuse(self, request_id: str, why: PdError) -> PdError:
-        """The request is prefilled, and not pushed."""
+        """Record that a request is prefilled but not pushed, and return why."""
         self._refused[request_id] = why
         return why
 
     def refusal_of(
         self, reservation: Reservation, prompt_length: int, prompt_hash: str, engine: CacheGeometry | None
     ) -> PdError | None:
-        """Why this prompt cannot be pushed for this reservation."""
+        """Return why this prompt cannot be pushed for this reservation; None if it can."""
         refusal = OURS.refusal(reservation.version, reservation.needs)
         if refusal is not None:
             return refusal
@@ -154,25 +159,27 @@ class PushBook:
         return differences[0].error() if differences else None
 
     def knows(self, request_id: str) -> bool:
-        """Whether its reservation was taken or refused: vLLM tells of a request again when it comes back."""
+        """Return whether the request's reservation was taken or refused: vLLM announces it again when it resumes."""
         return request_id in self._tracked or request_id in self._refused
 
     def tracks(self, request_id: str) -> bool:
         return request_id in self._tracked
 
     def whole(self, request_id: str) -> bool:
-        """Whether its D can begin with nothing but the first token of this engine."""
+        """Return whether its D can begin only with the first token of this engine."""
         tracked = self._tracked.get(request_id)
         return tracked is not None and WHOLE in tracked.reservation.needs
 
     def asks(self, request_id: str) -> Seed | None:
-        """What its D would start with."""
+        """Return how the first token must be chosen for D to start with it; None if D asks for none."""
         tracked = self._tracked.get(request_id)
         return tracked.reservation.seed if tracked is not None else None
 
     def first(self, request_id: str, sample: Sample | None) -> First | None:
-        """What D is told of the token that was sampled for a request, if all of it is pushed or will be and it was chosen as
-        D asks for. To be asked before it has `finished`."""
+        """Return a request's sampled token for D, if all of the request is or will be pushed, and D accepts the choice.
+
+        To be called before `finished`.
+        """
         tracked = self._tracked.get(request_id)
         if sample is None or tracked is None or not tracked.sealed or tracked.aborted:
             return None
@@ -193,18 +200,20 @@ class PushBook:
         )
 
     def refusal(self, request_id: str) -> PdError | None:
-        """Why it is not pushed; to be asked before it has `finished`."""
+        """Return why a request is not pushed. To be called before `finished`."""
         return self._refused.get(request_id)
 
     def scheduled(
         self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
     ) -> PushSlice | None:
-        """The step computes tokens [computed, computed + count) of a request; `blocks` of each group are new, or all if `replaces`,
-        and always all of a group of states, whose entries move. Of what it begins with `ready` tokens are in the cache: they are
-        pushed at once, all layers of them."""
+        """Record that a step computes tokens [computed, computed + count) of a request.
+
+        `blocks` of each group are new, or all if `replaces`. In a group of states they are always all, because entries
+        move. The request's first `ready` tokens are in the cache already: all their layers are pushed at once.
+        """
         tracked = self._tracked.get(request_id)
         if tracked is not None and replaces and not tracked.restart:
-            self.preempted(request_id)  # vLLM 0.23 does not say so of requests that reset_prefix_cache preempted
+            self.preempted(request_id)  # vLLM 0.23 does not list requests that reset_prefix_cache preempted
         if tracked is None or tracked.sealed or tracked.aborted:
             return None
         if not tracked.started:
@@ -228,7 +237,7 @@ class PushBook:
     def _push_ready(
         self, tracked: _Tracked, ready: int, blocks: tuple[Sequence[int], ...]
     ) -> tuple[Sequence[int], ...]:
-        """Push what earlier steps have computed, if D wants any of it. Returns the blocks that the workers have not heard of."""
+        """Push what earlier steps have computed, if D wants any of it. Return the blocks that are not sent with it."""
         if not tracked.reservation.first < ready < tracked.reservation.end:
             return blocks
         tracked.watermark = ready
@@ -238,10 +247,11 @@ class PushBook:
         return tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
 
     def preempted(self, request_id: str) -> None:
-        """The request lost its blocks: what reads them must be drained before they are overwritten.
+        """Have the writes that read a preempted request's blocks drained before the blocks are overwritten.
 
-        It starts over when it comes back, unless its last chunk is out already: ranks that have finished with it are done
-        for good, and what the others would push later is not what they still owe (who owns what differs by step).
+        The push starts over when the request resumes, but fails if its last chunk is out already: some ranks may have
+        finished with it for good. What a rank owns differs by step, so the others would push something else than what
+        they still owe.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.started or tracked.aborted:
@@ -255,36 +265,36 @@ class PushBook:
         tracked.restart, tracked.sealed, tracked.watermark = True, False, 0
 
     def finished(self, request_id: str, *, holds_blocks: bool, why: str) -> bool:
-        """The request ended. Returns whether its blocks must be held until the workers report it."""
+        """Handle the end of a request. Return whether its blocks must be held until the workers report it."""
         self._refused.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None or not tracked.started:
-            return False  # the workers never heard of it: D learns from the end of the HTTP call, or is told so
+            return False  # no worker has received it: D learns of it from the end of the HTTP call, or a message
         if not tracked.sealed or not holds_blocks:
             if self._untold(tracked):
                 return False
             self._abort(tracked, why)
         if holds_blocks:
             self._holding[request_id] = tracked.push
-            starts = self._pending.starts  # that no step has told: vLLM may name the request as finished before
+            starts = self._pending.starts  # not sent yet: vLLM may report the request as finished before they are
             self._pending.starts = [replace(s, ended=True) if s.push == tracked.push else s for s in starts]
         else:
             self._pending.ended.append(tracked.push)
         return holds_blocks
 
     def released(self, request_id: str) -> bool:
-        """All workers have reported the request: true if its blocks were held for a push."""
+        """Record that all workers have reported the request. Return whether its blocks were held."""
         push = self._holding.pop(request_id, None)
         if push:
             self._pending.ended.append(push)
         return push is not None
 
     def missed(self, exchanges: Iterable[Exchanged]) -> None:
-        """Workers could not stage these and have room now: every rank makes them again in the next step."""
+        """Order exchanges again that workers could not stage and have room for now, on every rank in the next step."""
         self._pending.catch_ups.update(exchanges)
 
     def must_step(self) -> bool:
-        """The workers wait for a step's metadata, or will soon have more to ask for."""
+        """Return whether the workers wait for a step's metadata, or will soon have more to ask for."""
         pending = self._pending
         return bool(pending.catch_ups or pending.computed or pending.freed) or self._looks > 0
 
@@ -292,12 +302,12 @@ class PushBook:
         return len(self._tracked) + len(self._holding)
 
     def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
-        """This step's metadata; the next call starts anew."""
+        """Return this step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
-        self._rotation += 1 + bool(pending.computed)
-        self._looks = LOOKS if pending.catch_ups else max(0, self._looks - 1)
+        self._number += 1 + bool(pending.computed)
+        self._looks = FORCED_STEPS if pending.catch_ups else max(0, self._looks - 1)
         return PrefillStep(
-            rotation=self._rotation,
+            number=self._number,
             engine=engine if pending.starts else None,
             starts=tuple(pending.starts),
             slices=tuple(pending.slices),
@@ -306,12 +316,12 @@ class PushBook:
             ended=tuple(pending.ended),
             catch_ups=tuple(sorted(pending.catch_ups)),
             computed=tuple(pending.computed),
-            before=self._rotation - 1 if pending.computed else 0,
+            before=self._number - 1 if pending.computed else 0,
             freed=tuple(pending.freed),
         )
 
     def _untold(self, tracked: _Tracked) -> bool:
-        """Take back the start of a push that no step has told: whether there was one."""
+        """Take back the start of a push that no step has sent. Return whether there was one."""
         pending, push = self._pending, tracked.push
         told = [start for start in pending.starts if start.push != push]
         if len(told) == len(pending.starts):
@@ -327,7 +337,7 @@ class PushBook:
 
 
 def _malformed(reservation: Reservation) -> str:
-    """What no decode engine reserves. Whoever made it up must not reach the arithmetic of the workers."""
+    """Return why no decode engine reserves like this; empty if one does. The workers' arithmetic relies on it."""
     d = reservation.geometry
     if reservation.end > reservation.prompt_length:
         return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"

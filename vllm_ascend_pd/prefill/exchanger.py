@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the exchanges that the core has planned: takes slots, calls the collective, hands over what came.
+"""Maker of the exchanges that the core has planned: it takes slots, calls the collective, and hands over the result.
 
-On a thread of its own, or in the layer's hook on a side stream where the device says so. Whatever fails here, the
-collective is called and the result handed over: other ranks wait for it, and a push must not be sealed without it.
+It runs on a thread of its own, or in the layer's hook on a side stream if the device asks for that. Even after an error
+the collective is called, because other ranks wait for it (unless the group itself is broken), and the result is handed
+over, because a push must not be sealed without it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Exchange(Protocol):
 
 
 class Exchanger:
-    """Owns the exchange thread. `wait` gives the core's lock up until something has changed, or for so many seconds."""
+    """Owner of the exchange thread. `wait` releases the core's lock until something changes, or for so many seconds."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Exchanger:
                     part.rows = self._exchange.prepare(part.plan, self._staging.sample, part.layers[0])
 
     def make(self, run: Run, event: Event) -> None:
-        """After everything that was asked for before, once `event` is done."""
+        """Make an exchange after all that were asked for before it, once `event` is done."""
         if self._thread is not None:
             self._inbox.put((run, event))
         else:
@@ -82,8 +83,11 @@ class Exchanger:
         return {"collectives": made.collectives, "collective_seconds": made.seconds, "exchanged_bytes": made.nbytes}
 
     def close(self, timeout: float) -> None:
-        """Idempotent. Exchanges that are due are made first, else other ranks would wait for this one; a thread that is
-        still inside a collective when the time is over leaves it when the group's timeout or its members' end comes."""
+        """Make the exchanges that are due, then end the thread. Idempotent.
+
+        Without those exchanges other ranks would wait for this one. A thread that is still inside a collective after
+        `timeout` leaves it when the group times out or its members end.
+        """
         if self._thread is not None:
             self._inbox.put(None)
             self._thread.join(timeout)
@@ -97,7 +101,7 @@ class Exchanger:
         while (item := self._inbox.get()) is not None:
             try:
                 self._make(*item, trouble)
-            except Exception:  # this thread ends only when it is told to: other ranks wait for it
+            except Exception:  # this thread ends only in `close`: other ranks wait for it
                 log.exception("after an exchange")
 
     def _attach(self) -> Exception | None:
@@ -120,7 +124,7 @@ class Exchanger:
             error = error or failed
         with self._deciding() as core:
             core.made(run)
-        if trace.enabled():  # before anything can follow from it
+        if trace.enabled():  # before `put`, so that it precedes in the trace what follows from it
             facts = {**run.unit._asdict(), "bytes": sum(run.part.rows.send_splits), "waited": outcome.waited}
             trace.emit("exchanged", **facts, again=run.again, ok=error is None)
         self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
@@ -152,8 +156,8 @@ class Exchanger:
         return Outcome(0, self._broken, 0.0)
 
     def _break_off(self) -> None:
-        """This rank comes to no exchange any more: the others must not wait for it until the group's timeout."""
+        """Break the group off: this rank makes no further exchange, and the others must not wait for the timeout."""
         try:
             self._exchange.break_off()
-        except Exception:  # whatever the backend makes of it, this rank's pushes must be failed
+        except Exception:  # whatever the backend raises, this rank's pushes must fail
             log.exception("the process group could not be broken off: other ranks may wait for its timeout")

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where P's scheduler listens for offers of D's schedulers, in front of the book of sources and targets (core/meetings.py).
+"""Listener of P's scheduler for offers of D's schedulers, in front of the book of sources and targets
+(core/meetings.py).
 
-The scheduler's thread and the loop thread decide under one lock; what is said and which timer runs follows once it is free. An engine
-that only holds blocks naps between empty steps: news of a binding ends the nap, and the step carries it to every worker.
+The scheduler's thread and the loop thread decide under one lock; messages are sent and the timer is set once it is
+free. An engine that only holds blocks naps between empty steps (patience.py): `news` of a binding ends the nap, and the
+next step carries it to every worker.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ CLOSE_GRACE_S = 5.0
 
 
 class Reception:
-    """Raises PD-CTRL-001 where it cannot listen. `news` may be called from any thread."""
+    """Listener and books of P's scheduler. `news` is called from any thread.
+
+    The constructor raises PD-CTRL-001 if it cannot listen.
+    """
 
     def __init__(self, engine: Engine, desk: Desk, news: Callable[[], None]) -> None:
         self._engine, self._desk, self._meetings, self._news = engine, desk, desk.meetings, news
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._wake: float | None = None  # for which it is set
+        self._wake: float | None = None  # the time for which it is set
         self._loop = LoopThread("pd-reception")
         self._bootstrap: Bootstrap | None = None
         self._listener = Listener(
@@ -79,7 +84,7 @@ class Reception:
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
-        """Hold the lock while the books are asked, with the time; what they say is sent once it is free."""
+        """Hold the lock while the books decide, and yield the time. Their messages are sent once the lock is free."""
         with self._lock:
             yield time.monotonic()
             said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._desk.book.must_step()
@@ -95,7 +100,7 @@ class Reception:
             self._news()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop listening, and end the loop thread. Idempotent."""
         if self._loop.alive:
             try:
                 self._loop.call(self._stop(), CLOSE_GRACE_S)
@@ -122,7 +127,7 @@ class Reception:
 
     def _tick(self) -> None:
         with self.deciding() as now:
-            self._wake = None  # whatever is next, the timer has to be set for it
+            self._wake = None  # it has fired: whatever is next, it must be set again
             self._meetings.tick(now)
 
     def _arm(self, wake: float | None) -> None:

@@ -2,9 +2,9 @@
 """P's worker at run time: the core (core/pushes.py) behind one lock, and the threads around it.
 
 The engine's thread plans steps and announces layers (steps.py), the writer's thread writes (writer.py), the exchange's
-thread exchanges (exchanger.py), the loop thread talks to D's workers and keeps the timers. Each decides in `deciding()`:
-the lock is held while the core is asked, and what it wants done is done once the lock is free. The engine's thread waits
-only in `preempt`, for a bounded time.
+thread exchanges (exchanger.py), the loop thread talks to D's workers and keeps the timers. Each calls the core within
+`deciding()`: the lock is held meanwhile, and the core's effects are carried out once it is free. The engine's thread
+waits only in `preempt`, for a bounded time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metadata import Exchanged, PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Told, Writable
+from vllm_ascend_pd.prefill.core.pushes import Effect, MetricValue, Pushes, PushSite, Writable
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.sums import Summer
@@ -44,7 +44,7 @@ CLOSED = "push_closed"
 
 
 class PushRuntime:
-    """Owns the core, its lock, all threads of one P worker, and the transfer engine."""
+    """Owner of the core, its lock, all threads of one P worker, and the transfer engine."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PushRuntime:
         self._config, self._wire = config, wire
         self.tally = Tally()
         self.lock = threading.Lock()
-        self._changed = threading.Condition(self.lock)  # a write came home, a slot is free
+        self._changed = threading.Condition(self.lock)  # a write has ended, or a slot is free
         self._timer: asyncio.TimerHandle | None = None
         self._armed = float("inf")
         staging = regroup.staging if regroup is not None else None
@@ -108,45 +108,45 @@ class PushRuntime:
         self._steps.end()
 
     def preempt(self, pushes: Collection[str]) -> None:
-        """Before blocks are overwritten: wait a bounded time for writes that read them, then start over or fail."""
+        """Wait a bounded time for writes that read preempted blocks; then the pushes start over or fail."""
         with self.deciding() as core:
             core.preempt(time.monotonic(), pushes)
             while (left := core.draining(time.monotonic())) > 0:
                 self._changed.wait(left)
 
     def missed_exchanges(self) -> list[Exchanged]:
-        """Exchanges that this worker wants to be made again."""
+        """Return exchanges that this worker wants to be made again."""
         with self.lock:
             return self.core.take_missed()
 
     def stats(self) -> dict[str, int | float]:
-        """Of the exchanges: counts since the start, and what is held at this moment. Empty without a regrouper."""
+        """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
         with self.lock:
             stats = self.core.stats()
         return {**stats, **self._exchanger.stats()} if stats and self._exchanger is not None else {}
 
     def check(self) -> None:
-        """Raises PdError when this worker can never push again and has nothing left to end."""
+        """Raise PdError if this worker can never push again and has nothing left to end."""
         with self.lock:
             self.core.check()
 
     def take_failures(self) -> list[tuple[str, str]]:
-        """Transfers whose push failed here, with the code, since the last call."""
+        """Return transfers whose push failed here since the last call, with the code."""
         with self.lock:
             return self.core.take_failures()
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
-        """Requests whose pushes are closed, each once; `ended` are requests that vLLM has finished."""
+        """Return requests whose blocks may be freed, each once; `ended` are requests that vLLM has finished."""
         with self.lock:
             return self.core.take_finished(ended)
 
     def close(self) -> None:
-        """Idempotent. Tells peers what is cut off, stops the threads, closes the transfer engine."""
+        """Notify peers of what is cut off, stop the threads, and close the transfer engine. Idempotent."""
         with self.deciding() as core:
             core.abort_all(time.monotonic(), "PD-XFER-004", "the prefill engine shuts down")
         if self._exchanger is not None:
             self._exchanger.close(CLOSE_GRACE_S)
-        # Once the thread has ended nothing of ours lands any more: D need not revoke to be sure of it.
+        # Once the thread has ended, no write of this worker lands any more: D need not revoke access to be sure.
         quiet = self._writing.stop(CLOSE_GRACE_S)
         self._wire.close()
         if self._loop.alive:
@@ -160,9 +160,9 @@ class PushRuntime:
 
     @contextmanager
     def deciding(self) -> Iterator[Pushes]:
-        """Hold the lock while the core decides; do what it asks for once the lock is free.
+        """Hold the lock while the core decides; carry out its effects once the lock is free.
 
-        What was decided before something raised holds as well: a push that has closed must be reported.
+        Effects that were decided before an exception are carried out too: a push that has closed must be reported.
         """
         effects: list[Effect] = []
         wake: float | None = None
@@ -182,9 +182,9 @@ class PushRuntime:
                 self._loop.post(self._arm, wake)
 
     def _account(self, effects: list[Effect]) -> None:
-        """Under the lock: whoever hears that the blocks are free finds the push's end in the trace and in the metrics."""
+        """Trace and count effects under the lock: a push's end must be visible before its blocks are reported free."""
         for effect in effects:
-            if isinstance(effect, Told):
+            if isinstance(effect, MetricValue):
                 self.tally.tell(effect.metric, effect.value)
             elif isinstance(effect, act.Note) and effect.stage == CLOSED:
                 trace.emit(CLOSED, **effect.facts)
@@ -193,7 +193,7 @@ class PushRuntime:
                     log.warning("push of transfer %s", one_line(words))
 
     def _earlier(self) -> float | None:
-        """Under the lock. When to wake, if that is earlier than the timer is armed for."""
+        """Return when to wake if that is earlier than the timer is set for. Called under the lock."""
         wake = self.core.next_wake()
         if wake is None or wake >= self._armed - 0.001:
             return None
@@ -224,7 +224,7 @@ class PushRuntime:
             core.tick(time.monotonic())
 
     def _arm(self, wake: float) -> None:
-        """Only ever earlier: two threads that decide one after the other may post in the other order."""
+        """Set the timer, but never to a later time: threads may post in another order than they have decided."""
         loop = self._loop.loop
         at = loop.time() + max(0.0, wake - time.monotonic())
         if self._timer is not None:
@@ -236,8 +236,8 @@ class PushRuntime:
     # -- the writer's thread
 
     def _heard(self, session: str) -> float | None:
-        """Asked by the transport: when the D rank behind a session last said anything."""
-        peer = next((batch.peer for batch in self._writer.flying if batch.session == session), None)
+        """Return, for the transport, when the D rank behind a session last sent anything."""
+        peer = next((batch.peer for batch in self._writer.in_flight if batch.session == session), None)
         if peer is None:
             return None
         with self.lock:

@@ -23,7 +23,7 @@ from vllm_ascend_pd.prefill.core.desk import Asked, Desk
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.reception import Reception
-from vllm_ascend_pd.prefill.telling import Telling
+from vllm_ascend_pd.prefill.telling import FirstTokenSource
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
@@ -36,12 +36,16 @@ log = logging.getLogger(__name__)
 
 EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 REMEMBERED = 4096
+LOOK_S = 0.05  # no news tells P that its workers are done with held blocks
 _WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class PrefillScheduler(SchedulerRole):
-    """No thread and no socket where reservations come with the requests. With `hold_sources` they may come later, or before: to the
-    reception, which starts with the handshake. `blocks` are those of this engine's cache."""
+    """P's role in the scheduler's process.
+
+    If reservations come with the requests there is no thread and no socket. With `hold_sources` they may also come
+    before or after the requests, to a `Reception` that starts with the handshake. `blocks` counts the cache's blocks.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,9 @@ class PrefillScheduler(SchedulerRole):
         tells: bool = False,
         alone: bool = True,
     ) -> None:
-        """`alone`: no other connector brings KV into this cache, whose steps may begin before it is there."""
+        """`tells`: P's first tokens are sent to D. `alone`: no other connector brings KV into this cache, which may not
+        be there yet when a step begins.
+        """
         self._engine, self._news = engine, news
         book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
@@ -61,7 +67,7 @@ class PrefillScheduler(SchedulerRole):
         self._reception: Reception | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
-        self.first_tokens = Telling(engine.secrets) if tells else None
+        self.first_tokens = FirstTokenSource(engine.secrets) if tells else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._desk.meetings.engine = merge_geometries(workers)
@@ -69,12 +75,15 @@ class PrefillScheduler(SchedulerRole):
             self._reception = Reception(self._engine, self._desk, self._news)
 
     def _deciding(self) -> AbstractContextManager[float]:
-        """Of the books, which a reception shares."""
+        """Return the context in which the books, which a reception shares, may be used."""
         return self._reception.deciding() if self._reception is not None else nullcontext(0.0)
 
     def arrived(self, request: Any) -> None:
-        """Of a cache that lets go of tokens D must find what it needs to run the last one of the prompt: what is there before it. So
-        the prompt that is computed here ends before that token, unless D begins with the token behind it."""
+        """Take the last token off the prompt, if the cache does not keep all tokens.
+
+        D runs that token and needs the cache as it was before it. So the prompt that is computed here ends before that
+        token, unless D begins with P's first token. In either case nothing may be computed behind the prompt.
+        """
         engine = self._desk.engine
         if engine is None or not engine.leaves_last:
             return
@@ -87,7 +96,7 @@ class PrefillScheduler(SchedulerRole):
             request.num_prompt_tokens -= 1
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
-        """vLLM schedules the request: take its reservation, once."""
+        """Take the reservation of a request that vLLM schedules, once."""
         params = request.kv_transfer_params
         if not is_prefill(params) or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
@@ -139,7 +148,7 @@ class PrefillScheduler(SchedulerRole):
 
         def tables(request_id: str) -> Sequence[Sequence[int]]:
             found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
-            return found  # asked for states alone, which vLLM 0.23 has not: nor has it this
+            return found  # called for states only, which are refused under vLLM 0.23: it lacks this attribute
 
         self._desk.step(chunks, over, tables)
         return self._desk.book.take_step(self._desk.engine)
@@ -148,7 +157,7 @@ class PrefillScheduler(SchedulerRole):
         return self.finished(request, holds_blocks)
 
     def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended: whether its blocks are held, and what its HTTP answer says of the push."""
+        """Handle the end of a request. Return whether its blocks are held, and the push's part of its HTTP answer."""
         with self._deciding() as now:
             return self._finished(now, request, holds_blocks)
 
@@ -174,7 +183,7 @@ class PrefillScheduler(SchedulerRole):
         return ending.held, params_of(self._report(first=first)) if ending.pushed else None
 
     def _source(self, request: Any, record: Record) -> dict[str, Any]:
-        """What P's answer says of blocks that it holds: routers hand it to D as it is."""
+        """Return the part of P's answer that names held blocks: routers hand it to D as it is."""
         if record.source is None or self._reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
         source, prompt = record.source, (record.prompt_length, record.prompt_hash)
@@ -189,11 +198,11 @@ class PrefillScheduler(SchedulerRole):
         tells = self.first_tokens is not None
         return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, tells)
 
-    def around(self) -> tuple[Telling, ...]:
+    def around(self) -> tuple[FirstTokenSource, ...]:
         return (self.first_tokens,) if self.first_tokens is not None else ()
 
     def released(self, request_id: str) -> bool:
-        """All workers have reported this request. If it was a push of ours, its blocks are free now."""
+        """Record that all workers have reported a request. Return whether it held blocks here: they are free now."""
         with self._deciding():
             free = self._desk.book.released(request_id)
         if free:
@@ -206,7 +215,7 @@ class PrefillScheduler(SchedulerRole):
         self.failed(news.failures)
 
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
-        """Workers tell which pushes failed; each transfer counts once, whichever rank says so first."""
+        """Count failed pushes that workers report; each transfer counts once, whichever rank reports it first."""
         for transfer, code in sorted(failures):
             if transfer in self._counted:
                 continue
@@ -228,8 +237,11 @@ class PrefillScheduler(SchedulerRole):
     def open_loads(self) -> int:
         return -1 if self.must_step() else 0
 
+    def due_s(self) -> float:
+        return LOOK_S
+
     def close(self) -> None:
-        """Idempotent. D's that wait here learn of it by the end of their connections."""
+        """Close the reception. D engines that wait here learn of it from the end of their connections. Idempotent."""
         if self._reception is not None:
             self._reception.close()
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine step as P's worker lives it: its metadata comes, its layers are computed, it ends.
+"""An engine step on P's worker: its metadata comes, its layers are computed, it ends.
 
-For the engine's thread alone. A layer's hook takes no lock and waits for nothing: one event, and an entry in the
-writer's queue; exchanges are made in registered order, whatever the order of the hooks.
+Only the engine's thread runs this. A layer's hook takes no lock and waits for nothing: it records one event and puts an
+entry into the writer's queue. Exchanges are made in registered order, whatever the order of the hooks.
 
-What a hook says differs. A layer of the target model is complete when its hook fires. A draft model runs after it, once for
-each token that it drafts: the first of a layer's hooks has the prompt's part, the others write behind it, so the layer is
-announced when the step is over. An indexer's keys are written before the attention of the same layer, and have no hook: that of
-the attention stands for both. A recurrent layer has no hook, and its state is complete when the step is over. Any other layer
-without a hook was not computed, and nothing of the step is pushed.
+When a layer is complete depends on its kind:
+* A layer of the target model: when its hook fires.
+* A layer of a draft model: when the step is over. The draft model runs after the target, once for each token that it
+  drafts. The first call of a layer's hook covers the prompt's part, the others write behind it.
+* An indexer's keys: when the hook of the attention in the same layer fires. They are written before it, without a hook.
+* A recurrent layer: when the step is over. It has no hook.
+Any other layer whose hook did not fire was not computed: nothing of the step is pushed then.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from vllm_ascend_pd.shared.event import Event
 
 
 class Exchanging(Protocol):
-    """Who makes exchanges, in the order of the calls."""
+    """Maker of exchanges, in the order of the calls."""
 
     def prepare(self, plan: StepPlan) -> None: ...
     def make(self, run: Run, event: Event) -> None: ...
@@ -42,7 +44,7 @@ class _Layers:
         self.drafted: set[int] = set()  # of those, layers of the draft model whose hook has fired
         self.events: dict[int, Event] = {}  # of layers that wait for earlier ones to be exchanged
         self.next = 0
-        self.exchanged = False  # anything of this step
+        self.exchanged = False  # whether an exchange of this step was made
 
 
 class Steps:
@@ -68,7 +70,7 @@ class Steps:
 
     def begin(self, step: PrefillStep) -> None:
         """Take in a step's metadata and plan what its layers will push."""
-        self.end()  # of the step before, if nobody said that it was over
+        self.end()  # of the step before, if vLLM did not end it
         if step.empty:
             return
         with self._deciding() as core:
@@ -84,7 +86,7 @@ class Steps:
         self._current = _Layers(plan, len(self._layers)) if step.slices else None
 
     def computed(self, name: str) -> None:
-        """A layer's hook fired. One whose name nobody knows says nothing."""
+        """Record that a layer's hook fired. Unknown names are ignored."""
         current, index = self._current, self._layers.get(name)
         if current is None or index is None or index not in current.missing:
             return
@@ -98,7 +100,7 @@ class Steps:
             self.end()
 
     def end(self) -> None:
-        """The step is over: announce states and what the draft model has written, fail what lacks a layer, and seal."""
+        """End the step: announce states and draft layers, fail its pushes if a layer was not computed, and seal."""
         current, self._current = self._current, None
         if current is None:
             return
@@ -109,20 +111,20 @@ class Steps:
         self._announce(current)  # also what failed: other ranks wait for its exchanges
 
     def _computed_before(self, plan: StepPlan) -> None:
-        """What earlier steps have computed of pushes that had no target then: all layers are in the cache."""
+        """Announce what earlier steps have computed of a push that starts now: all its layers are in the cache."""
         if self._exchanging is not None:
             self._exchanging.prepare(plan)
         self._announce(_Layers(plan, len(self._layers)))
 
     def _announce(self, current: _Layers) -> None:
-        """All layers of a step that have not been, and its end."""
+        """Announce all layers of a step that have not been announced, and its end."""
         for index in sorted(current.missing):
             self._mark(current, index)
         final = tuple(push.name for push in current.plan.final)
         self._put(Sealed(current.plan.number, final, self._clock()))
 
     def _companions(self) -> dict[int, list[int]]:
-        """Layers that are computed before another, whose hook says so."""
+        """Return, by layer, the layers without a hook that are complete when its hook fires."""
         found: dict[int, list[int]] = {}
         for name, index in self._layers.items():
             if (of := self._layers.get(attention_of(name))) is not None:

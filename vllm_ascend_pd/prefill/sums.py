@@ -15,18 +15,19 @@ from vllm_ascend_pd.prefill.core.pushes import Sums
 
 
 class Summer:
-    """Sums what is about to be written; DONE carries them."""
+    """Checksums of what is about to be written; DONE carries them to D."""
 
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
         self._device = device
 
     def direct(self, push: Push, unit: Unit, worker: int) -> tuple[int, ...]:
-        """Of what one layer's writes to a D worker read from the cache."""
+        """Return the checksums of what one layer's writes to a D worker read from the cache."""
         plan = push.plan(unit.step, unit.layer)
         if plan is None:
             raise LocalProtocolError(f"step {unit.step} of push {push.name} was forgotten")
-        part = plan.parts[push.rank_of(worker)]
+        d_rank, d = push.rank_of(worker), push.d_kind(unit.layer)
+        part = plan.parts[d_rank]
         return cache_digest(
             lambda region: self._memory.region(unit.layer, region),
             self._geometry.by_layer[unit.layer],
@@ -34,10 +35,11 @@ class Summer:
             range(*part.heads),
             range(part.lo, part.hi),
             push.table(unit.layer),
+            peer=(d.dealt, d.ranks.part(d_rank)),
         )
 
     def staged(self, item: Staged) -> list[Sums]:
-        """Of what an exchange has brought: by slot, by member."""
+        """Return the checksums of what an exchange has brought: by slot, by member."""
         part, sums = item.run.part, list[Sums]()
         for planned, slot in zip(part.plan.slots, item.slots, strict=True):
             if slot is None or item.error is not None:

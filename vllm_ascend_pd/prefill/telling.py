@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's side of the first token: what it says of the token that it sampled for a request whose D asks for it."""
+"""P's side of the first token: it reports the token that it sampled for a request whose D asks for it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_ascend_pd.protocol.auth import Secrets, seal_first
 from vllm_ascend_pd.protocol.first import First, LogProb, Sample, Seed
 
 
-class Telling(first_token.Around):
-    """Log-probabilities are read from a step's results, of those requests only that ask for them, as D's does."""
+class FirstTokenSource(first_token.StepHooks):
+    """First tokens of P. Log-probabilities are read from a step's results, only for requests that ask for them."""
 
     def __init__(self, secrets: Secrets | None) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Telling(first_token.Around):
         self._logprobs: dict[str, tuple[LogProb, ...]] = {}
 
     def taken(self, request: Any) -> None:
-        """A request whose token D may want."""
+        """Note a request whose first token D may want."""
         params = request.sampling_params
         if params is not None and params.logprobs is not None and not sampling.refusal(first_token.given(params)):
             self._counts[request.request_id] = params.logprobs
@@ -33,14 +33,14 @@ class Telling(first_token.Around):
                 self._logprobs[request_id] = told
 
     def would(self, request: Any) -> Seed | None:
-        """How the first token of a request is chosen and reported; None: it is not told."""
-        if self.barred(request):
+        """Return how the first token of a request is chosen and reported; None if it is not sent to D."""
+        if self.seed_refusal(request):
             return None
         given = first_token.chosen(request)
         return Seed(sampling.digest(given), given.get("logprobs")) if not sampling.refusal(given) else None
 
     def sampled(self, request: Any) -> Sample | None:
-        """Of a request that has ended, if D may start with it."""
+        """Return the first token of a request that has ended, if D may start with it."""
         if len(request.output_token_ids) != 1 or request.get_finished_reason() not in first_token.well_finished():
             return None
         seed = self.would(request)
@@ -49,7 +49,7 @@ class Telling(first_token.Around):
         return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
 
     def told(self, first: First | None) -> str:
-        """The sealed token, in base64, for P's answer."""
+        """Return the sealed token for P's answer, in base64; empty without a token."""
         return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
 
     def forget(self, request_id: str) -> None:

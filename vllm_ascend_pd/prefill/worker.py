@@ -19,7 +19,7 @@ from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
 
 
 class PrefillWorker(WorkerRole):
-    """Created with the worker; the runtime starts when the KV caches are registered."""
+    """P's role in a worker's process. The runtime starts when the KV caches are registered."""
 
     def __init__(
         self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, place: Place
@@ -51,7 +51,7 @@ class PrefillWorker(WorkerRole):
             self._runtime.preempt(step.prefill.preempted)
 
     def bind(self, step: StepMetadata) -> None:
-        """Raises PdError when this worker can never push again: the engine must end, so that /health says so."""
+        """Begin a step. Raise PdError if this worker can never push again: it ends the engine, and /health shows it."""
         if self._runtime is not None and step.prefill is not None:
             self._runtime.check()
             self._runtime.begin_step(step.prefill)

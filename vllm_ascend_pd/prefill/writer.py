@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that writes: takes computed layers, claims what may be written, submits batches, polls them.
+"""The thread that writes: it takes computed layers, claims what may be written, submits batches, and polls them.
 
 One batch holds everything that goes to one D rank for one layer, all requests of the step together; a writer that lags
-puts several ready layers into one batch. Nobody else touches the transfer engine's submit and poll.
+puts several ready layers into one batch. Nothing else calls the transfer engine's submit and poll.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 POLL_S = 0.0005
 IDLE_S = 1.0
 
-Deciding: TypeAlias = Callable[[], AbstractContextManager[Pushes]]  # the core, locked; its effects follow the block
+Deciding: TypeAlias = Callable[[], AbstractContextManager[Pushes]]  # the core, locked; its effects come after
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A layer of a step is computed once `event` is done."""
+    """A layer of a step, which is computed once `event` is done."""
 
     step: int
     layer: int
@@ -43,7 +43,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Every layer of a step was announced; these pushes get nothing more but what exchanges still owe them."""
+    """End of a step: every layer was announced. These pushes get nothing more except what exchanges still owe them."""
 
     step: int
     pushes: tuple[str, ...]
@@ -54,7 +54,7 @@ News: TypeAlias = Computed | Staged | Sealed
 
 
 class Writer:
-    """What the thread does in a turn. Starts no thread, reads no clock of its own: the simulator runs it too."""
+    """Work of the thread, turn by turn. Starts no thread, reads no clock of its own: the simulator runs it too."""
 
     def __init__(
         self,
@@ -64,40 +64,40 @@ class Writer:
         sums: Callable[[Staged], Sequence[Sums]] | None = None,
     ) -> None:
         self._deciding, self._wire, self._clock, self._sums = deciding, wire, clock, sums
-        # What is pushed directly does not wait for exchanges, which hang on other ranks.
+        # What is pushed directly does not wait for exchanges, which depend on other ranks.
         self._computed: deque[News] = deque()
         self._exchanged: deque[News] = deque()
-        self.flying: list[Batch] = []
+        self.in_flight: list[Batch] = []
 
     def put(self, item: News) -> None:
         (self._exchanged if isinstance(item, Staged) else self._computed).append(item)
 
     @property
     def busy(self) -> bool:
-        """Whether to look again soon; else only news can change anything."""
-        return bool(self.flying or self._computed or self._exchanged)
+        """True if the writer must look again soon; else only news can change anything."""
+        return bool(self.in_flight or self._computed or self._exchanged)
 
     def turn(self) -> None:
-        self._poll()  # first: a write that came home makes room, and nobody tells of it again
+        self._poll()  # first: a write that has ended makes room, and nothing else reports it
         self._announce(self._computed)
         self._announce(self._exchanged)
         self._submit()
 
     def died(self, error: Exception) -> None:
-        """Something raised: fail everything. What is out may still land: the machine keeps it fenced."""
+        """Fail everything after an exception. Writes in flight may still land: the machine keeps them fenced."""
         with self._deciding() as core:
             core.died(self._clock(), str(error))
-        flying, self.flying = self.flying, []
-        for batch in flying:
+        in_flight, self.in_flight = self.in_flight, []
+        for batch in in_flight:
             self._finished(batch, WriteState.FAILED)
         self._computed.clear()  # they hold events of the device
         self._exchanged.clear()
 
     def _poll(self) -> None:
-        for batch in list(self.flying):
+        for batch in list(self.in_flight):
             state = self._wire.poll(batch.handle)
             if state is not WriteState.PENDING:
-                self.flying.remove(batch)  # before it is told: each batch is told once, whatever raises
+                self.in_flight.remove(batch)  # before it is reported: each batch is reported once, whatever raises
                 self._finished(batch, state)
 
     def _finished(self, batch: Batch, state: WriteState) -> None:
@@ -127,8 +127,8 @@ class Writer:
 
     def _submit(self) -> None:
         with self._deciding() as core:
-            batches = core.claim(self._clock(), self.flying)
-        self.flying.extend(batches)  # claimed: they count as out even if a submission raises
+            batches = core.claim(self._clock(), self.in_flight)
+        self.in_flight.extend(batches)  # claimed: they count as out even if a submission raises
         for batch in batches:
             self._send(batch)
 
@@ -140,7 +140,7 @@ class Writer:
 
 
 class WriterThread:
-    """Owns the thread. `put` and `nudge` may be called from any thread; they never wait."""
+    """Owner of the thread. `put` and `nudge` may be called from any thread; they never wait."""
 
     def __init__(self, name: str, writer: Writer, device: Device) -> None:
         self._writer, self._device = writer, device
@@ -150,16 +150,19 @@ class WriterThread:
         self._thread.start()
 
     def put(self, item: News) -> None:
-        if not self._dead:  # else nobody would take it out
+        if not self._dead:  # else no thread would take it out
             self._inbox.put(item)
 
     def nudge(self) -> None:
-        """Something may be writable now."""
+        """Wake the writer: something may be writable now."""
         if not self._dead:
             self._inbox.put(None)
 
     def stop(self, timeout: float) -> bool:
-        """Idempotent; what is in flight is left to the transfer engine's own close. Whether the thread has ended."""
+        """Stop the thread, and return whether it has ended. Idempotent.
+
+        What is in flight is left to the transfer engine's own close.
+        """
         self._stop = True
         self._inbox.put(None)
         self._thread.join(timeout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machines ask of the runtime. They decide; it acts, in the order given."""
+"""Actions that the state machines ask of the runtime, which carries them out in the order given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_pd.protocol.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a message to the side channel; it may be lost. `peer` is what the channel or the order called it."""
+    """Send a message on the side channel, which may lose it. `peer` is the name that the channel or the order uses."""
 
     peer: Hashable
     message: Message
@@ -22,11 +22,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """D: this rank has finished with the transfer and nothing can land any more. Once per transfer."""
+    """D: report that this rank has finished with the transfer and nothing can land any more. Once per transfer."""
 
     transfer: TransferId
     failure: Failure | None = None
-    push: str = ""  # the one that was granted authority, if any was
+    push: str = ""  # the push that was granted authority, if any was
     cached: int = 0  # tokens of the prompt that P did not compute
 
     @property
@@ -36,21 +36,21 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """D: every contributor is done; compare the memory with the sum of their checksums, then call `verified`."""
+    """D: compare the memory with the sum of all contributors' checksums, then call `verified`. All of them are done."""
 
     transfer: TransferId
-    sums: Mapping[tuple[int, int], int]  # by layer, counted in this worker's stage, and component
-    pushed: frozenset[str]  # which layers P has to push; a draft model may be on D alone
+    sums: Mapping[tuple[int, int], int]  # by layer (its place in this worker's stage) and component
+    pushed: frozenset[str]  # names of the layers that P pushes; a draft model may be on D alone
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """D: cut every writer off (Transport.revoke), register again, then call `revoked` with the new addresses."""
+    """D: end all remote access (`Transport.revoke`), register again, then call `revoked` with the new addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """P: every pair of this push has closed; its blocks may go. Once per push."""
+    """P: report that every pair of this push has closed, so its blocks may be freed. Once per push."""
 
     push: str
     failure: Failure | None = None
@@ -62,7 +62,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """For the trace: a stage was reached."""
+    """Entry for the trace: a stage was reached."""
 
     stage: str
     facts: Mapping[str, object] = field(default_factory=dict)

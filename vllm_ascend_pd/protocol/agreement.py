@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a BEGIN is what D expects: version, model, cache geometry, contributors, plan. Differences are told field
-by field, with both values."""
+"""Comparison of a BEGIN with what D expects: version, model, cache geometry, contributors, plan.
+
+Differences are listed field by field, with both values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.pairing import contributors
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import Told, contributors_digest
+from vllm_ascend_pd.protocol.layouts import EngineLayout, contributors_digest
 from vllm_ascend_pd.protocol.messages import Begin
 from vllm_ascend_pd.protocol.timing import MAX_QUIET_S
 from vllm_ascend_pd.protocol.versions import OURS
@@ -22,15 +24,17 @@ PLAN_MODES = ("direct", "regroup")
 
 @lru_cache(maxsize=1024)
 def contributor_pairs(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[Contributor, ...]:
-    """The P workers that write to D's `worker`, of all pipeline stages that share a layer with its own."""
+    """Return the P workers that write to D's `worker`: of all pipeline stages that share a layer with its own."""
     return tuple(Contributor(stage, rank) for stage, rank in contributors(p, d, worker))
 
 
 def differences(
-    begin: Begin, theirs: Told | PdError, model: str, d: CacheGeometry, worker: int, first: int, end: int
+    begin: Begin, theirs: EngineLayout | PdError, model: str, d: CacheGeometry, worker: int, first: int, end: int
 ) -> list[str]:
-    """What speaks against this BEGIN of an engine with `theirs` for a layout to a worker of `d`, one sentence per field; empty if
-    nothing does."""
+    """Return how a BEGIN differs from what `worker` of D expects, one sentence per field; empty if it does not.
+
+    `theirs` is P's layout, or the error why it cannot be used. `d` is D's geometry.
+    """
     found: list[str] = []
     refusal = OURS.refusal(begin.version, begin.needs)
     if refusal is not None:
@@ -42,7 +46,7 @@ def differences(
         found.append(f"quiet time: prefill {begin.quiet_s:g}, decode at most {MAX_QUIET_S:g}")
     found.extend(_mismatches(theirs.geometry, d))
     if not found:
-        # Only now: shares and plans of caches that do not fit each other mean nothing.
+        # Only if the caches fit each other: else shares and plans have no meaning.
         pairs = contributor_pairs(theirs.geometry, d, worker)
         if begin.contributors != contributors_digest(pairs):
             found.append(f"contributors: prefill {begin.contributors}, decode {_set(pairs)}")

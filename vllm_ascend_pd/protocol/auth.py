@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may speak: signed sessions, sealed reservations, and decoders that believe nothing.
+"""Authentication: signed sessions, sealed envelopes, and decoders that trust no input.
 
-Every connection has a key of its own, made from the shared secret and what both sides said in the greeting, one key
-per direction. A frame carries a counter and an HMAC-SHA256 over both; a counter is accepted once, inside a sliding
-window, so a recorded frame is worth nothing, neither on its own connection nor on another. A reservation travels
+Every connection has keys of its own, one per direction, derived from the shared secret and both sides' greetings. A
+frame carries a counter, and an HMAC-SHA256 over counter and payload. A counter is accepted once, inside a sliding
+window, so a recorded frame cannot be replayed, neither on its own connection nor on another. A reservation passes
 through third parties and is sealed as a whole with the secret itself.
 
-No secret means no signatures: the same functions then pass bytes through, and refuse bytes that are signed.
-Nonces come from the caller. Nothing here ever prints a key.
+Without a secret nothing is signed, and an envelope that is signed is refused. Nonces come from the caller. No function
+here prints a key.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MIN_SECRET_BYTES = 32
 MIN_NONCE_BYTES = 16
 MAC_BYTES = 32
 COUNTER_BYTES = 8
-WINDOW = 1024  # how far behind the newest frame an older one may arrive
+WINDOW = 1024  # counters: an older frame is accepted if it is less than this behind the newest
 
 _SEALED_PLAIN = b"PDR\x00"
 _SEALED_SIGNED = b"PDR\x01"
 _SEAL_CONTEXT = b"vllm-ascend-pd reservation 1"
-_SOURCE_CONTEXT = b"vllm-ascend-pd source 1"  # of its own: none passes for another
+_SOURCE_CONTEXT = b"vllm-ascend-pd source 1"  # one context per type: no envelope passes for one of another type
 _FIRST_CONTEXT = b"vllm-ascend-pd first token 1"
 _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
@@ -54,7 +54,7 @@ _source_decoder: msgspec.msgpack.Decoder[Source] = msgspec.msgpack.Decoder(Sourc
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """The secret that signs, and one more that is accepted while secrets are rotated. Never in a repr."""
+    """Secret that signs, and a previous one that is accepted too while secrets are rotated. Never in a repr."""
 
     current: bytes = field(repr=False)
     previous: bytes | None = field(default=None, repr=False)
@@ -71,7 +71,7 @@ class Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What one side said when the connection was made, as far as the keys depend on it."""
+    """Parts of one side's greeting from which the keys of a connection are derived."""
 
     nonce: bytes
     incarnation: str
@@ -86,7 +86,7 @@ class SessionKey:
 
     @classmethod
     def derive(cls, secret: bytes, dialer: Greeting, listener: Greeting) -> SessionKey:
-        """Both sides get the same; another nonce, incarnation or secret on either side gives another."""
+        """Derive the keys. Both sides get the same; another nonce, incarnation or secret on a side changes them."""
         for side in (dialer, listener):
             if len(side.nonce) < MIN_NONCE_BYTES:
                 raise RemoteProtocolError("PD-SEC-003", why=f"a nonce of {len(side.nonce)} bytes")
@@ -99,7 +99,7 @@ class SessionKey:
 
 
 class Signer:
-    """Signs one direction of one connection. A repeated message gets a counter, and so a signature, of its own."""
+    """Signer of one direction of a connection. A repeated message gets a new counter, and so a new signature."""
 
     def __init__(self, key: bytes) -> None:
         self._hmac = hmac.new(key, digestmod=hashlib.sha256)
@@ -115,7 +115,7 @@ class Signer:
 
 
 class Verifier:
-    """Checks one direction of one connection: the signature in constant time, each counter once."""
+    """Verifier of one direction of a connection: checks signatures in constant time, accepts each counter once."""
 
     def __init__(self, key: bytes, window: int = WINDOW) -> None:
         self._hmac = hmac.new(key, digestmod=hashlib.sha256)
@@ -124,7 +124,7 @@ class Verifier:
         self._seen = 0  # bit i: counter newest - i has been accepted
 
     def verify(self, frame: bytes | memoryview) -> memoryview:
-        """The payload, or RemoteProtocolError. A refused frame changes nothing."""
+        """Return the payload, or raise RemoteProtocolError. A refused frame changes nothing."""
         view = memoryview(frame)
         if not COUNTER_BYTES + MAC_BYTES <= len(view) <= COUNTER_BYTES + MAC_BYTES + MAX_MESSAGE_BYTES:
             raise RemoteProtocolError("PD-SEC-003", why=f"a frame of {len(view)} bytes")
@@ -141,7 +141,7 @@ class Verifier:
         if counter < 1 or behind >= self._window or (behind >= 0 and self._seen >> behind & 1):
             raise RemoteProtocolError("PD-SEC-003", why="the frame was seen before")
         if behind < 0:
-            # Shift first and mask after only where the shift is small: a peer chooses the counter.
+            # A peer chooses the counter, so the shift may be huge: shift only if it stays inside the window.
             self._seen = 1 if -behind >= self._window else (self._seen << -behind | 1) & ((1 << self._window) - 1)
             self._newest = counter
         else:
@@ -149,7 +149,7 @@ class Verifier:
 
 
 class Session:
-    """One side of one connection under one secret: what leaves is signed, what arrives is checked."""
+    """One side of a connection under one secret: signs what is sent, checks what is received."""
 
     def __init__(self, key: SessionKey, *, as_dialer: bool) -> None:
         self._signer = Signer(key.to_listener if as_dialer else key.to_dialer)
@@ -163,8 +163,11 @@ class Session:
 
 
 def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_dialer: bool) -> list[Session]:
-    """One session per accepted secret, the current one first. The dialer speaks under its current secret; the
-    listener keeps the first session that opens the dialer's first frame, and answers under it."""
+    """Return one session per accepted secret, the current one first.
+
+    The dialer uses the current one, and the next if the listener refuses it. The listener keeps the first session that
+    opens the dialer's first frame, and answers under it.
+    """
     keys = [SessionKey.derive(secret, dialer, listener) for secret in secrets.accepted]
     return [Session(key, as_dialer=as_dialer) for key in keys]
 
@@ -173,22 +176,26 @@ def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_diale
 
 
 def seal(reservation: Reservation, secrets: Secrets | None) -> bytes:
-    """The signed envelope in which a reservation travels."""
+    """Return the envelope in which a reservation travels, signed if there is a secret."""
     return _enveloped(_encoder.encode(form_of(reservation)), secrets, _SEAL_CONTEXT)
 
 
 def unseal(sealed: bytes, secrets: Secrets | None) -> Reservation:
-    """The reservation in an envelope, or RemoteProtocolError (PD-SEC-003 signature, PD-CTRL-002 contents)."""
+    """Return the reservation in an envelope.
+
+    Raise RemoteProtocolError: PD-SEC-003 for the signature, PD-CTRL-002 for bytes that are no reservation, PD-CTRL-003
+    and PD-CTRL-004 for one that this release does not understand.
+    """
     return decode_reservation(_opened(sealed, secrets, _SEAL_CONTEXT, "reservation"))
 
 
 def seal_source(source: Source, secrets: Secrets | None) -> bytes:
-    """The signed envelope in which P's answer carries a source."""
+    """Return the envelope in which P's answer carries a source, signed if there is a secret."""
     return _enveloped(_encoder.encode(source), secrets, _SOURCE_CONTEXT)
 
 
 def unseal_source(sealed: bytes, secrets: Secrets | None) -> Source:
-    """As `unseal`; PD-CTRL-003 and PD-CTRL-004 for one that is not understood here."""
+    """Return the source in an envelope. Raise as `unseal` does."""
     payload = _opened(sealed, secrets, _SOURCE_CONTEXT, "source")
     _check_version(payload)
     source = _decoded(_source_decoder, payload)
@@ -199,12 +206,12 @@ def unseal_source(sealed: bytes, secrets: Secrets | None) -> Source:
 
 
 def seal_first(first: First, secrets: Secrets | None) -> bytes:
-    """The signed envelope in which a first token travels."""
+    """Return the envelope in which a first token travels, signed if there is a secret."""
     return _enveloped(_encoder.encode(first), secrets, _FIRST_CONTEXT)
 
 
 def unseal_first(sealed: bytes, secrets: Secrets | None) -> First:
-    """As `unseal`."""
+    """Return the first token in an envelope. Raise as `unseal` does."""
     if len(sealed) > MAX_FIRST_BYTES:
         raise RemoteProtocolError("PD-CTRL-002", why=f"a first token of {len(sealed)} bytes")
     first = _decoded(_first_decoder, _opened(sealed, secrets, _FIRST_CONTEXT, "first token"))
@@ -244,12 +251,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode_message(payload: bytes | memoryview) -> Message:
-    """A message, or RemoteProtocolError: no other exception, whatever the bytes."""
+    """Return the message, or raise RemoteProtocolError: no other exception, whatever the bytes are."""
     return _decoded(_message_decoder, payload)
 
 
 def decode_reservation(payload: bytes | memoryview) -> Reservation:
-    """As `decode_message`, for the inside of an envelope. One of another version need not have the same fields: PD-CTRL-003."""
+    """Return the reservation inside an envelope. Raise as `unseal` does for its contents.
+
+    The version is checked first: a reservation of another version need not have the same fields.
+    """
     _check_version(payload)
     return reservation_of(_decoded(_form_decoder, payload))
 
@@ -276,7 +286,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], payload: bytes | memoryview) 
 def prompt_hash(
     token_ids: Sequence[int], lora: str | None = None, cache_salt: str | None = None, mm_hashes: Sequence[str] = ()
 ) -> str:
-    """Everything that decides what the KV of a prompt is, apart from the model. 64 hex digits."""
+    """Return the hash of everything that determines a prompt's KV, apart from the model: 64 hex digits."""
     tokens = np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
     parts = [tokens, _optional(lora), _optional(cache_salt), *(name.encode() for name in mm_hashes)]
     digest = hashlib.sha256()
@@ -287,7 +297,7 @@ def prompt_hash(
 
 
 def _optional(text: str | None) -> bytes:
-    """None and "" are different salts."""
+    """Return bytes that differ for None and "", which are different values."""
     return b"-" if text is None else b"+" + text.encode()
 
 

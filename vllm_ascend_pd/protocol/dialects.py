@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers other than our metaserver put into `kv_transfer_params`, and the names under which both engines know a request.
+"""Fields of `kv_transfer_params` from routers other than our metaserver, and request names that both engines share.
 
-A client can reach an engine without a router: values may be anything that JSON can say. What D is to call by them is in the
-allow-list, or in P's answer under P's seal. docs/routers.md has what each router sends.
+A client can reach an engine without a router, so a value may be anything that JSON can express. Addresses that D calls
+must be in the allow-list, or in P's answer under P's seal. docs/routers.md lists what each router sends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_ascend_pd.protocol.meeting import Source, SourceId
 
 MAX_NAME = 256
 ROUTE = "/v1/metaserver"
-ROOM = 8  # of a name, for the place of the prompt behind it
+ROOM = 8  # characters of a name that stay free for the place of the prompt after it
 MAX_SOURCE = 8192  # characters
 _RANDOM = 9  # vLLM appends a dash and eight random characters to every request id
 _QUERY = re.compile(r"(?:[A-Za-z_]{1,32}=[A-Za-z0-9_.-]{0,64}(?:&(?!$)|$)){0,4}")
@@ -29,7 +29,7 @@ _COMPLETION, _CHAT = "cmpl-", "chatcmpl-"
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Where D offers its reservation, and for what: a source of P's answer, or the request of a name."""
+    """Listener to which D offers its reservation, for a source of P's answer or for the request of a name."""
 
     listener: Endpoint
     source: SourceId | None = None
@@ -37,7 +37,7 @@ class Meet:
 
     @property
     def metaserver(self) -> str:
-        return ""  # nobody who asked for a report
+        return ""  # there is none to report to
 
     @property
     def ticket(self) -> str:
@@ -46,31 +46,38 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Where D posts its reservation, for a router that makes P's request of the JSON as it is, and answers once P has. It finds its
-    request by the `ticket`: its X-Request-Id as vLLM's front end wrote it."""
+    """Router to which D posts its reservation, and which puts that JSON unchanged into P's request.
+
+    It answers once P has answered. It finds its request by the `ticket`: its X-Request-Id as vLLM's front end wrote it.
+    """
 
     router: str  # scheme://host:port
     ticket: str
-    query: str = ""  # of its address, behind the question mark
+    query: str = ""  # part of its address after the question mark
 
     @property
     def metaserver(self) -> str:
-        return ""  # nobody who asked for a report
+        return ""  # there is none to report to
 
     def body(self, reservation: str) -> dict[str, Any]:
-        """P's kv_transfer_params, and what the router itself reads."""
+        """Return P's `kv_transfer_params`, with what the router itself reads."""
         role = {"do_remote_decode": True, "do_remote_prefill": False}
         return {"request_id": self.ticket, **role, "reservation": reservation}
 
 
 def is_prefill(params: object) -> bool:
-    """Whether an engine with both roles is P for this request. Anything else is D's: what it does not understand is prefilled there."""
+    """Return whether an engine with both roles is P for this request.
+
+    Any other request is D's. If D does not understand the parameters, it computes the prompt itself.
+    """
     return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
 def name_of(request_id: str) -> str:
-    """By which the other engine knows a request: the router's X-Request-Id, and for completions the place of the prompt. Empty
-    where it is not such an id."""
+    """Return the name by which the other engine knows a request; empty if the id is not of the expected form.
+
+    It is the router's X-Request-Id, for completions with the place of the prompt.
+    """
     outer = _as_sent(request_id)
     for prefix in (_CHAT, _COMPLETION):
         if outer.startswith(prefix) and len(outer) - len(prefix) <= MAX_NAME:
@@ -79,19 +86,24 @@ def name_of(request_id: str) -> str:
 
 
 def _as_sent(request_id: str) -> str:
-    """As vLLM's front end made it of the router's."""
+    """Return the id as vLLM's front end made it of the router's, without the random characters."""
     return request_id[:-_RANDOM] if request_id[-_RANDOM : -_RANDOM + 1] == "-" else request_id
 
 
 def meets_under(params: Mapping[str, Any], request_id: str) -> str:
-    """P's part of it: Mooncake's dialect has a name of its own in both requests, which counts before the router's."""
+    """Return the name by which an offer of D can name this request of P.
+
+    Mooncake's dialect has a name of its own in both requests, which takes precedence over the router's.
+    """
     told = params.get("transfer_id")
     return _placed(told, request_id) if _is_name(told) else name_of(request_id)
 
 
 def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[str]) -> Relay | PdError | None:
-    """What a request of D says of a router that passes D's words on; None where it names none, or our metaserver, which
-    has a ticket."""
+    """Return the router that passes on what D posts, as a request of D names it, or the error that refuses it.
+
+    Return None if the request names none, or our metaserver, which gives a ticket.
+    """
     url = params.get("metaserver")
     if not isinstance(url, str) or params.get("ticket") is not None:
         return None
@@ -115,7 +127,10 @@ def read_meet(
     listeners: Collection[str],
     secrets: Secrets | None,
 ) -> Meet | PdError | None:
-    """What a request of D says of its P; None where it names neither a source nor an engine."""
+    """Return the P that a request of D names, or the error that refuses it.
+
+    Return None if the request names neither a source nor an engine.
+    """
     if params.get("source") is not None:
         return _read_source(params["source"], prompt, listeners, secrets)
     if params.get("remote_bootstrap_addr") is not None:
@@ -155,7 +170,7 @@ def _read_source(
         return PdError("PD-META-029", why="its source is not base64")
     except PdError as refused:
         return refused
-    if secrets is None and not _is_allowed(source.listens, listeners):  # anybody could have written it
+    if secrets is None and not _is_allowed(source.listens, listeners):  # unsigned: any client could have written it
         return PdError("PD-META-030", address=source.listens)
     if (source.prompt_length, source.prompt_hash) != prompt:
         return PdError("PD-META-005", why="the prompts differ (tokens, LoRA, multimodal input or cache salt)")
@@ -171,7 +186,7 @@ def _is_name(told: object) -> TypeGuard[str]:
 
 
 def _endpoint_of(told: object) -> Endpoint | None:
-    """As P's answer to a router had it (prefill/bootstrap.py)."""
+    """Return the address in an id that P gave to a router (prefill/bootstrap.py); None if there is none."""
     if not isinstance(told, str) or len(told) > MAX_NAME or not told.isascii():
         return None
     host, _, port = told.rpartition(":")
@@ -183,6 +198,6 @@ def _is_allowed(listener: Endpoint, listeners: Collection[str]) -> bool:
 
 
 def _placed(name: str, request_id: str) -> str:
-    """With the place of the prompt among those of its request, as P's own id has it."""
+    """Return the name, for completions with the place of the prompt in its request, as P's own id has it."""
     place = name_of(request_id).rpartition("-")[2] if request_id.startswith(_COMPLETION) else ""
     return f"{name}-{place}" if place.isdecimal() else name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why something failed, as one value: in memory and on the wire."""
+"""Cause of a failure as one value, in memory and on the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """A code of the catalogue, and what is known beyond it."""
+    """A code of the catalogue, and details as text."""
 
     code: Token
     detail: Text = ""

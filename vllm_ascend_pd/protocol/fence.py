@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D: what is known about a contributor's silence, and when it proves that nothing of it can land any more.
+"""D: evidence that a contributor is quiet, which means that nothing of it can land any more.
 
-Time alone frees nothing: a writer that was stopped in the middle of a write finishes it when it wakes. A silent
+Time alone frees nothing: a writer that was stopped in the middle of a write finishes it when it continues. A silent
 contributor is quiet when its process is known to be gone, its hold has expired, and everything that it may have
-written up to its end has had the time to land; or when access was revoked. One that says that it is quiet is
-believed, unless we were stopped ourselves a moment ago: what it sent before may still wait in our own buffers.
+written up to its end has had the time to land; or when access was revoked.
+
+A contributor that says that it is quiet is believed. If this process was stopped a moment ago, it first has to run for
+a while: what the contributor sent before its answer may still wait in local buffers.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ MAX_GONE = 4096
 
 @dataclass(slots=True)
 class Fence:
-    """The running clock, the holds that count on it, and which processes are gone."""
+    """The running clock, the leases and holds that count on it, and the processes that are gone."""
 
     timers: Timers
     quiet_s: float
     clock: RunningClock = field(default_factory=RunningClock)
     revoking: bool = False
-    rested_at: float = 0.0  # in time that we ran: when what waited for us while we were stopped has been read
+    input_drained_at: float = 0.0  # running time without stops: when the input of the last stop has been read
     _gone: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def observe(self, now: float) -> None:
         if self.clock.observe(now):
-            self.rested_at = self.clock.seconds - self.clock.stopped + self.timers.margin_s
+            self.input_drained_at = self.clock.seconds - self.clock.stopped + self.timers.margin_s
 
     def lease(self, writer: Writer, asked: Begin | Renew) -> None:
-        """A READY leaves now: the writer may write from here on."""
+        """Start the lease and the hold of a writer: a READY leaves now."""
         writer.on(WriterEvent.GRANTED)
         writer.seq = asked.seq
         if isinstance(asked, Begin):
@@ -47,16 +49,19 @@ class Fence:
         writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)
 
     def answered(self, writer: Writer) -> None:
-        """It says that it is quiet. A stop after that answer adds nothing to what was sent before it: else a process that is
-        stopped again and again would never believe anybody."""
+        """Record that a writer says that it is quiet.
+
+        Stops of this process after the first such answer do not prolong the wait. Else a process that is stopped again
+        and again would never believe an answer.
+        """
         if writer.state is not WriterState.ANSWERED:
-            writer.read_at = self.rested_at
+            writer.read_at = self.input_drained_at
         writer.on(WriterEvent.ANSWER)
 
     def gone(self, p_incarnation: str) -> None:
         self._gone.setdefault(p_incarnation, self.clock.seconds)
         if len(self._gone) > MAX_GONE:
-            self._gone.popitem(last=False)  # costs a revocation, never a wrong write
+            self._gone.popitem(last=False)  # forgetting one may cost a revocation, never a wrong write
 
     def back(self, p_incarnation: str) -> None:
         self._gone.pop(p_incarnation, None)
@@ -68,7 +73,7 @@ class Fence:
         return writer.state is WriterState.LEASED and self.clock.seconds >= writer.lapse_at
 
     def proven_at(self, writer: Writer) -> float | None:
-        """On the running clock: when what is known of this writer proves that it is quiet; None if it does not."""
+        """Return when, on the running clock, this writer is proven quiet; None if nothing known proves it."""
         if writer.state is WriterState.ANSWERED:
             return writer.read_at + self.clock.stopped
         gone_at = self._gone.get(writer.p_incarnation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first token as it travels: what D asks for in its reservation, and what P says of the token that it sampled."""
+"""Wire format of the first token: D's request for it in the reservation, and P's answer with the sampled token."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import msgspec
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Count, Token, TransferId
 
 MAX_LOGPROBS = 64
-MAX_FIRST_BYTES = 8192  # of one, sealed
+MAX_FIRST_BYTES = 8192  # of a sealed `First`
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 LogProb = tuple[Count, float, Rank]  # token, its log-probability, its rank
-Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # a token, how it was chosen (a digest), what is reported of it
+Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # token, digest of its choice, log-probabilities to report
 
 
 class Seed(msgspec.Struct, frozen=True):
-    """In a reservation: D would start with P's token, if it was chosen in this way and is reported in that."""
+    """Part of a reservation: D will start with P's token if it was chosen and is reported as asked for here."""
 
     digest: Token  # of the parameters that choose it (sampling.py)
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # beside the sampled token's own
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # how many beside the sampled token's
 
 
 class First(msgspec.Struct, frozen=True, kw_only=True):
-    """P's scheduler → D's scheduler, once P has sampled. Signed as a whole: it travels through the router."""
+    """P's scheduler → D's scheduler: the token that P has sampled.
+
+    It is sealed as a whole if a router carries it. A `Bound` carries it as it is.
+    """
 
     version: int = PROTOCOL_VERSION
     transfer: TransferId
@@ -34,4 +37,4 @@ class First(msgspec.Struct, frozen=True, kw_only=True):
     position: Count  # tokens before it: the prompt's length
     token: Count
     digest: Token
-    logprobs: Annotated[tuple[LogProb, ...], msgspec.Meta(max_length=MAX_LOGPROBS + 1)] = ()  # the sampled one first
+    logprobs: Annotated[tuple[LogProb, ...], msgspec.Meta(max_length=MAX_LOGPROBS + 1)] = ()  # the sampled token first

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reservation as it travels: D's layout in full, since on its way nobody can be asked, and a slice of blocks for each group.
+"""Wire format of a reservation: D's layout, and a slice of blocks for each group.
 
-Its version stands where every version's reservation has it. What is filled and not understood is refused by its name.
+The layout is sent in full, because a receiver cannot ask D for it. The version is at the same place in every version. A
+field that is filled but not supported is refused by its name.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import MAX_GROUPS, Group, Name
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
-from vllm_ascend_pd.protocol.layouts import MAX_LAYOUT_BYTES, Told, read, written
+from vllm_ascend_pd.protocol.layouts import MAX_LAYOUT_BYTES, EngineLayout, read, written
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Reservation, Seconds
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """What is wanted of one group: tokens [first, end), which begin in the block of the prompt with this index."""
+    """Blocks of one group for tokens [first, end). `index` is the place of the first block in the prompt."""
 
     first: Count
     end: Count
@@ -43,7 +44,7 @@ class Form(msgspec.Struct, frozen=True):
 
 def form_of(reservation: Reservation) -> Form:
     r = reservation
-    layout = written(Told(r.model, r.geometry, r.endpoints))
+    layout = written(EngineLayout(r.model, r.geometry, r.endpoints))
     begins = [group.begins(r.first, r.end) for group in r.geometry.tables]
     slices = tuple(
         Slice(begin, r.end, begin // group.block_size, ids)
@@ -53,7 +54,7 @@ def form_of(reservation: Reservation) -> Form:
 
 
 def reservation_of(form: Form) -> Reservation:
-    """Raises PD-CTRL-002 and PD-CTRL-004."""
+    """Read a form. Raise PD-CTRL-002 if it contradicts itself, PD-CTRL-004 if it has something not supported."""
     if form.meets:
         raise RemoteProtocolError("PD-CTRL-004", word="meets")
     told = read(form.layout)
@@ -78,7 +79,7 @@ def reservation_of(form: Form) -> Reservation:
 
 
 def _contradiction(slices: Sequence[Slice], groups: Sequence[Group]) -> str:
-    """What the slices of no reservation can say."""
+    """Return what is impossible about the slices; empty if nothing is."""
     if len(slices) != len(groups):
         count = len(groups) if len(groups) > 1 else "one"
         return f"{len(slices)} slices for {count} group{'s' if len(groups) > 1 else ''}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came, precisely: the conditions of both machines, each with the name of an event. They change nothing."""
+"""Guards of both state machines: they decide which event a message or a timer is. They change nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_pd.geometry.pairing import pushed
 from vllm_ascend_pd.protocol.agreement import contributor_pairs, differences
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import Layouts, Told
+from vllm_ascend_pd.protocol.layouts import EngineLayout, Layouts
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -61,7 +61,7 @@ Asked = TypeVar("Asked", Begin, Renew, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A BEGIN or RENEW to which D says no, and why."""
+    """BEGIN or RENEW that D refuses, and the reason."""
 
     heard: Heard[Begin | Renew]
     code: RefusalCode
@@ -70,14 +70,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class ReservationGuards:
-    """D: what a message is to a transfer, by what this rank serves and knows."""
+    """D: the event that a message is for a transfer, by what this rank serves and knows."""
 
     rank: int  # this worker, counted through all stages
     model: str
     geometry: CacheGeometry  # of the whole engine
     verify: bool
     fence: Fence
-    layouts: Layouts  # of P's
+    layouts: Layouts  # of P engines
 
     def event(self, record: Transfer, heard: Heard[Message]) -> tuple[ReservationEvent, Heard[Message] | Refusal]:
         message = heard.message
@@ -90,7 +90,7 @@ class ReservationGuards:
                 return ReservationEvent.EARLY_FAILED, heard
         if record.state in (ReservationState.OPEN, ReservationState.FENCING) and isinstance(message, Done | Failed):
             known = self._while_open if record.state is ReservationState.OPEN else self._while_fencing
-            return self._without_say(record, message) or known(record, message), heard
+            return self._unauthorised_event(record, message) or known(record, message), heard
         return TO_DECODE[type(message)], heard
 
     def _begin(self, record: Transfer, heard: Heard[Begin]) -> tuple[ReservationEvent, Heard[Begin] | Refusal]:
@@ -105,7 +105,7 @@ class ReservationGuards:
         writer = record.writers.get(begin.contributor)
         found = self._differences(record, writer, begin)
         if found is None:
-            return e.BEGIN_UNTOLD, heard
+            return e.BEGIN_UNKNOWN_LAYOUT, heard
         if found:
             return e.BEGIN_UNFIT, Refusal(heard, RefusalCode.MISMATCH, "; ".join(found))
         if writer is None:
@@ -122,7 +122,7 @@ class ReservationGuards:
         if writer is None or renew.push != record.push:
             return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"push: decode {record.push or 'none'}")
         if self.fence.revoking:
-            return e.LATE_BEGIN, heard  # it is about to be cut off
+            return e.LATE_BEGIN, heard  # its access is about to be revoked
         return self._of_granted(e.RENEW, writer, heard)
 
     def _of_granted(
@@ -136,8 +136,11 @@ class ReservationGuards:
         return (event if asked.seq > writer.seq else e.BEGIN_AGAIN), heard
 
     def _differences(self, record: Transfer, writer: Writer | None, begin: Begin) -> list[str] | None:
-        """Compare once per contributor; a BEGIN that comes again is only compared with what was agreed. None: its layout is
-        not known."""
+        """Return how a BEGIN differs from what is expected; None if its layout is not known.
+
+        A contributor's BEGIN is compared in full until one is granted. A later one is only compared with what was
+        agreed.
+        """
         found = []
         if writer is None or writer.state is WriterState.AWAITED:
             theirs = self.layouts.get(begin.layout)
@@ -151,11 +154,11 @@ class ReservationGuards:
         return found
 
     def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
-        """Who takes part in the push of a BEGIN that has no differences."""
+        """Return the contributors to the push of a BEGIN that has no differences."""
         return contributor_pairs(self._theirs(begin), self.geometry, self.rank)
 
     def pushed(self, begin: Begin) -> frozenset[str]:
-        """Which of this worker's layers such a BEGIN is about."""
+        """Return the names of this worker's layers that the push of such a BEGIN contains."""
         return pushed(self._theirs(begin), self.geometry).intersection(self.layers)
 
     @property
@@ -164,22 +167,25 @@ class ReservationGuards:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Those of this worker's stage."""
+        """Layers of this worker's stage."""
         return self.geometry.stages[self.stage]
 
     def _theirs(self, begin: Begin) -> CacheGeometry:
         theirs = self.layouts.get(begin.layout)
-        if not isinstance(theirs, Told):
+        if not isinstance(theirs, EngineLayout):
             raise LocalProtocolError(f"layout {begin.layout} is not known")
         return theirs.geometry
 
-    def _without_say(self, record: Transfer, message: Done | Failed) -> ReservationEvent | None:
-        """Only the process and the push that we granted authority to have a say."""
+    def _unauthorised_event(self, record: Transfer, message: Done | Failed) -> ReservationEvent | None:
+        """Return the event of a message whose sender has no say; None if it has one.
+
+        Only the push that was bound and the process that was granted authority have a say.
+        """
         writer = record.writers.get(message.contributor)
         if writer is None or message.push != record.push:
-            return ReservationEvent.WORD_OF_STRANGER
+            return ReservationEvent.NOT_A_CONTRIBUTOR
         if writer.p_incarnation and not self.same_process(writer, message.p_incarnation):
-            return ReservationEvent.WORD_OF_ANOTHER
+            return ReservationEvent.OTHER_PROCESS
         return None
 
     def same_process(self, writer: Writer, p_incarnation: str) -> bool:
@@ -188,7 +194,7 @@ class ReservationGuards:
     def _while_open(self, record: Transfer, message: Done | Failed) -> ReservationEvent:
         e, state = ReservationEvent, record.author(message).state
         if isinstance(message, Failed):
-            quiet_or_loud = e.FAILED if message.quiescent else e.LOUD_FAILED
+            quiet_or_loud = e.FAILED if message.quiescent else e.FAILED_IN_FLIGHT
             return {WriterState.AWAITED: e.EARLY_FAILED, WriterState.DONE: e.LATE_FAILED}.get(state, quiet_or_loud)
         if state is not WriterState.LEASED:
             return e.EARLY_DONE if state is WriterState.AWAITED else e.LATE_DONE
@@ -200,7 +206,7 @@ class ReservationGuards:
 
     def _while_fencing(self, record: Transfer, message: Done | Failed) -> ReservationEvent:
         if isinstance(message, Failed):
-            return ReservationEvent.FAILED if message.quiescent else ReservationEvent.LOUD_FAILED
+            return ReservationEvent.FAILED if message.quiescent else ReservationEvent.FAILED_IN_FLIGHT
         return ReservationEvent.DONE if record.author(message).waited_for else ReservationEvent.LATE_DONE
 
     def revocation(self, record: Transfer) -> ReservationEvent:
@@ -208,11 +214,11 @@ class ReservationGuards:
         return ReservationEvent.CUT if cut else ReservationEvent.REVOKED
 
 
-Memories = OrderedDict[Hashable, tuple[str, Memory]]  # by peer: what its addresses are called, and where they are
+Memories = OrderedDict[Hashable, tuple[str, Memory]]  # by peer: the name of its addresses, and the addresses
 
 
 def told(ready: Ready, pair: Pair, memories: Memories) -> tuple[str, Memory | None]:
-    """The addresses that a READY is about, by name: those it carries, or those known of the peer, or of the pair."""
+    """Return the name and the addresses of a READY: those it carries, or those known of the peer, or of the pair."""
     if ready.addresses is not None:
         return ready.memory, ready.addresses
     known = memories.get(pair.destination.peer)
@@ -221,7 +227,7 @@ def told(ready: Ready, pair: Pair, memories: Memories) -> tuple[str, Memory | No
 
 @dataclass(frozen=True, slots=True)
 class PairGuards:
-    """P: what a message is to a pair, and what its writes have come to."""
+    """P: the event that a message is for a pair, and the event that its writes have led to."""
 
     clock: RunningClock
     memories: Memories
@@ -245,7 +251,7 @@ class PairGuards:
             return PairEvent.READY_LATE
         memory, addresses = told(ready, pair, self.memories)
         if addresses is None or memory != ready.memory:
-            return PairEvent.READY_BARE
+            return PairEvent.READY_NO_ADDRESSES
         if pair.addresses is not None and pair.memory != memory:
             return PairEvent.READY_MOVED
         return PairEvent.READY if pair.destination.fits(addresses) else PairEvent.READY_UNFIT
@@ -255,7 +261,7 @@ class PairGuards:
         return PairEvent.SUBMITTED_LATE if late else PairEvent.SUBMITTED
 
     def end(self, pair: Pair) -> PairEvent | None:
-        """How the pair closes, if it may close now."""
+        """Return the event that closes the pair; None if it may not close yet."""
         if pair.state is PairState.PUSH:
             return PairEvent.COMPLETE if pair.complete else None
         if not self.settled(pair):
@@ -266,5 +272,5 @@ class PairGuards:
         return not pair.coverage.out and self.clock.seconds >= pair.quiet_at
 
     def delivered(self, pair: Pair) -> bool:
-        """In spite of the failure, everything has arrived."""
+        """Return whether everything has arrived in spite of the failure."""
         return pair.complete and pair.authority is not None and not pair.owing

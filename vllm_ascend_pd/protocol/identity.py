@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is who: incarnations, transfers, pushes and rank pairs.
+"""Names that engines share: incarnations, transfers, pushes, endpoints and contributors.
 
-vLLM's request ids never leave the engine that made them; across engines only these names are used.
+Between engines only these names are used: vLLM's internal request ids never leave the engine that made them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_ascend_pd.geometry.layout import Name
 
-PROTOCOL_VERSION = 2  # in which this release writes; versions.py says what it reads
+PROTOCOL_VERSION = 2  # the version that this release writes; versions.py has those that it reads
 
 _DP = "-dp"
 
@@ -33,29 +33,31 @@ class TransferId(msgspec.Struct, frozen=True, array_like=True):
 
 
 def incarnation(drawn: str, dp_rank: int) -> str:
-    """The name of one process of an engine. It tells which data-parallel rank it is: a router may see several behind one
-    address."""
+    """Return the name of one process of an engine.
+
+    It contains the data-parallel rank, because a router may see several ranks behind one address.
+    """
     return f"{drawn}{_DP}{dp_rank}" if dp_rank else drawn
 
 
 def dp_rank_of(incarnation: str) -> str:
-    """As it is in the name; empty for the first one."""
+    """Return the data-parallel rank in the name of a process; empty for the first rank."""
     return incarnation.partition(_DP)[2]
 
 
 def push_id(incarnation: str, uuid: str) -> str:
-    """The name of a push: whose it is, and which."""
+    """Return the name of a push: the incarnation of its P engine, and a uuid."""
     return f"{incarnation}.{uuid}"
 
 
 def pushed_by(push: str) -> str:
-    """The incarnation of the P engine whose push this is; empty for what is no such name."""
+    """Return the incarnation in the name of a push; empty if it is no such name."""
     incarnation, dot, _ = push.partition(".")
     return incarnation if dot else ""
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process listens on its side channel."""
+    """Address at which a process listens on the side channel."""
 
     host: Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -65,7 +67,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A P worker that writes to a D rank: pipeline stage and tensor-parallel rank."""
+    """A P worker that writes to a D rank: pipeline stage, and rank within it."""
 
     stage: Rank
     rank: Rank

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's cache as the other engine is told of it: what it needs to know to plan. A layout is named by the hash of its
-bytes, so that it need be told, and read, once.
+"""Description of an engine's cache for the other engine, with all that planning needs.
 
-The types say more than this release can do: kinds of caches and parallel modes to come have their fields. What is filled and
-not understood is refused by the field's name.
+A layout is named by the hash of its bytes, so it has to be sent, and read, only once.
+
+The types can express more than this release supports: they have fields for kinds of caches and parallel modes to come.
+A field that is filled but not supported is refused by its name.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vllm_ascend_pd.geometry.layout import (
     CacheGeometry,
     Group,
     Name,
+    Ranks,
     Region,
     Stride,
     in_one_word,
@@ -37,31 +39,31 @@ from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, Rank, Token
 
 MAX_COMPONENTS, MAX_SECTIONS, MAX_WORKERS = 16, 8, 4096
 MAX_COMPONENTS_OF_ALL = 16384  # layers × components
-_KEPT = 64  # layouts of reservations: each D has one, and each of its data-parallel ranks is a D
+_KEPT = 64  # layouts in a cache: each D has one, and each of its data-parallel ranks counts as a D
 MAX_LAYOUT_BYTES = 1 << 20
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """Which ranks hold what of a component: by heads, by tokens, or one rank alone."""
+class Sharding(msgspec.Struct, frozen=True, array_like=True):
+    """Division of a component among ranks: by heads, by tokens, or all of it on one rank."""
 
-    heads: Annotated[int, msgspec.Meta(ge=0, le=65536)]  # of the model; with fewer than ranks neighbours hold replicas
+    heads: Annotated[int, msgspec.Meta(ge=0, le=65536)]  # of the model; if fewer than ranks, neighbours hold replicas
     world: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1  # ranks among which the tokens are divided
     interleave: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     only: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 16)] = -1
 
 
 class Section(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a cell that is held otherwise than the rest."""
+    """Part of a cell that ranks hold in another way than the rest."""
 
     offset: Stride
     bytes: Stride
-    held: Held
+    held: Sharding
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a layer: where its cells lie in a rank's memory, and who holds them."""
+    """One tensor of a layer: the places of its cells in a rank's memory, and the ranks that hold them."""
 
     name: Name
     dtype: Token
@@ -70,12 +72,12 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     token_stride: Stride
     cell_bytes: Stride
     packing: Token
-    held: Held
+    held: Sharding
     sections: Annotated[tuple[Section, ...], msgspec.Meta(max_length=MAX_SECTIONS)] = ()
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What equal layers share."""
+    """Components of layers that are alike."""
 
     components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
 
@@ -91,11 +93,11 @@ class Worker(msgspec.Struct, frozen=True, array_like=True):
     stage: Index
     tp: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
     cp: Rank = 0
-    endpoint: Endpoint | None = None  # of who listens: D's
+    endpoint: Endpoint | None = None  # of D's workers, which listen
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`layers` are in the order of execution."""
+    """An engine's model and cache. `layers` are in the order of execution."""
 
     model: Text  # fingerprint
     kinds: Annotated[tuple[Kind, ...], msgspec.Meta(max_length=MAX_KINDS)]
@@ -103,31 +105,36 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: Annotated[tuple[Layer, ...], msgspec.Meta(max_length=MAX_LAYERS)]
     workers: Annotated[tuple[Worker, ...], msgspec.Meta(max_length=MAX_WORKERS)]
     drafter: Text = ""  # fingerprint of the draft model
-    drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()  # which layers are its
+    drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_LAYERS)] = ()  # indices of its layers
 
 
-class Told(msgspec.Struct, frozen=True):
-    """A layout as this release plans with it."""
+class EngineLayout(msgspec.Struct, frozen=True):
+    """Contents of a layout in the form in which this release plans with it."""
 
     model: str
     geometry: CacheGeometry
     endpoints: tuple[Endpoint, ...] = ()  # by rank
 
 
-def layout_of(engine: Told) -> Layout:
+def layout_of(engine: EngineLayout) -> Layout:
     g = engine.geometry
     kind_of = {name: (index, kind.group) for index, kind in enumerate(g.kinds) for name in kind.layers}
     layers = tuple(Layer(name, *kind_of[name], stage) for stage, names in enumerate(g.stages) for name in names)
-    ranks = [(stage, rank) for stage in range(len(g.stages)) for rank in range(g.tp_size)]
-    endpoints = (*engine.endpoints, *(None for _ in ranks[len(engine.endpoints) :]))
-    workers = tuple(Worker(*rank, 0, endpoint) for rank, endpoint in zip(ranks, endpoints, strict=True))
+    places = _places(len(g.stages), g.ranks)
+    endpoints = (*engine.endpoints, *(None for _ in places[len(engine.endpoints) :]))
+    workers = tuple(Worker(*place, endpoint) for place, endpoint in zip(places, endpoints, strict=True))
     drafts = tuple(index for index, name in enumerate(g.layers) if name in set(g.drafts))
     kinds = tuple(Kind(_components(kind)) for kind in g.kinds)
-    return Layout(engine.model, kinds, g.tables, layers, workers, g.drafter, drafts)
+    return Layout(engine.model, kinds, g.groups or (Group(g.block_size),), layers, workers, g.drafter, drafts)
+
+
+def _places(stages: int, ranks: Ranks) -> list[tuple[int, int, int]]:
+    """Return each worker's stage, its place in tensor parallelism, and its part of the tokens, in worker order."""
+    return [(stage, rank % ranks.tp_size, ranks.part(rank)) for stage in range(stages) for rank in range(len(ranks))]
 
 
 def _components(g: CacheGeometry) -> tuple[Component, ...]:
-    held, count = Held(g.kv_heads), len(g.regions)
+    held, count = Sharding(g.kv_heads, g.ranks.world, g.interleave if g.ranks.world > 1 else 1, g.only), len(g.regions)
     return tuple(
         Component(r.name, dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, packing, held)
         for r, dtype, packing in zip(
@@ -137,8 +144,8 @@ def _components(g: CacheGeometry) -> tuple[Component, ...]:
 
 
 @lru_cache(maxsize=_KEPT)
-def written(engine: Told) -> bytes:
-    """The bytes that name a layout."""
+def written(engine: EngineLayout) -> bytes:
+    """Return an engine's layout as bytes. Their hash is its name."""
     return msgspec.msgpack.encode(layout_of(engine))
 
 
@@ -150,13 +157,13 @@ _DECODER = msgspec.msgpack.Decoder(Layout)
 
 
 @lru_cache(maxsize=_KEPT)
-def read(layout: bytes) -> Told:
-    """Raises PD-CTRL-002 for what is no layout, PD-CTRL-004 for one of which this release cannot plan with all."""
+def read(layout: bytes) -> EngineLayout:
+    """Read a layout. Raise PD-CTRL-002 if it is none, PD-CTRL-004 if it has something that cannot be planned with."""
     try:
         found = _DECODER.decode(layout)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RemoteProtocolError("PD-CTRL-002", why=f"layout: {str(error)[:200]}") from None
-    word = _beyond(found)
+    word = _unsupported(found)
     if word:
         raise RemoteProtocolError("PD-CTRL-004", word=word)
     why = _contradiction(found)
@@ -171,6 +178,7 @@ def read(layout: bytes) -> Told:
         group_of[layer.kind] = layer.group
     plain = len(found.groups) == 1 and not found.groups[0].partial
     heads, dtype, packing, regions = _planned(found.kinds[0])
+    held = found.kinds[0].components[0].held
     geometry = CacheGeometry(
         block_size=found.groups[group_of[0]].entries,
         kv_heads=heads,
@@ -182,14 +190,23 @@ def read(layout: bytes) -> Told:
         drafter=found.drafter,
         drafts=tuple(found.layers[index].name for index in found.drafts),
         others=tuple(
-            Unlike(*_planned(kind), tuple(names), group)
+            Unlike(*_planned(kind), tuple(names), group, kind.components[0].held.only)
             for kind, names, group in list(zip(found.kinds, of_kind, group_of, strict=True))[1:]
         ),
         groups=() if plain else found.groups,
         group=group_of[0],
+        dcp=held.world // _again(found),
+        pcp=_again(found),
+        interleave=held.interleave,
+        only=held.only,
     )
     endpoints = tuple(worker.endpoint for worker in found.workers if worker.endpoint is not None)
-    return Told(found.model, geometry, endpoints)
+    return EngineLayout(found.model, geometry, endpoints)
+
+
+def _again(layout: Layout) -> int:
+    """Return how often a stage has each rank of tensor parallelism."""
+    return max(1, sum(worker.stage == 0 for worker in layout.workers) // (1 + layout.workers[-1].tp))
 
 
 def _planned(kind: Kind) -> tuple[int, str, str, tuple[Region, ...]]:
@@ -198,32 +215,46 @@ def _planned(kind: Kind) -> tuple[int, str, str, tuple[Region, ...]]:
     return some[0].held.heads, in_one_word([c.dtype for c in some]), in_one_word([c.packing for c in some]), regions
 
 
-def _beyond(layout: Layout) -> str:
-    """A field that says what this release does not understand."""
+def _unsupported(layout: Layout) -> str:
+    """Return a word for something that this release does not support; empty if there is nothing."""
     components = [component for kind in layout.kinds for component in kind.components]
     held = [component.held for component in components]
     filled = {
         "sections": any(component.sections for component in components),
-        "world": any(h.world > 1 for h in held),
-        "only": any(h.only >= 0 for h in held),
+        "world": len({(h.world, h.interleave) for h in held}) > 1
+        or (any(h.world > 1 for h in held) and (len(layout.groups) != 1 or layout.groups[0].partial)),
+        "only": any(h.only >= 0 and h.world > 1 for h in held),
         "replicated": not all(h.heads for h in held),
         "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
         "matters": any(group.matters not in (ALL, WINDOW, STATE) for group in layout.groups),
-        "context": any(worker.cp for worker in layout.workers),
     }
     return next((word for word, is_filled in filled.items() if is_filled), "")
 
 
 def _contradiction(layout: Layout) -> str:
-    """What no engine can mean; the fields by themselves are within their bounds."""
+    """Return what contradicts itself in a layout whose single fields are within their bounds; empty if nothing does."""
     counts = [len(kind.components) for kind in layout.kinds]
     if not (layout.kinds and layout.groups and layout.workers and all(counts)):
         return "it has no kind, component, group or worker"
     if len(layout.layers) * max(counts) > MAX_COMPONENTS_OF_ALL:
         return f"{len(layout.layers)} layers of {max(counts)} components"
     last = layout.workers[-1]
-    grid = [(stage, rank) for stage in range(last.stage + 1) for rank in range(last.tp + 1)]
-    if [(worker.stage, worker.tp) for worker in layout.workers] != grid:
+    held, again = layout.kinds[0].components[0].held, _again(layout)
+    if (last.stage + 1) * (last.tp + 1) * again != len(layout.workers):
+        return "its workers are not those of every stage and rank, in order"
+    if held.world % again or any(
+        (last.tp + 1) % (c.held.heads * held.world // again)
+        for k in layout.kinds
+        for c in k.components
+        if held.world > again
+    ):
+        return f"tokens in {held.world} parts for {len(layout.workers)} workers"
+    if held.world > 1 and layout.groups[0].block_size % held.interleave:
+        return f"blocks of {layout.groups[0].block_size} tokens in runs of {held.interleave}"
+    if any(c.held.only > last.tp for k in layout.kinds for c in k.components):
+        return f"a layer of a rank that is not there, with {last.tp + 1} of them"
+    grid = _places(last.stage + 1, Ranks(held.heads, last.tp + 1, held.world // again, again))
+    if [(worker.stage, worker.tp, worker.cp) for worker in layout.workers] != grid:
         return "its workers are not those of every stage and rank, in order"
     groups = len(layout.groups)
     if any(layer.kind >= len(counts) or layer.group >= groups or layer.stage > last.stage for layer in layout.layers):
@@ -247,15 +278,15 @@ def _contradiction(layout: Layout) -> str:
 
 
 class Layouts:
-    """D: what P's have told of their caches, by hash; at most 64, the oldest goes."""
+    """D: layouts that P engines have sent, by hash. At most 64 are kept; the oldest is dropped first."""
 
     most = 64
 
     def __init__(self) -> None:
-        self._known: dict[str, Told | PdError] = {}
+        self._known: dict[str, EngineLayout | PdError] = {}
 
     def learn(self, layout: bytes) -> None:
-        """Also that it cannot be used, and why: whoever says it again gets the same answer."""
+        """Store a layout, or the error why it cannot be used: the next P with this layout gets the same answer."""
         name = layout_hash(layout)
         if name in self._known:
             return
@@ -266,7 +297,7 @@ class Layouts:
         while len(self._known) > self.most:
             del self._known[next(iter(self._known))]
 
-    def get(self, name: str) -> Told | PdError | None:
+    def get(self, name: str) -> EngineLayout | PdError | None:
         return self._known.get(name)
 
 

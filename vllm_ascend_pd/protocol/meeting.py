@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What D's and P's schedulers say to each other where no metaserver brings them together: a source that P holds, as its
-answer carries it, and the messages by which D offers its reservation to P.
+"""Messages between D's and P's schedulers when no metaserver brings them together.
 
-As on the workers' channel, messages may be lost, doubled and reordered, and durations travel, never clock times.
+They are a source that P holds, which P's answer carries, and the messages by which D offers its reservation to P. As on
+the workers' channel, messages may be lost, duplicated and reordered, and carry durations, never clock times.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import Count, Endpoint, Token, TransferId
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Seconds
 
-OFFER_ROOM = 4096  # of a frame, for what an OFFER says beside its reservation
+OFFER_ROOM = 4096  # bytes of a frame for the fields of an OFFER beside its reservation
 
 
 class SourceId(msgspec.Struct, frozen=True, array_like=True):
-    """One request's blocks on one P scheduler; `n` rises with every source of it."""
+    """One request's blocks on one P scheduler. `n` rises with every source of this scheduler."""
 
     incarnation: Token
     n: Count
@@ -32,7 +32,7 @@ class SourceId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """P's answer: what it holds of a prompt, how long, and where D offers its reservation for it. Sealed as a whole."""
+    """Part of P's answer: a prompt that it holds, how long, and where D offers its reservation. Sealed as a whole."""
 
     version: int
     source: SourceId
@@ -44,8 +44,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """D → P: here is my reservation, for this source, or for the request of this name. Repeated until the request of D
-    knows how P's part has ended."""
+    """D → P: offer of a reservation, for this source or for the request of this name.
+
+    It is repeated until D has learned how P's part has ended.
+    """
 
     transfer: TransferId
     reservation: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]  # sealed
@@ -54,13 +56,16 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Waits(msgspec.Struct, frozen=True, tag="waits"):
-    """P → D: the request of that name has not come yet. The offer is kept."""
+    """P → D: the request of that name has not arrived yet. The offer is kept."""
 
     transfer: TransferId
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
-    """P → D: source and target have met. `ended`: and P has computed the whole prompt, and sampled `first` as D asks for."""
+    """P → D: source and target are bound.
+
+    With `ended`, P has also computed the whole prompt. `first` is then its token, if D asked for it and P has it.
+    """
 
     transfer: TransferId
     push: Token
@@ -69,14 +74,17 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """Either → other: my side of it is over. Final."""
+    """Either → other: the sender's side of it is over. Final."""
 
     transfer: TransferId
     failure: Failure
 
 
 class Unwanted(msgspec.Struct, frozen=True, tag="unwanted"):
-    """D → P: no offer will come for this source, or for the request of this name. Said once: `hold_s` ends it too."""
+    """D → P: no offer will come for this source, or for the request of this name.
+
+    It is sent once. If it is lost, P holds the blocks until `hold_s` is over.
+    """
 
     d_incarnation: Token
     source: SourceId | None = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that crosses between P and D on the side channel, and the reservation.
+"""Messages between P's and D's workers on the side channel, and the reservation.
 
-Messages may be lost, doubled and reordered, so each is idempotent and carries the full identity.
-Durations cross the wire, never clock times. Sizes are bounded: a decoder refuses what is larger. Fields that it does not
-know it ignores; `needs` names what may not be ignored (versions.py).
+Messages may be lost, duplicated and reordered, so each is idempotent and carries the full identity.
+Durations cross the wire, never clock times. Sizes are bounded: a decoder refuses what is larger. It ignores fields that
+it does not know; `needs` names what must not be ignored (versions.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_AL
 MAX_MESSAGE_BYTES = 4 << 20
 
 Sum = Annotated[int, msgspec.Meta(ge=0)]  # a 64-bit sum; msgpack itself holds it below 2**64
-Checksum = tuple[Index, Index, Sum]  # of a layer's component, both by their place in the layout
+Checksum = tuple[Index, Index, Sum]  # layer and component, by their places in the layout, and the sum
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
 Needs = Annotated[tuple[Token, ...], msgspec.Meta(max_length=64)]
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
-    """Where the layers of one worker lie: those of its stage. Groups share storage at the same addresses: an address never names a layer."""
+    """Addresses of one worker's layers, which are those of its stage.
+
+    Groups share storage at the same addresses, so an address does not identify a layer.
+    """
 
     session: Name  # the transfer engine's own name
-    blocks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # how many, by group
+    blocks: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # number of blocks, by group
     bases: Annotated[  # by layer and component, in the layout's order
         tuple[Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_COMPONENTS)], ...],
         msgspec.Meta(max_length=MAX_LAYERS),
@@ -40,17 +43,17 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many components each layer has."""
+        """Number of components of each layer."""
         return tuple(map(len, self.bases))
 
 
 def memory_hash(addresses: Memory) -> str:
-    """Names one rank's addresses, so that they need not be told twice."""
+    """Return the name of one rank's addresses, which lets them be sent only once."""
     return hashlib.sha256(msgspec.msgpack.encode(addresses)).hexdigest()[:32]
 
 
 class RefusalCode(str, enum.Enum):
-    """Why D says no to a BEGIN or a RENEW."""
+    """Reason for which D refuses a BEGIN or a RENEW."""
 
     OVER = "over"  # the transfer is complete, or no longer known
     CANCELLED = "cancelled"
@@ -60,20 +63,20 @@ class RefusalCode(str, enum.Enum):
 
 
 class Versioned(msgspec.Struct, frozen=True):
-    """Of a reservation of any version: what it is written in."""
+    """The version of a reservation or source, readable in every version."""
 
     version: int
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Which blocks of D a prefill may fill, for which attempt, until when. Signed as a whole; forms.py has what travels."""
+    """Blocks of D that P may fill in one transfer, with a deadline. Sealed as a whole; forms.py has its wire format."""
 
     version: int
     transfer: TransferId
     model: str  # fingerprint
-    first: int  # tokens [first, end) are wanted, of each group those that matter
+    first: int  # tokens [first, end) are wanted, in each group those that matter
     end: int
-    blocks: tuple[bytes, ...]  # by group: int32, from the block with the first token that is wanted of it
+    blocks: tuple[bytes, ...]  # by group: ids as int32, from the block of its first wanted token
     geometry: CacheGeometry
     endpoints: tuple[Endpoint, ...]  # of D's workers, by rank
     deadline_s: float
@@ -94,12 +97,12 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(_Head, frozen=True, tag="begin", kw_only=True):
-    """P rank → D rank: may I write? Repeated, with a new seq, until it is answered."""
+    """P rank → D rank: request to write. Repeated, with a new seq, until it is answered."""
 
     version: int = PROTOCOL_VERSION
-    layout: Token  # hash of P's
-    told: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)] = b""  # that layout, where D may not know it
-    contributors: Token  # hash of who writes to this D rank
+    layout: Token  # hash of P's layout
+    told: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)] = b""  # that layout, if D may not know it
+    contributors: Token  # hash of the contributors to this D rank
     plan_digest: Token
     quiet_s: Seconds  # how long a failed write of P may still land
     known_memory: Token = ""  # hash of the Memory that P has already
@@ -107,29 +110,29 @@ class Begin(_Head, frozen=True, tag="begin", kw_only=True):
 
 
 class Renew(_Head, frozen=True, tag="renew", kw_only=True):
-    """P rank → D rank: may I go on? With the seq of a BEGIN; what was agreed stays agreed."""
+    """P rank → D rank: request to go on writing. `seq` counts on from the BEGIN's; what was agreed stays agreed."""
 
 
 class Ready(_Head, frozen=True, tag="ready", kw_only=True):
-    """D rank → P rank: you may, for `lease_s` from the moment you asked (echoed seq)."""
+    """D rank → P rank: permission to write for `lease_s`, from when P sent the BEGIN or RENEW of this (echoed) seq."""
 
     lease_s: Seconds
-    memory: Token  # hash of D's
-    addresses: Memory | None = None  # that memory, where P does not know it
+    memory: Token  # hash of D's memory
+    addresses: Memory | None = None  # that memory, if P does not know it
 
 
 class Which(_Head, frozen=True, tag="which", kw_only=True):
-    """D rank → P rank: the layout that your BEGIN names is not known here. Say it in full."""
+    """D rank → P rank: request for the layout that the BEGIN names, which is not known here."""
 
 
 class Refused(_Head, frozen=True, tag="refused", kw_only=True):
-    """D rank → P rank: no. What differs is told with both values."""
+    """D rank → P rank: refusal of a BEGIN or RENEW. Its failure lists what differs, with both values."""
 
     failure: Failure
 
 
 class Done(_Head, frozen=True, tag="done", kw_only=True):
-    """P rank → D rank: every byte that I owed is in your memory."""
+    """P rank → D rank: every byte that this P rank owed is in D's memory."""
 
     bytes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)]  # by group
     plan_digest: Token
@@ -138,20 +141,20 @@ class Done(_Head, frozen=True, tag="done", kw_only=True):
 
 
 class Failed(_Head, frozen=True, tag="failed", kw_only=True):
-    """P rank → D rank: it will not be complete. `quiescent`: and nothing of mine can land any more."""
+    """P rank → D rank: the KV will not be complete. `quiescent`: nothing of this P rank can land any more."""
 
     quiescent: bool
     failure: Failure
 
 
 class Cancel(_Head, frozen=True, tag="cancel", kw_only=True):
-    """D rank → P rank: stop. Answered by Failed(quiescent=True) or Done."""
+    """D rank → P rank: request to stop. Answered by Failed(quiescent=True) or Done."""
 
     failure: Failure
 
 
 class Ack(_Head, frozen=True, tag="ack", kw_only=True):
-    """D rank → P rank: I have your `kind` of `seq`."""
+    """D rank → P rank: receipt of the `kind` (done or failed) with this `seq`."""
 
     kind: Token
 

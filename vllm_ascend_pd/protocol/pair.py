@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P remembers of a push: the order, its pairs, and what of each is owed, out and covered."""
+"""P's record of a push: the order, its pairs, and each pair's units: pending, out (being written) and covered."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from vllm_ascend_pd.protocol.messages import Done, Failed, Memory
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import Backoff
 
-OPEN = (PairState.ASK, PairState.PUSH)  # D may still give or take authority
-MAX_SENT = 128  # BEGINs whose sending time is remembered; older ones could not extend anything
+OPEN = (PairState.ASK, PairState.PUSH)  # D may still give or withdraw authority
+MAX_SENT = 128  # BEGINs and RENEWs whose sending time is kept; older ones could not extend anything
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One D worker of a push, and what was agreed about it from the two geometries."""
+    """One D worker of a push, and what follows for it from the two geometries."""
 
     d_rank: int
     peer: Hashable
     contributors: tuple[Contributor, ...]
     plan_digest: str
-    regions: tuple[int, ...]  # of each layer of its stage: what the addresses in READY must be of
-    groups: int = 1  # of D's: each has its number of blocks there
+    regions: tuple[int, ...]  # number of regions of each layer of its stage; the addresses in READY must match
+    groups: int = 1  # of D; the addresses in READY have a number of blocks for each
 
     def fits(self, addresses: Memory) -> bool:
-        """Whether every address that a plan may ask for is there."""
+        """Return whether every address that a plan may ask for is there."""
         return addresses.counts == self.regions and len(addresses.blocks) == self.groups
 
 
 @dataclass(frozen=True, slots=True)
 class PushOrder:
-    """The source and the reservation have met: what this P rank shall push, where, until when."""
+    """Order for a push, once its request and its reservation are known: transfer, destinations, deadline."""
 
     push: str
     transfer: TransferId
     deadline_s: float
     destinations: tuple[Destination, ...]
-    cached: int = 0  # tokens of the prompt that nobody computed for it
+    cached: int = 0  # tokens of the prompt that P did not compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Coverage:
         return unit in self.pending or unit in self.out or unit in self.covered
 
     def owe(self, unit: Hashable) -> None:
-        """It was out, and has not been written."""
+        """Return a unit from out to pending: it has not been written."""
         self.pending[unit] = self.out.pop(unit)
 
 
@@ -89,13 +89,13 @@ class Pair:
     ready_by: float
     state: PairState = PairState.UNATTACHED
     seq: int = 0
-    sent: dict[int, float] = field(default_factory=dict)  # BEGIN's seq -> when it was sent
+    sent: dict[int, float] = field(default_factory=dict)  # seq of a BEGIN or RENEW -> when it was sent
     authority: float | None = None
     addresses: Memory | None = None
-    memory: str = ""  # what `addresses` are called
-    asked_which: bool = False  # D does not know our layout
+    memory: str = ""  # the name of `addresses`
+    asked_which: bool = False  # D did not know our layout
     coverage: Coverage = field(default_factory=Coverage)
-    owing: bool = False  # units may have been ignored, or their source overwritten: DONE would be a lie
+    owing: bool = False  # units may have been ignored, or their source overwritten: DONE would be wrong
     quiet_at: float = 0.0  # on the running clock: when the last lost write has settled
     said: Done | Failed | None = None  # repeated until acknowledged or `speak_until`
     acknowledged: bool = False
@@ -118,7 +118,7 @@ class Pair:
 
     @property
     def due(self) -> float | None:
-        """When to look at it again at the latest, on the wall clock."""
+        """Latest time for the next look at it, on the wall clock."""
         at = None
         if self.state in OPEN:
             at = min(self.begin.at, self.ready_by if self.authority is None else self.authority)
@@ -132,7 +132,7 @@ class Pair:
 
     @property
     def complete(self) -> bool:
-        """Every unit that it owes was offered, and has landed."""
+        """True if every unit was offered and has landed."""
         return self.push.sealed and not self.coverage.pending and not self.coverage.out
 
     def authorised(self, now: float) -> bool:
@@ -148,7 +148,7 @@ class Pair:
 class Push:
     order: PushOrder
     deadline: float
-    progress: float  # when coverage last moved
+    progress: float  # when it last made progress
     pairs: dict[int, Pair] = field(default_factory=dict)
     epoch: int = 0
     sealed: bool = False
@@ -166,7 +166,7 @@ class Push:
 
     @property
     def cause(self) -> Failure:
-        """What to tell of a push that was not delivered."""
+        """Failure to report of a push that was not delivered."""
         return self.failure or Failure("PD-XFER-002", "unknown")
 
     @property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D: messages that came before their time, kept until the transfer is bound and its gate is open.
+"""D: messages that arrived too early, kept until the transfer is bound and its gate is open.
 
-Only the latest word of each contributor is kept, for a bounded time and in a bounded number: whoever still wants
-something repeats it.
+Only the latest message of each contributor is kept. Time, number and size are bounded: P repeats a message until it is
+answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_ascend_pd.protocol.messages import Begin, Failed
 from vllm_ascend_pd.protocol.timing import Agenda
 
 MAX_PARKED = 4096
-MAX_PARKED_BYTES = 64 << 20  # about; one BEGIN of an ordinary model has some KiB
+MAX_PARKED_BYTES = 64 << 20  # approximate; a BEGIN of an ordinary model has some KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Parking:
         self._bytes = 0
 
     def keep(self, now: float, peer: Hashable, message: Begin | Failed) -> str:
-        """Returns "" when it is kept, else the reason why not, for the counters."""
+        """Keep a message. Return "" if it is kept, else the reason why not, for the counters."""
         waiting = self._waiting.get(message.transfer, {})
         before = waiting.get(message.contributor)
         if before is not None and before.message.push == message.push and before.message.seq >= message.seq:
@@ -52,7 +52,7 @@ class Parking:
         return ""
 
     def take(self, transfer: TransferId) -> list[Parked]:
-        """Everything of this transfer, in the order of first arrival."""
+        """Remove and return all messages of this transfer, in the order of their contributors' first arrival."""
         waiting = self._waiting.pop(transfer, {})
         self.count -= len(waiting)
         self._bytes -= sum(parked.size for parked in waiting.values())
@@ -60,7 +60,7 @@ class Parking:
         return list(waiting.values())
 
     def failed(self, transfer: TransferId) -> Parked | None:
-        """A FAILED among what is parked; it stays there."""
+        """Return a parked FAILED of this transfer, which stays parked; None if there is none."""
         waiting = self._waiting.get(transfer, {})
         return next((parked for parked in waiting.values() if isinstance(parked.message, Failed)), None)
 
@@ -68,7 +68,7 @@ class Parking:
         return tuple(self._waiting)
 
     def forget_process(self, p_incarnation: str) -> None:
-        """A process that is gone will not use what it asked for. That it failed stays known."""
+        """Drop the BEGINs of a process that is gone, which cannot use an answer. A FAILED stays."""
         self._drop(lambda parked: isinstance(parked.message, Begin) and parked.message.p_incarnation == p_incarnation)
 
     def expire(self, now: float) -> int:
@@ -97,6 +97,6 @@ class Parking:
 
 
 def _size(message: Begin | Failed) -> int:
-    """About what it takes to keep: a peer may send messages of 4 MiB."""
+    """Return roughly the bytes that a kept message takes: a peer may send messages of 4 MiB."""
     size = len(message.transfer.incarnation) + len(message.transfer.uuid) + 1024
     return size + (len(message.told) if isinstance(message, Begin) else 0)

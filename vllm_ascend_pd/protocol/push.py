@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P rank: asks for authority, hands out what may be written, and closes only when nothing is out any more.
+"""P rank: asks for authority, hands out units that may be written, and closes only when no write is out any more.
 
-`Sender` is pure: every method takes the time, changes the machine by the table in `tables.py`, and returns actions.
-A push goes to one or more D ranks; it succeeds or fails as one, and its blocks may go once every pair has closed.
+`Sender` is pure: its methods take the time, change the machine by the table in `tables.py`, and return actions.
+A push goes to one or more D ranks. It succeeds or fails as one, and its blocks may be freed once every pair has closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import Told, layout_hash, written
+from vllm_ascend_pd.protocol.layouts import EngineLayout, layout_hash, written
 from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.protocol.pair import OPEN, Claim, Destination, Offer, Pair, Push, PushOrder
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
@@ -32,7 +32,7 @@ MAX_FINISHED = 65536
 
 
 class PushAgenda:
-    """When to look at a push or one of its pairs again: on the wall clock, and on the one that counts while we run."""
+    """Times of the next look at each push and each of its pairs: on the wall clock, and on the running clock."""
 
     def __init__(self, clock: RunningClock, stall_timeout_s: float) -> None:
         self._clock, self._stall_s = clock, stall_timeout_s
@@ -41,11 +41,11 @@ class PushAgenda:
         self._touched: dict[str, tuple[Push, bool]] = {}
 
     def touch(self, push: Push, *, known: bool) -> None:
-        """Its timers may have changed: they are put on the agendas before anybody looks."""
+        """Note that a push's timers may have changed. The agendas are updated before they are read."""
         self._touched[push.order.push] = push, known
 
     def _update(self) -> None:
-        if self._touched:  # mostly not: whoever decides anything asks for the next time
+        if self._touched:  # usually empty: agendas are read more often than timers change
             touched, self._touched = self._touched, {}
             for push, known in touched.values():
                 self._schedule(push, known=known)
@@ -80,7 +80,7 @@ class PushAgenda:
 class Sender:
     """All pushes of one P worker."""
 
-    # What the simulator replaces when it takes a rule out.
+    # The simulator replaces these to take a rule out.
     table = PAIR_TABLE
     guards = PairGuards
     machine = PairMachine
@@ -97,19 +97,19 @@ class Sender:
     ) -> None:
         self._timers = timers
         self._clock = RunningClock()
-        layout = written(Told(model, geometry))
+        layout = written(EngineLayout(model, geometry))
         self._words = PrefillWords(incarnation, contributor, layout, layout_hash(layout), quiet_s)
         guards = self.guards(self._clock, OrderedDict())
         self._machine = self.machine(self.table, guards, self._words, timers)
         self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)
         self._pushes, self.counters = self._machine.pushes, self._machine.counters
-        self._finished: OrderedDict[str, None] = OrderedDict()  # so that late local events are told from wrong ones
+        self._finished: OrderedDict[str, None] = OrderedDict()  # to distinguish late local events from wrong ones
         self._heard: OrderedDict[Hashable, float] = OrderedDict()
 
-    # -- what the runtime tells
+    # -- input from the runtime
 
     def open(self, now: float, order: PushOrder) -> list[Action]:
-        """Source and reservation are both known: ask every destination."""
+        """Open a push, whose request and reservation are both known: send BEGIN to every destination."""
         self._clock.observe(now)
         if order.push in self._pushes or order.push in self._finished:
             raise LocalProtocolError(f"push {order.push} is opened twice")
@@ -127,7 +127,7 @@ class Sender:
         return self._taken()
 
     def offer(self, now: float, push: str, d_rank: int, unit: Hashable, nbytes: int) -> list[Action]:
-        """`unit` is computed; nobody has to wait for anything to write it but authority."""
+        """Record that `unit` is computed. Only authority is needed to write it."""
         return self._local(PairEvent.OFFER, now, push, d_rank, Offer(unit, nbytes))
 
     def checksum(self, push: str, d_rank: int, layer: int, values: Sequence[int]) -> None:
@@ -139,7 +139,7 @@ class Sender:
                 sums[layer, component] = (sums.get((layer, component), 0) + value) % 2**64
 
     def seal(self, now: float, push: str) -> list[Action]:
-        """No unit comes after this."""
+        """Record that no more units will be offered."""
         self._clock.observe(now)
         record = self._record(push)
         if record is not None:
@@ -152,17 +152,17 @@ class Sender:
         return self._taken()
 
     def restart(self, now: float, push: str) -> list[Action]:
-        """The request was preempted: what was covered is to be written again. Nothing may be out.
+        """Start over, because the request was preempted: what was covered is written again. No write may be out.
 
-        A sealed push fails instead: other ranks may have said DONE, and a step that is computed again divides the work
-        between the ranks anew, so the shares would not fit together.
+        A sealed push fails instead. Other ranks may have sent DONE, and a step that is computed again divides the work
+        between the ranks anew, so their shares would not fit together.
         """
         self._clock.observe(now)
         record = self._record(push)
         if record is None or record.closed:
             return self._taken()
         if record.failure is not None or record.sealed:
-            self._lose_source(record)
+            self._mark_source_invalid(record)
             self._machine.fail(now, record, Failure("PD-XFER-002", "preempted after its last step"))
         elif any(pair.coverage.out for pair in record.pairs.values()):
             raise LocalProtocolError(f"push {push} is restarted while writes are out")
@@ -176,13 +176,14 @@ class Sender:
 
     @property
     def anything_claimable(self) -> bool:
-        """Whether a look is worth while; authority and destinations may still say no."""
+        """True if a `claim` is worth while. It may still return nothing, for lack of authority or by `allow`."""
         return bool(self._machine.claimable)
 
     def claim(self, now: float, allow: Callable[[Hashable], bool] | None = None) -> list[Claim]:
-        """Everything that may be written at this moment, in the order offered; `allow` may hold a peer back.
+        """Return everything that may be written now, of each pair in the order offered. `allow` may hold back a peer.
 
-        Look at the clock, claim, submit, look again (`submitted`): nothing else may come in between.
+        The caller reads the clock, claims, submits, and reads the clock again (`submitted`). It must do nothing else in
+        between.
         """
         self._clock.observe(now)
         claims: list[Claim] = []
@@ -197,16 +198,16 @@ class Sender:
         return claims
 
     def returned(self, now: float, claim: Claim) -> list[Action]:
-        """The claim was not submitted after all; it may be claimed again."""
+        """Take back a claim that was not submitted; it may be claimed again."""
         return self._tell(PairEvent.RETURN, now, self._claimed(claim, "returned"), claim)
 
     def submitted(self, now: float, claim: Claim) -> list[Action]:
-        """The submission returned at `now`."""
+        """Record that the submission of a claim returned at `now`."""
         pair = self._claimed(claim, "submitted")
         return self._tell(self._machine.guards.submission(now, pair), now, pair, claim)
 
     def wrote(self, now: float, claim: Claim, ok: bool) -> list[Action]:
-        """The transport has acknowledged the write, or has given it up (then it may still land)."""
+        """Record that the transport has acknowledged the write, or has given it up (then it may still land)."""
         event = PairEvent.LANDED if ok else PairEvent.LOST
         return self._tell(event, now, self._claimed(claim, event.value), claim)
 
@@ -229,24 +230,24 @@ class Sender:
         elif message.transfer != pair.push.order.transfer or message.d_incarnation != message.transfer.incarnation:
             self.counters["wrong_transfer"] += 1
         elif peer != pair.destination.peer:
-            self.counters["wrong_peer"] += 1  # another D: it has no say in this push, and no memory for it
+            self.counters["wrong_peer"] += 1  # another D, which has no part in this push
         else:
             self._machine.hear(now, pair, Heard(peer, message))
             self._schedule(pair.push)
         return self._taken()
 
     def abort(self, now: float, push: str, code: str, detail: str) -> list[Action]:
-        """Give the push up. From here on its blocks may be overwritten, though it closes only when nothing is out."""
+        """Give the push up. From now on its blocks may be overwritten. It still closes only when no write is out."""
         self._clock.observe(now)
         record = self._record(push)
         if record is not None:
-            self._lose_source(record)
+            self._mark_source_invalid(record)
             self._machine.fail(now, record, Failure(code, detail))
             self._schedule(record)
         return self._taken()
 
     def unreachable(self, now: float, peer: Hashable, detail: str) -> list[Action]:
-        """The channel could not connect to `peer`."""
+        """Record that the channel could not connect to `peer`."""
         self._clock.observe(now)
         failure = Failure("PD-XFER-004", f"{peer}: {detail}")
         for push in list(self._pushes.values()):
@@ -257,12 +258,12 @@ class Sender:
         return self._taken()
 
     def tick(self, now: float) -> list[Action]:
-        """Whatever is due."""
+        """Handle all that is due."""
         self._clock.observe(now)
         for name, d_rank in self._agenda.wall_due(now):
             push = self._pushes.get(name)
             if push is None:
-                continue  # forgotten by an earlier one of this very tick
+                continue  # forgotten earlier in this tick
             if d_rank is None:
                 self._push_due(now, push)
             else:
@@ -275,28 +276,28 @@ class Sender:
         return self._taken()
 
     def next_wake(self) -> float | None:
-        """When `tick` must be called at the latest; None while nothing is open."""
+        """Return when `tick` must be called at the latest; None while there is nothing to wait for."""
         return earliest(*self._agenda.next())
 
-    # -- what the runtime asks
+    # -- queries of the runtime
 
     def pairs(self, push: str) -> Mapping[int, Pair]:
-        """By D rank. They go on living here; whoever asks may look."""
+        """Return the pairs of a push by D rank. They are the live records: callers only read them."""
         record = self._pushes.get(push)
         return record.pairs if record else {}
 
     def addresses(self, push: str, d_rank: int) -> Memory | None:
-        """Where D's layers lie, as READY told it."""
+        """Return the addresses of D's layers, as READY gave them."""
         pair = self._pair(push, d_rank)
         return pair.addresses if pair else None
 
     def session(self, claim: Claim) -> str | None:
-        """The session of D's transfer engine that this claim was told to write through."""
+        """Return the session of D's transfer engine to which this claim is written."""
         theirs = self.addresses(claim.push, claim.d_rank)
         return theirs.session if theirs is not None else None
 
     def heard(self, peer: Hashable) -> float | None:
-        """When `peer` last said anything."""
+        """Return when the last message of `peer` arrived; None if that is not known."""
         return self._heard.get(peer)
 
     def authority(self, push: str, d_rank: int) -> float | None:
@@ -308,14 +309,14 @@ class Sender:
         return pair.state if pair else PairState.UNATTACHED
 
     def open_count(self) -> int:
-        """Pushes that have not closed."""
+        """Return the number of pushes that have not closed."""
         return sum(not push.closed for push in self._pushes.values())
 
     def record_count(self) -> int:
-        """Pushes that are remembered, closed ones whose last word is not acknowledged included."""
+        """Return the number of pushes on record, with closed ones whose last message is not acknowledged yet."""
         return len(self._pushes)
 
-    # -- finding and telling
+    # -- look-up and events
 
     def _local(self, event: PairEvent, now: float, push: str, d_rank: int, came: object) -> list[Action]:
         record = self._record(push)
@@ -339,8 +340,8 @@ class Sender:
             raise LocalProtocolError(f"{what}: {claim} is not out")
         return pair
 
-    def _lose_source(self, push: Push) -> None:
-        """The blocks may go at any time now: whatever is still out does not count as delivered."""
+    def _mark_source_invalid(self, push: Push) -> None:
+        """Note that the blocks may be overwritten at any time: writes still out do not count as delivered."""
         for pair in push.pairs.values():
             pair.owing = True
 
@@ -378,14 +379,14 @@ class Sender:
             self._machine.fire(PairEvent.RENEW, now, pair)
         if pair.speaking and pair.speak is not None and now >= pair.speak.at:
             if now >= pair.speak_until:
-                pair.acknowledged = True  # nobody listens any more
+                pair.acknowledged = True  # D must have given up by now
                 self.counters["unacknowledged"] += 1
             else:
                 pair.speak.again(now)
                 self._machine.repeat(now, pair, None)
 
     def _schedule(self, push: Push) -> None:
-        """Look at its timers again, or forget it."""
+        """Update the timers of a push, or forget it if it is over."""
         name = push.order.push
         if push.closed and not any(pair.speaking for pair in push.pairs.values()):
             self._pushes.pop(name, None)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P rank: the records, and what happens at each event. The table in `tables.py` says when which effect happens and which
-state the pair is in by then; `push.py` is the face that the runtime sees.
+"""P rank: the records, and the effects of events on them.
+
+The table in `tables.py` defines which effect an event has, and the state that the pair is in by then. `push.py` is the
+interface for the runtime.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MAX_MEMORIES = 4096
 
 
 class PairMachine:
-    """The pushes of one P worker, run by a table."""
+    """The pushes of one P worker, driven by a table."""
 
     def __init__(
         self, table: Table[PairState, PairEvent], guards: PairGuards, words: PrefillWords, timers: Timers
@@ -57,7 +59,7 @@ class PairMachine:
         cell.effect(self, now, pair, came)
 
     def hear(self, now: float, pair: Pair | None, heard: Heard[Message]) -> None:
-        """Without a pair, by the row UNATTACHED: we know nothing of this push, so nothing of it is out."""
+        """Handle a message. Without a pair the row UNATTACHED is used: the push is unknown, so no write is out."""
         event = self.guards.event(now, pair, heard.message)
         if pair is not None:
             self.fire(event, now, pair, heard)
@@ -71,7 +73,7 @@ class PairMachine:
         self.actions.append(Note(stage, {**about, "d_rank": pair.destination.d_rank, **facts}))
 
     def ignore(self, now: float, pair: Pair | None, came: object) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     # -- asking
 
@@ -84,12 +86,12 @@ class PairMachine:
         self.ask(now, pair, came)
 
     def tell(self, now: float, pair: Pair, heard: Heard[Which]) -> None:
-        """Ask again, with our layout in full."""
+        """Send BEGIN again, with our layout in full."""
         pair.asked_which = True
         self.ask_again(now, pair, None)
 
     def renew(self, now: float, pair: Pair, came: None) -> None:
-        """What was agreed stays agreed: only the time is asked for."""
+        """Ask for more time. What was agreed stays agreed."""
         pair.begin.again(now)
         self._asked(now, pair, self.words.renew(pair))
 
@@ -100,7 +102,7 @@ class PairMachine:
         self._note("begin", pair, seq=asks.seq)
 
     def start(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
-        """Authority, for the first time."""
+        """Take authority for the first time."""
         self.extend(now, pair, heard)
         pair.push.progress = now
         self._note("ready", pair, seq=heard.message.seq, waited=now - pair.sent[heard.message.seq])
@@ -115,7 +117,7 @@ class PairMachine:
         pair.begin.rest(max(now + self._timers.resend_first_s, sent + ready.lease_s / 3))
 
     def _learn(self, pair: Pair, ready: Ready) -> tuple[str, Memory]:
-        """Remember the addresses of this peer, which are told or known."""
+        """Remember the addresses of this peer, which a READY carries or which are known."""
         memory, addresses = told(ready, pair, self._memories)
         if addresses is None:
             raise LocalProtocolError(f"{ready.memory} of {pair!r} is not known")
@@ -147,7 +149,7 @@ class PairMachine:
         pair.coverage.owe(claim.unit)
         self.claimable[pair.key] = pair
 
-    def bring_home(self, now: float, pair: Pair, claim: Claim) -> None:
+    def return_unit(self, now: float, pair: Pair, claim: Claim) -> None:
         pair.coverage.owe(claim.unit)
         self.end(now, pair, None)
 
@@ -164,7 +166,7 @@ class PairMachine:
     # -- failing
 
     def fail(self, now: float, push: Push, failure: Failure) -> None:
-        """A push fails as one: on all pairs no new write starts, and each closes when its writes are home."""
+        """Fail a push as one: on all pairs no new write starts, and each closes when its writes have ended."""
         if push.failure is None:
             push.failure = failure
         for pair in push.pairs.values():
@@ -177,7 +179,7 @@ class PairMachine:
         self.fail(now, pair.push, failure_of(heard.message))
 
     def fail_moved(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
-        """What we wrote before may be lost."""
+        """Fail the push: what was written to the old addresses may be lost."""
         self._learn(pair, heard.message)
         self.fail(now, pair.push, Failure("PD-XFER-005", "the addresses changed during the transfer"))
 
@@ -200,11 +202,11 @@ class PairMachine:
         self.fail(now, pair.push, Failure("PD-XFER-003", f"D rank {to.d_rank} at {to.peer}"))
 
     def lose(self, now: float, pair: Pair, claim: Claim) -> None:
-        pair.coverage.owe(claim.unit)  # for ever: this pair cannot say DONE
+        pair.coverage.owe(claim.unit)  # it stays pending, so this pair cannot send DONE
         pair.quiet_at = self._clock.seconds + settled_s(self.words.quiet_s)
 
     def drain(self, now: float, pair: Pair, came: None) -> None:
-        pair.owing = pair.owing or not pair.push.sealed  # what is offered from here on is ignored
+        pair.owing = pair.owing or not pair.push.sealed  # further offers are ignored
         self.claimable.pop(pair.key, None)
         self._note("drain", pair, why=str(pair.push.cause), out=len(pair.coverage.out))
         self.end(now, pair, None)
@@ -214,7 +216,7 @@ class PairMachine:
     # -- closing
 
     def end(self, now: float, pair: Pair, came: None) -> None:
-        """Close the pair, if it may close by now."""
+        """Close the pair, if it may close now."""
         event = self.guards.end(pair)
         if event is not None:
             self.fire(event, now, pair)
@@ -238,7 +240,7 @@ class PairMachine:
             self.actions.append(Closed(push.order.push, None if push.delivered else push.cause))
 
     def _say(self, now: float, pair: Pair, word: Done | Failed) -> None:
-        """It is sent, and repeated until it is acknowledged or D must have given up."""
+        """Send DONE or FAILED, and repeat it until it is acknowledged or D must have given up."""
         pair.seq, pair.said, pair.acknowledged = word.seq, word, False
         pair.speak = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
         pair.speak_until = now + hold_s(self._timers.lease_s, self.words.quiet_s, self._timers.margin_s)

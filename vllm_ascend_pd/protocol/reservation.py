@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D rank: who may write into which reservation, and when nothing can be written there any more.
+"""D rank: permission to write into reservations, and proof that nothing can be written there any more.
 
-`Receiver` is pure: every method takes the time, changes the machine by the table in `tables.py`, and returns actions.
+`Receiver` is pure: its methods take the time, change the machine by the table in `tables.py`, and return actions.
 A transfer is reported once: complete, or failed and fenced.
 """
 
@@ -29,7 +29,7 @@ _CLOSED = (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED)
 
 
 class ReservationAgenda:
-    """When to look at a transfer again: on the wall clock, and on the clock that only counts while we run."""
+    """Times of the next look at each transfer: on the wall clock, and on the running clock."""
 
     def __init__(self, fence: Fence) -> None:
         self._fence_of = fence
@@ -55,7 +55,7 @@ class ReservationAgenda:
         self._running.set(record.transfer, min(running, default=None))
 
     def _proof_due(self, writer: Writer) -> float | None:
-        """When to look at this silent writer again: its proof, or its hold, after which access is revoked."""
+        """Return when to look at this writer again: when it is proven quiet, or its hold ends and access is revoked."""
         proven_at = self._fence_of.proven_at(writer)
         if proven_at is not None:
             return proven_at
@@ -75,10 +75,10 @@ class ReservationAgenda:
 class Receiver:
     """All transfers of one D worker.
 
-    `incarnation` is that of the D engine, as in `TransferId.incarnation`; left empty, the first `bind` tells it.
+    `incarnation` is that of the D engine, as in `TransferId.incarnation`. If it is empty, the first `bind` sets it.
     """
 
-    # What the simulator replaces when it takes a rule out.
+    # The simulator replaces these to take a rule out.
     table = RESERVATION_TABLE
     guards = ReservationGuards
     machine = ReservationMachine
@@ -105,10 +105,10 @@ class Receiver:
         self._transfers, self._parking = self._machine.transfers, self._machine.parking
         self.counters = self._machine.counters
 
-    # -- what the runtime tells
+    # -- input from the runtime
 
     def bind(self, now: float, transfer: TransferId, first: int, end: int, deadline_s: float) -> list[Action]:
-        """The scheduler has allocated the blocks for tokens [first, end); the gate is still closed."""
+        """Bind a transfer: the scheduler has allocated the blocks for tokens [first, end). The gate is still closed."""
         self._fence_of.observe(now)
         machine = self._machine
         if machine.incarnation and transfer.incarnation != machine.incarnation:
@@ -122,25 +122,25 @@ class Receiver:
         return self._taken(record)
 
     def gate_open(self, now: float, transfer: TransferId) -> list[Action]:
-        """The device has finished what ran before the bind: from now on a write harms nobody."""
+        """Open the gate: the device has finished the work from before the bind, so the blocks may be written."""
         return self._local(ReservationEvent.GATE_OPEN, now, transfer)
 
     def cancel(self, now: float, transfer: TransferId, code: str, detail: str) -> list[Action]:
-        """The scheduler does not want it any more, or knows that it failed elsewhere."""
+        """Cancel a transfer that the scheduler does not want any more, or that has failed elsewhere."""
         return self._local(ReservationEvent.CANCEL, now, transfer, Failure(code, detail))
 
     def settle(self, now: float, transfer: TransferId) -> list[Action]:
-        """Prefill has ended well: all its ranks must have begun within a lease."""
+        """Record that prefill has ended well: all its ranks must begin within a lease."""
         return self._local(ReservationEvent.SETTLE, now, transfer)
 
     def verified(self, now: float, transfer: TransferId, layer: str | None) -> list[Action]:
-        """The answer to Verify: the layer whose checksum differs, or None."""
+        """Handle the answer to `Verify`: the layer whose checksum differs, or None."""
         if layer is None:
             return self._local(ReservationEvent.VERIFIED, now, transfer)
         return self._local(ReservationEvent.CORRUPT, now, transfer, Failure("PD-WIRE-004", layer))
 
     def over(self, now: float, transfer: TransferId) -> list[Action]:
-        """The scheduler has heard from all ranks: the record may go."""
+        """Drop the record: all ranks have reported to the scheduler."""
         return self._local(ReservationEvent.OVER, now, transfer)
 
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
@@ -163,20 +163,20 @@ class Receiver:
         return self._taken(record)
 
     def peer_gone(self, now: float, p_incarnation: str) -> list[Action]:
-        """The kernel has closed the connection of this P process."""
+        """Record that the kernel has closed the connection of this P process."""
         self._fence_of.observe(now)
         self._fence_of.gone(p_incarnation)
         self._parking.forget_process(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def peer_back(self, now: float, p_incarnation: str) -> list[Action]:
-        """The very same process has connected again: only its connection was gone."""
+        """Record that the same process has connected again: only its connection was gone."""
         self._fence_of.observe(now)
         self._fence_of.back(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def revoked(self, now: float, addresses: Memory) -> list[Action]:
-        """Nothing of an old session can land any more."""
+        """Handle the end of a revocation: nothing of an old session can land any more."""
         self._fence_of.observe(now)
         if not self._fence_of.revoking:
             raise LocalProtocolError("revoked, but no revocation was asked for")
@@ -191,7 +191,7 @@ class Receiver:
         return self._taken(*records)
 
     def tick(self, now: float) -> list[Action]:
-        """Whatever is due."""
+        """Handle all that is due."""
         self._fence_of.observe(now)
         touched = []
         for transfer in self._agenda.wall_due(now):
@@ -206,24 +206,24 @@ class Receiver:
         return self._taken(*touched)
 
     def next_wake(self) -> float | None:
-        """When `tick` must be called at the latest; None while there is nothing to wait for."""
+        """Return when `tick` must be called at the latest; None while there is nothing to wait for."""
         return earliest(earliest(*self._agenda.next()), self._parking.next())
 
-    # -- what the runtime asks
+    # -- queries of the runtime
 
     def gated(self) -> tuple[TransferId, ...]:
-        """Transfers that wait for `gate_open`."""
+        """Return the transfers that wait for `gate_open`."""
         return tuple(t for t, record in self._transfers.items() if record.state is ReservationState.GATED)
 
     def state(self, transfer: TransferId) -> ReservationState:
         return self._machine.lookup(transfer).state
 
     def open_count(self) -> int:
-        """Transfers that have not been reported."""
+        """Return the number of transfers that have not been reported."""
         return sum(record.state not in _CLOSED for record in self._transfers.values())
 
     def record_count(self) -> int:
-        """Transfers that are not over."""
+        """Return the number of transfers on record: those that are not over."""
         return len(self._transfers)
 
     def parked_count(self) -> int:
@@ -238,9 +238,9 @@ class Receiver:
     def _turn_away(
         self, now: float, record: Transfer, heard: Heard[Begin | Renew | Done | Failed], code: RefusalCode, detail: str
     ) -> None:
-        """It is not for this rank, whatever its transfer may be."""
+        """Answer a message that is not for this rank, whatever the state of its transfer."""
         if isinstance(heard.message, Begin | Renew):
-            self._machine.say_no(Heard(heard.peer, heard.message), code, detail)
+            self._machine.send_refused(Heard(heard.peer, heard.message), code, detail)
         else:
             self._machine.acknowledge(now, record, Heard(heard.peer, heard.message))
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D rank: the records, and what happens at each event. The table in `tables.py` says when which effect happens and which
-state the record is in by then; `reservation.py` is the face that the runtime sees.
+"""D rank: the records, and the effects of events on them.
+
+The table in `tables.py` defines which effect an event has, and the state that the record is in by then.
+`reservation.py` is the interface for the runtime.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from vllm_ascend_pd.protocol.words import ack, cancel, failure_of, ready, refuse
 
 
 class ReservationMachine:
-    """The records of one D rank, run by a table."""
+    """The transfers of one D rank, driven by a table."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class ReservationMachine:
         self.move(addresses)
 
     def move(self, addresses: Memory) -> None:
-        """From now on READY tells these."""
+        """Use these addresses in READY from now on."""
         self.addresses, self.memory = addresses, memory_hash(addresses)
 
     def lookup(self, transfer: TransferId) -> Transfer:
@@ -82,23 +84,23 @@ class ReservationMachine:
         self.actions.append(Note(stage, {**about, **facts}))
 
     def ignore(self, now: float, record: Transfer, came: object) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
     # -- parking
 
     def park(self, now: float, record: Transfer, heard: Heard[Begin | Failed]) -> None:
-        """Keep the latest word of each contributor until the transfer is bound and its gate open."""
+        """Keep the latest message of each contributor until the transfer is bound and its gate is open."""
         reason = self.parking.keep(now, heard.peer, heard.message)
         if reason:
             self.counters[reason] += 1
 
     def park_failure(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
-        """P gave up before we were asked to bind: remember it, so that D need not wait for its deadline."""
+        """Acknowledge and keep a FAILED that came before the bind, so that D need not wait for its deadline."""
         self.acknowledge(now, record, heard)
         self.park(now, record, heard)
 
     def unpark(self, now: float, record: Transfer) -> None:
-        """Hear what was parked as if it came now, in the state that the record has now."""
+        """Handle the parked messages as if they came now, in the state that the record has now."""
         for parked in self.parking.take(record.transfer):
             self.hear(now, record, Heard(parked.peer, parked.message))
 
@@ -124,7 +126,7 @@ class ReservationMachine:
     # -- granting
 
     def grant_first(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
-        """Bind the push, what it plans, and who takes part."""
+        """Bind the transfer to a push, its plan and its contributors, and grant."""
         begin = heard.message
         record.push, record.plan_digest, record.contributors = begin.push, begin.plan_digest, begin.contributors
         record.writers = {contributor: Writer(contributor) for contributor in self.guards.contributors(begin)}
@@ -135,7 +137,7 @@ class ReservationMachine:
         self.grant(now, record, heard)
 
     def grant(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
-        """Lease and hold start anew."""
+        """Start lease and hold anew, and send READY."""
         self._fence_of.lease(record.author(heard.message), heard.message)
         self.grant_again(now, record, heard)
 
@@ -168,7 +170,10 @@ class ReservationMachine:
         self.compare(now, record, None)
 
     def compare(self, now: float, record: Transfer, came: None) -> None:
-        """The sums come by the layers' place in the layout, and leave by that in this worker's cache."""
+        """Ask for the comparison of the memory with the sum of all checksums.
+
+        DONE numbers layers by their place in the layout, `Verify` by their place in this worker's stage.
+        """
         sums: dict[tuple[int, int], int] = {}
         first = self.guards.geometry.first_layer(self.guards.stage)
         for writer in record.writers.values():
@@ -195,7 +200,7 @@ class ReservationMachine:
         self.fence(now, record, Failure("PD-XFER-005", detail))
 
     def fail_cut(self, now: float, record: Transfer, came: None) -> None:
-        """Access was revoked: every contributor that could write before is quiet now."""
+        """Fail because access was revoked: every contributor that could write before is quiet now."""
         cut = record.leased()
         who = ", ".join(str(writer.contributor) for writer in cut)
         failure = Failure("PD-XFER-004", f"access of {who} was revoked")
@@ -205,7 +210,7 @@ class ReservationMachine:
         self.fence(now, record, failure)
 
     def fence(self, now: float, record: Transfer, failure: Failure) -> None:
-        """No new authority; wait until every contributor that had any is quiet."""
+        """Grant no more authority, and wait until every contributor that had any is quiet."""
         record.failure, record.deadline = failure, None
         self.note("fencing", record, code=failure.code, detail=failure.detail)
         for writer in record.leased():
@@ -221,7 +226,7 @@ class ReservationMachine:
         self.report(now, record, None)
 
     def hear_done(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
-        """Every write was acknowledged: nothing is on its way."""
+        """Take a DONE as proof that its writer is quiet: every write was acknowledged, so none is in flight."""
         self.acknowledge(now, record, heard)
         self._quiet(now, record, record.author(heard.message), WriterEvent.DONE, "done")
 
@@ -264,20 +269,20 @@ class ReservationMachine:
         self.actions.append(Send(heard.peer, ack(heard.message)))
 
     def refuse(self, now: float, record: Transfer, refusal: Refusal) -> None:
-        self.say_no(refusal.heard, refusal.code, refusal.detail)
+        self.send_refused(refusal.heard, refusal.code, refusal.detail)
 
     def refuse_over(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
-        self.say_no(heard, RefusalCode.OVER)
+        self.send_refused(heard, RefusalCode.OVER)
 
     def refuse_cancelled(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
-        self.say_no(heard, RefusalCode.CANCELLED, str(record.failure or "").strip())
+        self.send_refused(heard, RefusalCode.CANCELLED, str(record.failure or "").strip())
 
-    def say_no(self, heard: Heard[Begin | Renew], code: RefusalCode, detail: str = "") -> None:
+    def send_refused(self, heard: Heard[Begin | Renew], code: RefusalCode, detail: str = "") -> None:
         self.counters["refused_" + code.value] += 1
         self.actions.append(Send(heard.peer, refused(heard.message, code, detail)))
 
     def cancel(self, writer: Writer, failure: Failure | None) -> None:
-        """For the first time or once more."""
+        """Send CANCEL, for the first time or again."""
         if writer.granted is None or failure is None:
             raise LocalProtocolError(f"{writer!r} was never granted anything, or nothing has failed")
         self._seq += 1

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of which requests P's first token may be D's, and what P must be told to sample the same.
+"""Requests that may start with P's first token (are seeded), and the parameters that P needs to sample the same token.
 
-One table of vLLM's sampling parameters. P's token is the first output of D's request: what counts or remembers generated tokens
-goes on as in one engine. A parameter that is not in the table is of a later release: a request that sets it is not seeded.
+One table has vLLM's sampling parameters. P's token becomes the first output of D's request, so all that counts or
+remembers generated tokens goes on as in one engine. A parameter that is not in the table is of a later release of vLLM:
+a request that sets it is not seeded.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-MOST_LOGPROBS = 20  # vLLM's own default for what a request may ask for
-MOST_LISTED = 1024  # tokens that a request may list
-MOST_WRITTEN = 16384  # bytes of JSON that its structured output and its bad words may take
+MAX_LOGPROBS = 20  # vLLM's own default for what a request may ask for
+MAX_LISTED = 1024  # tokens that a request may list
+MAX_WRITTEN = 16384  # bytes of JSON for its structured output and its bad words
 
 
-GRAMMAR = "grammar read by"  # beside vLLM's own parameters: two libraries may let different tokens begin
+GRAMMAR = "grammar read by"  # no parameter of vLLM: two libraries may allow different first tokens
 
 
 class Part(Enum):
-    """What a parameter has to do with the first token."""
+    """Role of a parameter for the first token."""
 
     CHOOSES = "it chooses the first token: P is sent it, and both sides hash it"
     REPORTS = "what is told of the first token: P is sent it"
@@ -42,27 +43,27 @@ PARAMETERS: dict[str, tuple[Part, str]] = {
     "skip_reading_prefix_cache": (Part.AFTER, ""),
     # They count generated tokens, of which there are none before the first.
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_detection"), (Part.AFTER, "")),
-    "seed": (Part.BARS, "seed"),  # the generator's state is in D's workers; greedy sampling asks none
+    "seed": (Part.BARS, "seed"),  # the generator's state is in D's workers; greedy sampling has none
     "thinking_token_budget": (Part.BARS, "thinking budget"),
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (Part.BARS, "prompt")),
     "logprob_token_ids": (Part.BARS, "logprobs"),
-    # An engine that makes watermarks is left out as a whole; in any other these do nothing.
+    # No request of an engine that makes watermarks is seeded. In any other engine these have no effect.
     **dict.fromkeys(("watermarking", "_watermarking_skipped"), (Part.AFTER, "")),
     **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (Part.BARS, "tracing")),
     "extra_args": (Part.BARS, "extra arguments"),
     GRAMMAR: (Part.CHOOSES, ""),
 }
-OTHER = "unknown parameter"  # the reason where a later release's parameter is set
+OTHER = "unknown parameter"  # the reason if a parameter that is not in the table is set
 
-_OURS = "kv_transfer_params"  # among the extra arguments: the router's
-# What stands in `first_token` of a reservation's post: names of the completions API.
+_OURS = "kv_transfer_params"  # the only extra argument that is allowed: the router's
+# Fields of `first_token` when D posts a reservation: names of the completions API.
 SENT = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens")
 ) | {"stop_token_ids", "ignore_eos", "logprobs", "bad_words", "structured_outputs"}
 
 
 def refusal(given: Mapping[str, Any]) -> str:
-    """Why a request with these parameters, all that are not as vLLM's defaults, is not seeded; empty: it may be."""
+    """Return why a request is not seeded; empty if it may be. `given` has what differs from vLLM's defaults."""
     for name, value in given.items():
         part, why = PARAMETERS.get(name, (Part.BARS, OTHER))
         if part is not Part.BARS:
@@ -72,7 +73,7 @@ def refusal(given: Mapping[str, Any]) -> str:
         if name == "extra_args" and isinstance(value, Mapping) and set(value) <= {_OURS}:
             continue
         return why
-    if not -1 < (given.get("logprobs") or 0) <= MOST_LOGPROBS:
+    if not -1 < (given.get("logprobs") or 0) <= MAX_LOGPROBS:
         return "logprobs"
     listed = (
         given.get("logit_bias") or (),
@@ -80,11 +81,14 @@ def refusal(given: Mapping[str, Any]) -> str:
         given.get("_all_stop_token_ids") or (),
     )
     written = json.dumps([_grammar(given), given.get("bad_words"), given.get("_bad_words_token_ids")])
-    return "long lists" if max(map(len, listed)) > MOST_LISTED or len(written) > MOST_WRITTEN else ""
+    return "long lists" if max(map(len, listed)) > MAX_LISTED or len(written) > MAX_WRITTEN else ""
 
 
 def sent(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What P is sent of a request that `refusal` lets pass. All ways to choose are named: P's server may have other defaults."""
+    """Return the parameters to send to P for a request that `refusal` lets pass.
+
+    Temperature, repetition penalty and, unless greedy, the filters are always sent: P's server may have other defaults.
+    """
     fields: dict[str, Any] = {"temperature": given.get("temperature", 1.0), "repetition_penalty": _repetition(given)}
     if not _greedy(given):
         fields |= {"top_p": given.get("top_p", 1.0), "top_k": _top_k(given), "min_p": given.get("min_p", 0.0)}
@@ -92,7 +96,7 @@ def sent(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
     if given.get("allowed_token_ids"):
         fields["allowed_token_ids"] = list(given["allowed_token_ids"])
-    if given.get("min_tokens"):  # the first token must not end the answer; more than one P's limit does not allow
+    if given.get("min_tokens"):  # the first token must not end the answer; P's limit of one token allows no more
         fields["min_tokens"] = 1
     if _ends(given):
         fields |= {"stop_token_ids": _stops(given), "ignore_eos": bool(given.get("ignore_eos"))}
@@ -106,7 +110,7 @@ def sent(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(given: Mapping[str, Any]) -> str:
-    """Equal where the first token is chosen alike, whatever else is asked. 32 hex digits."""
+    """Return 32 hex digits that are equal if the first token is chosen alike, whatever else is asked."""
     chosen = {
         "temperature": float(given.get("temperature", 1.0)),
         "repetition": float(_repetition(given)),
@@ -131,17 +135,20 @@ def _repetition(given: Mapping[str, Any]) -> float:
 
 
 def _top_k(given: Mapping[str, Any]) -> int:
-    return max(0, int(given.get("top_k", 0)))  # -1 and 0 both say "all"
+    return max(0, int(given.get("top_k", 0)))  # -1 and 0 both mean "all"
 
 
 def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What an answer must look like, as far as it is set."""
+    """Return the constraints on the form of an answer that are set."""
     asked = vars(given["structured_outputs"]) if given.get("structured_outputs") else {}
     return {name: value for name, value in asked.items() if value not in (None, False) and not name.startswith("_")}
 
 
 def _ends(given: Mapping[str, Any]) -> bool:
-    """Whether what ends an answer has a say in how it begins: it must not yet, or a grammar may let it end at once."""
+    """Return whether the stop tokens affect the first token.
+
+    They do if `min_tokens` forbids them there, or if a grammar may allow them at once.
+    """
     return bool(given.get("min_tokens") or _grammar(given))
 
 

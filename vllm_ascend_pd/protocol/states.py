@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states and events of the machines, and what a cell of their tables is.
+"""States and events of the state machines, and the cells of their tables.
 
-A message or a timer may mean different things to one state. `guards.py` says which, before the table is asked: every
-event below has exactly one outcome in a state.
+A message or a timer may mean different things in one state. `guards.py` decides which event it is before the table is
+consulted, so every event below has exactly one outcome in a state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message, covariant=True)
 
 
 class Named(enum.Enum):
-    """A member is itself only: tables are asked all the time, and need no hash of its name."""
+    """Enum whose members hash by identity: tables are consulted all the time, and need no hash of a name."""
 
     __hash__ = object.__hash__
 
@@ -30,7 +30,7 @@ class Named(enum.Enum):
 class ReservationState(Named):
     """D: one transfer on one D rank."""
 
-    UNBOUND = "unbound"  # its number is above the watermark: this worker has not heard of it yet
+    UNBOUND = "unbound"  # its number is above the watermark: this worker has not bound it yet
     GATED = "gated"  # bound, but the device may still be busy with the blocks' earlier life
     OPEN = "open"  # contributors may write
     VERIFYING = "verifying"  # all done; the memory is being compared with the checksums
@@ -41,32 +41,32 @@ class ReservationState(Named):
 
 
 class ReservationEvent(Named):
-    # a BEGIN. Only an open transfer tells them apart; elsewhere each is the first
-    BEGIN = "begin"  # asks for a lease that it may have
-    FIRST_BEGIN = "first_begin"  # the same, and it is the one that binds the push, its plan and its set
-    BEGIN_AGAIN = "begin_again"  # the same question once more
-    LATE_BEGIN = "late_begin"  # an older question, or of one that is done
+    # a BEGIN. These are distinguished in the state OPEN only; in other states each BEGIN is the first of them
+    BEGIN = "begin"  # asks for a lease, and gets it
+    FIRST_BEGIN = "first_begin"  # the same, and it binds the push, its plan and its contributors
+    BEGIN_AGAIN = "begin_again"  # the seq that was granted last, once more
+    LATE_BEGIN = "late_begin"  # an older seq, or a writer that may not write any more
     BEGIN_OF_GONE = "begin_of_gone"  # its process has ended
     BEGIN_OF_ANOTHER = "begin_of_another"  # another push, or another process, than the one that was granted
-    BEGIN_UNFIT = "begin_unfit"  # version, model, cache, plan or set differ
-    BEGIN_UNTOLD = "begin_untold"  # it names a layout that is not known here
+    BEGIN_UNFIT = "begin_unfit"  # version, model, cache, plan or contributors differ
+    BEGIN_UNKNOWN_LAYOUT = "begin_unknown_layout"  # it names a layout that is not known here
     BEGIN_IN_REVOCATION = "begin_in_revocation"  # the addresses are about to change
-    RENEW = "renew"  # asks for what was granted to go on; where it may not, it is one of the above
+    RENEW = "renew"  # asks to go on; if that is not granted, it is one of the above
     # a DONE
-    DONE = "done"  # of a writer
+    DONE = "done"  # of a writer that has to be waited for
     LAST_DONE = "last_done"  # every other contributor is done already
     LAST_DONE_TO_VERIFY = "last_done_to_verify"  # the same, and the memory is to be compared with the sums
-    WRONG_PLAN_DONE = "wrong_plan_done"  # of a writer that worked after another plan
+    WRONG_PLAN_DONE = "wrong_plan_done"  # of a writer that followed another plan
     LATE_DONE = "late_done"  # of one that is not writing any more
     EARLY_DONE = "early_done"  # of one that was never granted anything
     # a FAILED
     FAILED = "failed"  # and nothing of it can land any more
-    LOUD_FAILED = "loud_failed"  # what it wrote may still land
+    FAILED_IN_FLIGHT = "failed_in_flight"  # what it wrote may still land
     LATE_FAILED = "late_failed"  # of one that is done
     EARLY_FAILED = "early_failed"  # of one that was never granted anything
-    # a DONE or FAILED whose author has no say
-    WORD_OF_STRANGER = "word_of_stranger"  # no contributor of this push
-    WORD_OF_ANOTHER = "word_of_another"  # another process than the one that was granted
+    # a DONE or FAILED whose sender has no say
+    NOT_A_CONTRIBUTOR = "not_a_contributor"  # not of a contributor, or of another push
+    OTHER_PROCESS = "other_process"  # another process than the one that was granted
     # from our own scheduler and runtime
     BIND = "bind"
     GATE_OPEN = "gate_open"
@@ -78,10 +78,10 @@ class ReservationEvent(Named):
     # time, and proofs that a contributor is quiet
     DEADLINE = "deadline"
     LAPSE = "lapse"
-    PROVEN = "proven"  # time may have proven somebody quiet
+    PROVEN = "proven"  # time may have proven a contributor quiet
     REVOKED = "revoked"
-    CUT = "revoked_while_written"  # somebody could write when access was revoked
-    ALL_QUIET = "all_quiet"  # nobody is leased any more
+    CUT = "revoked_while_written"  # a contributor could write when access was revoked
+    ALL_QUIET = "all_quiet"  # no contributor has to be waited for any more
 
 
 class WriterState(Named):
@@ -89,16 +89,16 @@ class WriterState(Named):
 
     AWAITED = "awaited"  # has never been granted anything
     LEASED = "leased"  # may be writing
-    ANSWERED = "answered"  # says that nothing of it can land any more; older bytes may wait in our own buffers
+    ANSWERED = "answered"  # says that nothing of it can land any more; earlier bytes may still wait in local buffers
     DONE = "done"  # has said that all is written
     QUIET = "quiet"  # nothing of it can land any more
 
 
 class WriterEvent(Named):
-    GRANTED = "granted"  # a READY leaves
+    GRANTED = "granted"  # a READY is sent
     DONE = "done"
     ANSWER = "answer"  # FAILED(quiescent)
-    PROVEN = "proven"  # its process is gone and its time is over, or its answer has rested
+    PROVEN = "proven"  # its process is gone and its time is over, or its answer was waited on long enough
     REVOKED = "revoked"
 
 
@@ -108,25 +108,25 @@ class PairState(Named):
     UNATTACHED = "unattached"  # source or reservation is still missing, or all is over: no record
     ASK = "ask"  # BEGIN sent, no authority yet
     PUSH = "push"
-    DRAIN = "drain"  # no new write; those that are out come home
+    DRAIN = "drain"  # no new write; those that are out are waited for
     CLOSED = "closed"
 
 
 class PairEvent(Named):
-    # a READY. Only a pair that asks or writes tells them apart; elsewhere each is the first
+    # a READY. These are distinguished in ASK and PUSH only; in other states each READY is the first of them
     READY = "ready"
-    READY_UNASKED = "ready_unasked"  # to no BEGIN that we know of
-    READY_LATE = "ready_late"  # its authority is over, or shorter than ours
-    READY_BARE = "ready_bare"  # its addresses are neither told nor known
+    READY_UNASKED = "ready_unasked"  # answers no BEGIN or RENEW on record
+    READY_LATE = "ready_late"  # its authority is over, or ends no later than the present one
+    READY_NO_ADDRESSES = "ready_no_addresses"  # its addresses are neither in it nor known
     READY_MOVED = "ready_moved"  # D has revoked the memory that we wrote to
     READY_UNFIT = "ready_unfit"  # its addresses are not of the cache that was planned for
     # other messages from D
     REFUSED = "refused"
-    WHICH = "which"  # the layout is not known there
-    WHICH_AGAIN = "which_again"  # it was told since
+    WHICH = "which"  # D does not know the layout
+    WHICH_AGAIN = "which_again"  # the layout was sent since
     CANCEL = "cancel"
-    ACK = "ack"  # of our last word, where there is one
-    ACK_OF_ANOTHER = "ack_of_another"  # of an earlier word
+    ACK = "ack"  # of the DONE or FAILED sent last, if there is one
+    ACK_OF_ANOTHER = "ack_of_another"  # of an earlier one
     # from our own scheduler, forward pass and writer
     OPEN = "open"
     OFFER = "offer"
@@ -137,22 +137,22 @@ class PairEvent(Named):
     SUBMITTED = "submitted"
     SUBMITTED_LATE = "submitted_late"  # the submission returned when authority was over
     LANDED = "landed"
-    LOST = "lost"  # the transport said -1: it may still land
+    LOST = "lost"  # the transport reports a failure: it may still land
     # what ends a push early
-    FAIL = "fail"  # told to each pair of a push that fails, for whatever reason
+    FAIL = "fail"  # of each pair of a push that fails, for whatever reason
     UNREACHABLE = "unreachable"
     # time
     RENEW = "renew"
     READY_TIMEOUT = "ready_timeout"
     AUTHORITY_OVER = "authority_over"
-    # nothing is out any more, and what was lost is T ago
-    QUIET = "quiet"  # something is owed
+    # no write is out any more, and T has passed since the last lost one
+    QUIET = "quiet"  # something has not landed
     COMPLETE = "complete"  # sealed, and all has landed
 
 
 @dataclass(frozen=True, slots=True)
 class Heard(Generic[M]):
-    """What a message brings to a machine. `peer` is what the channel calls its sender."""
+    """A message and its sender. `peer` is the channel's name for the sender."""
 
     peer: Hashable
     message: M
@@ -160,10 +160,10 @@ class Heard(Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class Cell(Generic[S]):
-    """What an event does in a state: the state that follows is set, then the effect happens, in that state."""
+    """Outcome of an event in a state: the next state is set first, then the effect runs in it."""
 
     into: S
-    effect: Callable[..., None]  # of the machine, the time, the record, and what came with the event
+    effect: Callable[..., None]  # takes the machine, the time, the record, and what came with the event
     counted: str = ""
 
 
@@ -171,7 +171,10 @@ Table = Mapping[S, Mapping[E, Cell[S]]]
 
 
 def enter(table: Table[S, E], state: S, event: E, counters: Counter[str], of: object) -> Cell[S]:
-    """The cell, counted. Illegal events have none and change nothing; every state has one for every message."""
+    """Return the cell, and count it. Every state has one for every message.
+
+    An illegal event has none: it raises LocalProtocolError and changes nothing.
+    """
     cell = table[state].get(event)
     if cell is None:
         raise LocalProtocolError(f"{event.value} in state {state.value} of {of}")

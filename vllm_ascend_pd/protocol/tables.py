@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two state machines of a transfer: in each state, what each event leads to and does. This is what runs.
+"""The two state machines of a transfer, as they run: each event's next state and effect in each state.
 
-The state of a cell is set, then its effect happens, which may itself be the cause of a further event: `fence` finds that
-nobody has to be waited for, `cover` that all has landed, and a push that fails on one pair fails on all. An event without
-a cell is illegal and raises LocalProtocolError. The table of a third machine, one writer, is in `transfer.py`.
+A cell's state is set first, then its effect runs. An effect may cause a further event: `fence` may find that no
+contributor has to be waited for, `cover` that all has landed, and a push that fails on one pair fails on all. An event
+without a cell is illegal and raises LocalProtocolError. The table of a third machine, of one writer, is in
+`transfer.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.BEGIN_OF_GONE: Cell(s.OPEN, do.ignore, "begin_of_the_gone"),
             e.BEGIN_OF_ANOTHER: Cell(s.OPEN, do.refuse),
             e.BEGIN_UNFIT: Cell(s.OPEN, do.refuse),
-            e.BEGIN_UNTOLD: Cell(s.OPEN, do.ask_which, "begin_untold"),
+            e.BEGIN_UNKNOWN_LAYOUT: Cell(s.OPEN, do.ask_which, "begin_unknown_layout"),
             e.BEGIN_IN_REVOCATION: Cell(s.OPEN, do.park),
             e.DONE: Cell(s.OPEN, do.finish),
             e.LAST_DONE: Cell(s.CLOSED_OK, do.finish_last),
@@ -58,11 +59,11 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.LATE_DONE: Cell(s.OPEN, do.acknowledge, "late_done"),
             e.EARLY_DONE: Cell(s.OPEN, do.acknowledge, "unexpected_done"),
             e.FAILED: Cell(s.FENCING, do.fail_quietly),
-            e.LOUD_FAILED: Cell(s.FENCING, do.fail),
+            e.FAILED_IN_FLIGHT: Cell(s.FENCING, do.fail),
             e.LATE_FAILED: Cell(s.OPEN, do.acknowledge),
             e.EARLY_FAILED: Cell(s.FENCING, do.fail),
-            e.WORD_OF_STRANGER: Cell(s.OPEN, do.acknowledge, "not_a_contributor"),
-            e.WORD_OF_ANOTHER: Cell(s.OPEN, do.acknowledge, "other_incarnation"),
+            e.NOT_A_CONTRIBUTOR: Cell(s.OPEN, do.acknowledge, "not_a_contributor"),
+            e.OTHER_PROCESS: Cell(s.OPEN, do.acknowledge, "other_incarnation"),
             e.CANCEL: Cell(s.FENCING, do.fence),
             e.SETTLE: Cell(s.OPEN, do.settle),
             e.DEADLINE: Cell(s.FENCING, do.fence),
@@ -87,9 +88,9 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.DONE: Cell(s.FENCING, do.hear_done),
             e.LATE_DONE: Cell(s.FENCING, do.acknowledge),
             e.FAILED: Cell(s.FENCING, do.hear_quiet),
-            e.LOUD_FAILED: Cell(s.FENCING, do.acknowledge),
-            e.WORD_OF_STRANGER: Cell(s.FENCING, do.acknowledge, "not_a_contributor"),
-            e.WORD_OF_ANOTHER: Cell(s.FENCING, do.acknowledge, "other_incarnation"),
+            e.FAILED_IN_FLIGHT: Cell(s.FENCING, do.acknowledge),
+            e.NOT_A_CONTRIBUTOR: Cell(s.FENCING, do.acknowledge, "not_a_contributor"),
+            e.OTHER_PROCESS: Cell(s.FENCING, do.acknowledge, "other_incarnation"),
             e.PROVEN: Cell(s.FENCING, do.prove),
             e.REVOKED: Cell(s.FENCING, do.revoke),
             e.ALL_QUIET: Cell(s.CLOSED_FAILED, do.report),
@@ -137,7 +138,7 @@ def _pair() -> Table[PairState, PairEvent]:
             e.READY: Cell(s.PUSH, do.start),
             e.READY_UNASKED: Cell(s.ASK, do.ignore, "ready_unasked"),
             e.READY_LATE: Cell(s.ASK, do.ignore, "ready_late"),
-            e.READY_BARE: Cell(s.ASK, do.ignore, "ready_without_addresses"),
+            e.READY_NO_ADDRESSES: Cell(s.ASK, do.ignore, "ready_without_addresses"),
             e.READY_UNFIT: Cell(s.ASK, do.fail_unfit),
             e.REFUSED: Cell(s.ASK, do.fail_told),
             e.WHICH: Cell(s.ASK, do.tell),
@@ -156,7 +157,7 @@ def _pair() -> Table[PairState, PairEvent]:
             e.READY: Cell(s.PUSH, do.extend),
             e.READY_UNASKED: Cell(s.PUSH, do.ignore, "ready_unasked"),
             e.READY_LATE: Cell(s.PUSH, do.ignore, "ready_late"),
-            e.READY_BARE: Cell(s.PUSH, do.ignore, "ready_without_addresses"),
+            e.READY_NO_ADDRESSES: Cell(s.PUSH, do.ignore, "ready_without_addresses"),
             e.READY_MOVED: Cell(s.PUSH, do.fail_moved),
             e.READY_UNFIT: Cell(s.PUSH, do.fail_unfit),
             e.REFUSED: Cell(s.PUSH, do.fail_told),
@@ -182,9 +183,9 @@ def _pair() -> Table[PairState, PairEvent]:
             e.READY: Cell(s.DRAIN, do.ignore, "ignored_ready"),
             e.REFUSED: Cell(s.DRAIN, do.ignore, "ignored_refused"),
             e.WHICH: Cell(s.DRAIN, do.ignore, "ignored_which"),
-            e.CANCEL: Cell(s.DRAIN, do.ignore, "ignored_cancel"),  # the final word follows, and is repeated
+            e.CANCEL: Cell(s.DRAIN, do.ignore, "ignored_cancel"),  # DONE or FAILED follows, and is repeated
             e.ACK: Cell(s.DRAIN, do.rest),
-            e.RETURN: Cell(s.DRAIN, do.bring_home),
+            e.RETURN: Cell(s.DRAIN, do.return_unit),
             e.LANDED: Cell(s.DRAIN, do.cover),
             e.LOST: Cell(s.DRAIN, do.lose),
             e.QUIET: Cell(s.CLOSED, do.close_failed),

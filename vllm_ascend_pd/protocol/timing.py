@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas behind the timers, the clock that only counts while we run, and an agenda of what is due.
+"""Formulas of the timers, a clock that only counts while this process runs, and an agenda of what is due.
 
-Two engines' clocks run apart by up to DRIFT, each of them from true time; whoever waits for the other's timer adds
-twice that, whoever acts before the other's timer subtracts it.
+Each engine's clock drifts from true time by up to DRIFT, so two clocks drift apart by up to twice that. A timer that
+has to end after the other engine's is longer by this much; one that has to end before it is shorter.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 DRIFT = 0.001
-OBSERVED_GAP_S = 1.0  # of a longer silence between two looks at the clock only this much is counted
-WAKE_S = 0.8  # so we look at least this often while something waits for the running clock
+OBSERVED_GAP_S = 1.0  # of a longer gap between two looks at the clock only this much is counted
+WAKE_S = 0.8  # therefore the longest time between looks while something waits for the running clock
 MAX_QUIET_S = 120.0  # D refuses a P whose writes may land later than this
 
 K = TypeVar("K", bound=Hashable)
 
 
 def authority_until(sent: float, lease_s: float) -> float:
-    """P: until when a READY lets it write, counted from when the BEGIN that it answers was sent."""
+    """P: return until when a READY permits writes; `sent` is when the BEGIN or RENEW that it answers was sent."""
     return sent + lease_s * (1 - 2 * DRIFT)
 
 
 def lapse_s(lease_s: float, margin_s: float) -> float:
-    """D: after a READY, when silence means that the writer is lost."""
+    """D: return how long after a READY a silent writer counts as lost."""
     return (lease_s + margin_s) * (1 + 2 * DRIFT)
 
 
 def hold_s(lease_s: float, quiet_s: float, margin_s: float) -> float:
-    """D: after a READY, when everything written under it has landed, if the writer followed the rules."""
+    """D: return how long after a READY all writes under it have landed, if the writer followed the rules."""
     return (lease_s + quiet_s + margin_s) * (1 + 2 * DRIFT)
 
 
 def settled_s(quiet_s: float) -> float:
-    """After a failed write, or after its process is gone, when nothing of it can land any more."""
+    """Return how long after a failed write, or after the end of its process, nothing of it can land any more."""
     return quiet_s * (1 + 2 * DRIFT)
 
 
 def earliest(one: float | None, other: float | None) -> float | None:
-    """Of two times that may be unset."""
+    """Return the earlier of two times that may be unset."""
     return other if one is None else one if other is None else min(one, other)
 
 
@@ -48,16 +48,16 @@ class RunningClock:
     """Time during which this process was seen to run.
 
     A process that was stopped must not conclude from the clock alone that others are quiet: what they sent may
-    still wait in its own buffers, and what it sent itself may leave only when it goes on.
+    still wait in its buffers, and what it sent itself may leave only when it goes on.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.stopped = 0.0  # of these, what was counted for times in which it was stopped
+        self.stopped = 0.0  # the part of `seconds` that was counted for stops
         self._last: float | None = None
 
     def observe(self, now: float) -> bool:
-        """Look at the clock. True if it shows that the process was stopped since the last look."""
+        """Look at the clock. Return True if it shows that the process was stopped since the last look."""
         if self._last is None:
             self._last = now
         gap = now - self._last
@@ -72,12 +72,12 @@ class RunningClock:
         return True
 
     def wake(self, due: float) -> float:
-        """When to look next, if something is due when `seconds` reaches `due`."""
+        """Return when to look next, if something is due when `seconds` reaches `due`."""
         return (self._last or 0.0) + min(max(due - self.seconds, 0.0), WAKE_S)
 
 
 class Backoff:
-    """When to repeat an unanswered message: doubling, bounded."""
+    """Times at which an unanswered message is repeated: doubling, bounded."""
 
     __slots__ = ("_first", "_gap", "_most", "at")
 
@@ -88,12 +88,12 @@ class Backoff:
         self.again(now)
 
     def again(self, now: float) -> None:
-        """It is sent now, for the first time or once more."""
+        """Record that the message is sent now, for the first time or again."""
         self.at = now + self._gap
         self._gap = min(self._gap * 2, self._most)
 
     def rest(self, until: float) -> None:
-        """It was answered; the next is sent at `until`."""
+        """Record that the message was answered; the next is sent at `until`."""
         self._gap = self._first
         self.at = until
 
@@ -102,7 +102,7 @@ class Agenda(Generic[K]):
     """One wake-up time per key; setting it again moves it."""
 
     def __init__(self) -> None:
-        self._entries: dict[K, tuple[float, int]] = {}  # time and serial; the serial tells the entry in the heap
+        self._entries: dict[K, tuple[float, int]] = {}  # time and serial; the serial identifies the entry in the heap
         self._heap: list[tuple[float, int, K]] = []
         self._serial = 0
 
@@ -123,7 +123,7 @@ class Agenda(Generic[K]):
                 heapq.heapify(self._heap)
 
     def due(self, now: float) -> list[K]:
-        """The keys whose time has come, earliest first; they are taken off."""
+        """Remove and return the keys whose time has come, earliest first."""
         found = []
         while (at := self.next()) is not None and at <= now:
             key = heapq.heappop(self._heap)[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What D remembers of a transfer: its reservation, and of each contributor what it may do."""
+"""D's record of a transfer: its reservation, and the state of each contributor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Writer:
     quiet_s: float = 0.0
     lapse_at: float = 0.0
     hold_at: float = 0.0
-    read_at: float = 0.0  # as Fence.rested_at: when what it sent before it answered has been read
+    read_at: float = 0.0  # as `Fence.input_drained_at`: when all that it sent before its answer has been read
     checksums: tuple[Checksum, ...] = ()
     cancel: Backoff | None = None  # CANCEL is repeated while this is set and the writer leased
 
@@ -65,12 +65,12 @@ class Writer:
 
     @property
     def waited_for(self) -> bool:
-        """What it wrote may still land, for all that we know."""
+        """True if a write of it may still land."""
         return self.state in (WriterState.LEASED, WriterState.ANSWERED)
 
     @property
     def cancel_at(self) -> float | None:
-        """When to say CANCEL again."""
+        """Time of the next CANCEL; None if there is none."""
         return self.cancel.at if self.cancel is not None and self.state is WriterState.LEASED else None
 
     def on(self, event: WriterEvent) -> None:
@@ -89,13 +89,13 @@ class Transfer:
     first: int = 0
     end: int = 0
     deadline: float | None = None
-    settle_at: float | None = None  # prefill has ended well: who has not begun by then is not waited for
+    settle_at: float | None = None  # set when prefill has ended well: fail if a contributor has not begun by then
     push: str = ""  # bound by the first BEGIN that is granted
     plan_digest: str = ""
     contributors: str = ""  # hash of the set, as BEGIN has it
-    pushed: frozenset[str] = frozenset()  # names of the layers that come
+    pushed: frozenset[str] = frozenset()  # names of the layers that P pushes
     writers: dict[Contributor, Writer] = field(default_factory=dict)
-    cached: int = 0  # tokens of the prompt that P did not compute, as it says
+    cached: int = 0  # tokens of the prompt that P did not compute, by its report
     failure: Failure | None = None
 
     def __repr__(self) -> str:
@@ -108,22 +108,25 @@ class Transfer:
 
     @property
     def bound(self) -> bool:
-        """To one push, with its plan and its contributors."""
+        """True if it is bound to one push, with its plan and its contributors."""
         return bool(self.writers)
 
     @property
     def expires(self) -> float | None:
-        """When to give up. A push that has begun on all its ranks renews its leases: it has until the deadline, however
-        long ago prefill has ended."""
+        """Time at which to give up.
+
+        A push that has begun on all its ranks renews its leases, so it has until the deadline. Else it has until
+        `settle_at`, if prefill has ended.
+        """
         if self.deadline is None or self.settle_at is None:
             return self.deadline
         begun = self.bound and all(writer.state is not WriterState.AWAITED for writer in self.writers.values())
         return self.deadline if begun else min(self.deadline, self.settle_at)
 
     def leased(self) -> list[Writer]:
-        """The writers that have to be waited for."""
+        """Return the writers that have to be waited for."""
         return [writer for writer in self.writers.values() if writer.waited_for]
 
     def author(self, message: Begin | Renew | Done | Failed) -> Writer:
-        """The contributor that speaks."""
+        """Return the contributor that sent a message."""
         return self.writers[message.contributor]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases understand each other. One table: what this release speaks, and the words that `needs` may hold.
+"""Compatibility of releases: the versions that this release reads, and the words in `needs` that it understands.
 
-A release reads every version from its oldest to its newest, and writes each message in the oldest version in which it is
-right. A reservation and BEGIN say which that is; a greeting says what its side reads. Unknown fields of a message are
-ignored; what must not be ignored is named in its `needs`, where this very message uses it.
+A release reads every version from its oldest to its newest, and writes each message in the oldest version in which it
+is right. A reservation and a BEGIN carry this version; a greeting carries the versions that its side reads. Unknown
+fields of a message are ignored. If a message uses a field that must not be ignored, its `needs` names it.
 
-A fingerprint tells a router, in one short word, what two engines must have in common to be a pair.
+A fingerprint is one short word with what two engines must have in common to be a pair, for routers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Release:
         return min(self.newest, other.newest) >= max(self.oldest, other.oldest)
 
     def refusal(self, version: int, needs: Iterable[str]) -> PdError | None:
-        """Why a message that is written in `version` cannot be understood rightly."""
+        """Return why a message of this version and with these `needs` cannot be understood; None if it can."""
         if not self.oldest <= version <= self.newest:
             return PdError("PD-CTRL-003", theirs=version, ours=self)
         unknown = next((word for word in needs if word not in self.features), None)
         return None if unknown is None else PdError("PD-CTRL-004", word=unknown)
 
 
-WHOLE = "whole"  # of a reservation: nothing can begin there but P's first token
+WHOLE = "whole"  # in a reservation: D can start with P's first token only
 
 OURS = Release(features=("seed", WHOLE))
 
@@ -50,14 +50,16 @@ _FINGERPRINT = re.compile(r"([0-9a-f]{12})\.v(\d{1,4})-(\d{1,4})")
 
 @lru_cache(maxsize=16)
 def fingerprint(model: str, release: Release = OURS) -> str:
-    """Which model an engine serves, and which versions of messages it reads: `0123456789ab.v2-3`."""
+    """Return one word for an engine's model and the versions of messages that it reads: `0123456789ab.v2-3`."""
     return f"{hashlib.sha256(model.encode()).hexdigest()[:12]}.v{release.oldest}-{release.newest}"
 
 
 @lru_cache(maxsize=4096)
 def may_pair(one: str, other: str) -> bool:
-    """Whether nothing speaks against a pair of engines with these fingerprints. What is not known, or not understood here, does
-    not: P itself refuses what does not fit."""
+    """Return whether engines with these fingerprints may be a pair.
+
+    True also if a fingerprint is not known, or not understood here: P itself refuses what does not fit.
+    """
     ours, theirs = _FINGERPRINT.fullmatch(one), _FINGERPRINT.fullmatch(other)
     if ours is None or theirs is None:
         return True

@@ -30,13 +30,13 @@ _HEAD = ("transfer", "push", "p_incarnation", "d_incarnation", "contributor", "d
 
 
 def _head(of: Message) -> dict[str, Any]:
-    """Whom a message is about, for its answer."""
+    """Return the fields of a message that identify transfer, push and ranks, for its answer."""
     return {field: getattr(of, field) for field in _HEAD}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillWords:
-    """What one P worker says: the next of a pair."""
+    """Messages of one P worker. Each has the next `seq` of its pair."""
 
     incarnation: str
     contributor: Contributor
@@ -57,7 +57,10 @@ class PrefillWords:
         }
 
     def begin(self, pair: Pair, known_memory: str) -> Begin:
-        """Our layout goes with it where D may not know it: whoever has told us of its memory has heard of our layout."""
+        """Return a BEGIN, with our layout if D may not know it.
+
+        A D that has sent us its memory has received our layout before.
+        """
         return Begin(
             **self._next(pair),
             layout=self.layout_name,
@@ -84,14 +87,14 @@ class PrefillWords:
         return Failed(**self._next(pair), quiescent=quiescent, failure=_bounded(pair.push.cause))
 
     def gone(self, message: Message) -> Failed:
-        """The answer for a push that is not known here (any more): nothing of it is out."""
+        """Return the answer for a push that is not known here, or not any more: no write of it is out."""
         mine = {"p_incarnation": self.incarnation, "contributor": self.contributor}
         over = Failure("PD-XFER-002", "the push is over")
         return Failed(**{**_head(message), **mine}, quiescent=True, failure=over)
 
 
 def ready(asked: Begin | Renew, lease_s: float, memory: str, addresses: Memory) -> Ready:
-    """Addresses are told only to a P that does not know them: who renews does."""
+    """Return a READY, with the addresses only for a P that does not know them. A P that renews does."""
     told = addresses if isinstance(asked, Begin) and asked.known_memory != memory else None
     return Ready(**_head(asked), lease_s=lease_s, memory=memory, addresses=told)
 
@@ -110,7 +113,7 @@ def ack(message: Done | Failed) -> Ack:
 
 
 def cancel(begin: Begin, seq: int, failure: Failure) -> Cancel:
-    """`begin` is what the contributor was granted."""
+    """Return a CANCEL. `begin` is the one that the contributor was granted."""
     return Cancel(**{**_head(begin), "seq": seq}, failure=_bounded(failure))
 
 
@@ -119,7 +122,11 @@ def _bounded(failure: Failure) -> Failure:
 
 
 def failure_of(message: Refused | Failed | Cancel) -> Failure:
-    """What went wrong, as this side knows it: who was cancelled has not failed itself, and a code is one that we know."""
+    """Return the failure in a message as this side records it.
+
+    A side that was cancelled has not failed itself, so its code is another one. A code that is not in the catalogue is
+    replaced.
+    """
     told = message.failure
     if isinstance(message, Cancel):
         return Failure("PD-XFER-002", str(told))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather and assemble without kernels of our own: torch copies, and torch_npu's gather of whole pages before them.
+"""Gather and assemble without this package's kernels: torch_npu's gather of whole pages, then torch copies.
 
-This is what an NPU runs until the package's kernels have been proven on hardware. It is slower, one launch per box and
-an extra pass over the pages, but made of parts that vllm-ascend itself relies on. The boxes are those of the rows,
-joined where they continue each other on both sides.
+An NPU runs this until the package's kernels have been proven on hardware. It is slower: one launch per box, and an
+extra pass over the pages. But it consists of operations that vllm-ascend itself relies on. The boxes are those of the
+rows, joined where they continue each other on both sides.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BASE, CELL, HEADS, TOKENS, SRC, SRC_HEAD, SRC_TOKEN, DST, DST_HEAD, DST_TOKEN = 
 _BYTES = [CELL, SRC, SRC_HEAD, SRC_TOKEN, DST, DST_HEAD, DST_TOKEN]
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _PAGED_DTYPES = (torch.bfloat16, torch.float16, torch.int8)
-_FEW_BOXES = 8  # so many copies are cheaper than a pass over the pages
+_FEW_BOXES = 8  # up to this number, copies are cheaper than a pass over the pages
 
 
 def boxes_of_cache_rows(rows: Ints, views: Sequence[View]) -> Ints:
-    """Rows of CACHE_ROW with the cache's side in bytes. BASE is the region."""
+    """Convert rows of CACHE_ROW to boxes, with the cache's side in bytes. BASE is the region."""
     facts = np.array(views, dtype=np.int64).reshape(-1, 7)[rows[:, 0]]
     boxes = np.empty((len(rows), 10), dtype=np.int64)
     boxes[:, BASE], boxes[:, CELL] = rows[:, 0], facts[:, 3]
@@ -46,7 +46,7 @@ def boxes_of_buffer_rows(rows: Ints) -> Ints:
 
 
 def joined(boxes: Ints) -> Ints:
-    """Fewer, longer boxes: heads that lie together become one cell, tokens that go on become one box."""
+    """Join boxes to fewer, longer ones: contiguous heads become one cell, boxes that continue each other become one."""
     boxes = boxes.copy()
     together = (boxes[:, SRC_HEAD] == boxes[:, CELL]) & (boxes[:, DST_HEAD] == boxes[:, CELL])
     together |= boxes[:, HEADS] == 1
@@ -67,12 +67,12 @@ def joined(boxes: Ints) -> Ints:
 
 
 def unit_of(boxes: Ints, *sizes: int) -> int:
-    """The widest element (8, 4, 2 or 1 bytes) in which all places, strides and sizes are whole."""
+    """Return the widest element (8, 4, 2 or 1 bytes) that divides all places, strides and sizes."""
     return int(np.gcd(8, np.gcd.reduce(np.concatenate((boxes[:, _BYTES].ravel(), np.array(sizes, dtype=np.int64))))))
 
 
 def _measures(tensor: torch.Tensor) -> list[int]:
-    """What must be whole elements for a view of another type: length, place and strides, in bytes."""
+    """Return length, place and strides in bytes: a view of another type needs them to be whole elements."""
     item = tensor.element_size()
     return [
         int(tensor.nbytes),
@@ -82,7 +82,7 @@ def _measures(tensor: torch.Tensor) -> list[int]:
 
 
 def copy_boxes(boxes: Ints, sources: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-    """`sources` by BASE. One copy per box, elements as wide as the numbers allow."""
+    """Copy the boxes, one copy each, in elements as wide as possible. BASE is the index in `sources`."""
     if not len(boxes):
         return
     tensors = (*sources, target)
@@ -98,7 +98,7 @@ def copy_boxes(boxes: Ints, sources: Sequence[torch.Tensor], target: torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class _PagedGather:
-    """The pages that the rows of K and V touch, brought together by one launch."""
+    """Gather, by one launch, of all pages that the rows of K and V touch."""
 
     table: torch.Tensor
     length: torch.Tensor
@@ -108,7 +108,7 @@ class _PagedGather:
 
     def __call__(self, caches: Sequence[torch.Tensor]) -> None:
         key, value = (cache.permute(0, 2, 1, 3) for cache in caches[:2])
-        if self.keys.device.type != "cpu":  # this may run on another stream than the one that they were allocated on
+        if self.keys.device.type != "cpu":  # the current stream may differ from the one they were allocated on
             stream = torch.get_device_module(self.keys.device).current_stream()
             for tensor in (self.table, self.length, self.keys, self.values):
                 tensor.record_stream(stream)
@@ -116,7 +116,7 @@ class _PagedGather:
 
 
 class GatherCopies:
-    """Rows of CACHE_ROW over caches that are laid out as `caches`."""
+    """Gather by rows of CACHE_ROW, from caches with the layout of `caches`."""
 
     def __init__(self, rows: Ints, views: Sequence[View], caches: Sequence[torch.Tensor], pages: Pages | None) -> None:
         self._direct = joined(boxes_of_cache_rows(rows, views))
@@ -131,7 +131,7 @@ class GatherCopies:
 
     def _page(self, rows: Ints, views: Sequence[View], caches: Sequence[torch.Tensor], pages: Pages) -> None:
         blocks, first = np.unique(rows[:, 1], return_index=True)
-        blocks = blocks[np.argsort(first)]  # in the order of the rows, so that boxes can be joined
+        blocks = blocks[np.argsort(first)]  # in the order of the rows, so that their boxes can be joined
         places = np.zeros(int(blocks.max()) + 1, dtype=np.int64)
         places[blocks] = np.arange(len(blocks))
         moved = rows.copy()
@@ -159,7 +159,7 @@ class GatherCopies:
 
 
 def _can_be_paged(views: Sequence[View], caches: Sequence[torch.Tensor]) -> bool:
-    """K and V apart, token-major and without gaps, of a type that torch_npu's op takes."""
+    """Return whether K and V are apart, token-major, without gaps, and of a dtype that torch_npu's op supports."""
     if len(views) < 2 or any(cache.dtype not in _PAGED_DTYPES for cache in caches[:2]):
         return False
     for _, heads, tokens, cell, block_stride, head_stride, token_stride in views[:2]:
@@ -170,7 +170,7 @@ def _can_be_paged(views: Sequence[View], caches: Sequence[torch.Tensor]) -> bool
 
 
 class AssembleCopies:
-    """Rows of BUFFER_ROW."""
+    """Assemble by rows of BUFFER_ROW."""
 
     def __init__(self, rows: Ints) -> None:
         self._boxes = joined(boxes_of_buffer_rows(rows))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's part in an exchange: gather what others own, all-to-all, assemble what this rank owns.
 
-The collective is called by every rank for every layer and sub-step in which any byte crosses, whatever this rank knows
-about destinations, and even if its own gather failed: a rank that stayed away would hold up the others.
+Every rank calls the collective for every layer and sub-step in which any byte crosses between ranks. It does so
+whatever it knows about destinations, and even if its own gather failed: otherwise the others would wait for it.
 
 Each rank puts a tag before what it sends to another: the number of the exchange, which all ranks count alike. An owner
 finds the tags of its sources behind its slot. So it notices a source whose gather failed, or that took part in another
-exchange, also where that source has nothing to do with the transfer any more and could not fail it.
+exchange. That works even for a source that is done with the transfer and therefore cannot fail it.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from vllm_ascend_pd.regroup.staging import StagingSlot
 log = logging.getLogger(__name__)
 
 TAG_BYTES = 64
-TAGS = 1 << 14  # numbers before they come again; 0 is the tag of a part that failed
+TAGS = 1 << 14  # tags are below; 0 is the tag of a part that failed, the others repeat
 _OFFSET, _SOURCE = CACHE_ROW.index("offset"), BUFFER_ROW.index("source")
 
 
 def tags_of(ranks: int) -> int:
-    """Bytes of all tags in a buffer, or behind a slot."""
+    """Return the bytes of all tags in a buffer, or behind a slot."""
     return ranks * TAG_BYTES
 
 
 def tag_after(collectives: int) -> int:
-    """The tag of what is exchanged next, after so many collectives."""
+    """Return the tag of the next exchange after this many collectives."""
     return collectives % (TAGS - 1) + 1
 
 
 def strangers(tags: Mapping[int, int], number: int) -> list[int]:
-    """The sources whose tag is not of the exchange with that number."""
+    """Return the sources whose tag is not `number`, the exchange's own."""
     return [source for source, tag in tags.items() if tag != number]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """What fills one slot. The tags of `sources` end up at `tags`, behind the slot's bytes."""
+    """Copies that fill one slot. The tags of `sources` are copied to `tags`, behind the slot's bytes."""
 
     own: Gather | None
     received: Assemble | None
@@ -62,7 +62,7 @@ class SlotRows:
     tags: int
 
     def strangers(self, slot: StagingSlot, number: int) -> list[int]:
-        """The sources whose bytes in this slot are not of the exchange with that number. Reads device memory."""
+        """Return the sources whose bytes in this slot are not of exchange `number`. Reads device memory."""
         if not self.sources:
             return []
         tags = slot.memory[self.tags : self.tags + tags_of(len(self.sources))].cpu().view(torch.int64)
@@ -72,19 +72,19 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRows:
-    """A plan made ready for this rank's buffers, once for all layers."""
+    """A plan prepared for this rank's buffers, once for all layers."""
 
     plan: RegroupPlan
     send: Gather | None
     slots: tuple[SlotRows, ...]
     send_splits: list[int]
     receive_splits: list[int]
-    sent_tags: list[int]  # where the tags are in the send buffer
+    sent_tags: list[int]  # offsets of the tags in the send buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one exchange on this rank."""
+    """Result of one exchange on this rank."""
 
     number: int  # the tag that its bytes carry
     error: Exception | None  # of this rank's own part
@@ -92,7 +92,7 @@ class Outcome:
 
 
 class Exchange:
-    """The buffers and the process group of one rank. Not thread-safe: one thread or one stream runs it."""
+    """Buffers and process group of one rank. Not thread-safe: only one thread or stream may run it."""
 
     def __init__(
         self, group: dist.ProcessGroup, caches: Sequence[Sequence[torch.Tensor]], buffer_bytes: int, device: str
@@ -110,7 +110,10 @@ class Exchange:
         self.nbytes = 0  # sent to other ranks
 
     def prepare(self, plan: RegroupPlan, slot: torch.Tensor, layer: int) -> ExchangeRows:
-        """Make a plan ready. `slot` is any slot's memory: all are alike; so are the layers of a plan, `layer` is one of them."""
+        """Prepare a plan for this rank's buffers.
+
+        `slot` is the memory of any slot, and `layer` is any layer of the plan: all slots are alike, and all layers.
+        """
         cache = (*self._caches[layer], self._tag)
         sends, receives = _Tagged(plan.send_splits), _Tagged(plan.receive_splits)
         rows = sends.shifted(plan.send, _OFFSET)
@@ -139,7 +142,7 @@ class Exchange:
         return SlotRows(own, Assemble(rows, self._receive, slot), sources, tags)
 
     def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
-        """One layer of one sub-step. Slots that are None drop what would have gone there.
+        """Exchange one layer of one sub-step. Bytes of a slot that is None are dropped.
 
         An error in this rank's own part is returned after the collective; an error of the collective is raised.
         """
@@ -148,10 +151,10 @@ class Exchange:
         caches = self._caches[layer]
         try:
             self._gather(rows, caches, number)
-        except Exception as failed:  # whatever it is: the others are waiting
+        except Exception as failed:  # any error: the other ranks wait in the collective
             log.exception("this rank's part of an exchange failed")
             error = failed
-            self._disown(rows)
+            self._invalidate_sent(rows)
         began = time.monotonic()
         self._all_to_all(rows)
         waited = time.monotonic() - began
@@ -174,13 +177,16 @@ class Exchange:
             self._tag.view(-1).copy_(self._tags[number])
             rows.send((*caches, self._tag), self._send)
 
-    def _disown(self, rows: ExchangeRows) -> None:
-        """What lies in the send buffer is nobody's: say so to those who get it."""
+    def _invalidate_sent(self, rows: ExchangeRows) -> None:
+        """Mark the contents of the send buffer as invalid for the ranks that receive them."""
         for at in rows.sent_tags:
             self._send[at : at + TAG_BYTES].copy_(self._tags[0])
 
     def break_off(self) -> None:
-        """After `run` has raised: no rank is to wait for this one. For good, and for all ranks of the group."""
+        """Leave the group for good after `run` has raised, so that no rank waits for this one.
+
+        No rank can exchange in this group any more.
+        """
         hang_up(self._group, self._send.device)
 
     def _all_to_all(self, rows: ExchangeRows) -> None:
@@ -200,7 +206,7 @@ class Exchange:
 
 
 class _Tagged:
-    """The splits of one buffer with a tag before each that is not empty, and what that shifts."""
+    """Splits of one buffer with a tag before each that is not empty, and rows shifted to fit."""
 
     def __init__(self, splits: Sequence[int]) -> None:
         self.splits = [size + TAG_BYTES if size else 0 for size in splits]
@@ -225,8 +231,10 @@ class _Tagged:
 
 
 def new_group(tp_size: int, count: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of its own for `rank`'s TP group, of which the world has `count`. Every rank of the world must call
-    this: all make all groups, in one order."""
+    """Make process groups for all `count` TP groups of the world, and return `rank`'s.
+
+    Every rank of the world must call this, because each must make all groups, in the same order.
+    """
     mine: dist.ProcessGroup | None = None
     for first in range(0, count * tp_size, tp_size):
         ranks = list(range(first, first + tp_size))
@@ -239,21 +247,23 @@ def new_group(tp_size: int, count: int, rank: int, backend: str, timeout_s: floa
 
 
 def hang_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Close this rank's connections in a group, so that what others wait for in it fails at once."""
+    """Close this rank's connections in a group, so that collectives in which others wait fail at once."""
     backend: Any = group._get_backend(device)
     close = _hang_up_gloo if backend.name() == "gloo" else _hang_up_hccl
     close(backend, group.rank())
 
 
 def _hang_up_hccl(backend: Any, rank: int) -> None:
-    """That it is there and takes the call is tested; what other ranks see of it has not been run on an NPU."""
+    """Abort HCCL's communicator. Only the call is tested; its effect on other ranks has not been tried on an NPU."""
     backend.abort_hccl_comm(f"rank {rank} left a regroup exchange")
 
 
 def _hang_up_gloo(backend: Any, rank: int) -> None:
-    """gloo has no abort of its own (`ProcessGroup.abort` does nothing there), but it closes every connection of a context
-    in which a receive ran out of time."""
+    """Let a receive run out of time: gloo then closes every connection of the receive's context.
+
+    gloo has no abort of its own; `ProcessGroup.abort` does nothing there.
+    """
     peer = 1 if rank == 0 else 0
     for tag in range(os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1):  # one context for each interface
-        with suppress(RuntimeError):  # which is what it is for
+        with suppress(RuntimeError):  # the timeout
             backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(timedelta(milliseconds=1))

@@ -8,8 +8,8 @@ write into what they are given and allocate nothing; docs/ops.md has the columns
     assemble  receive buffer -> staging         rows of BUFFER_ROW
     scatter   buffer -> paged caches            rows of CACHE_ROW, for tests
 
-`Gather` and `Assemble` hold a table made ready for its device: on the CPU the rows themselves; on the NPU torch_npu's ops
-and copies, or, where `use_kernels` says so, the launch program that the host has tiled from the rows.
+`Gather` and `Assemble` hold a table prepared for its device. On the CPU that is the rows themselves. On the NPU it is
+torch_npu's ops and copies or, if `use_kernels` chose so, the launch program that the host has tiled from the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRAM_WORDS = 12
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _EXTENSION = _PACKAGE / "_C.abi3.so"
-# The NPU's part is a library of its own: it needs torch_npu and CANN. The variable is for tests of other builds.
+# The NPU's part is a separate library, because it needs torch_npu and CANN. Tests of other builds set the variable.
 _NPU_LIBRARY = Path(os.environ.get("VLLM_ASCEND_PD_NPU_LIBRARY", _PACKAGE / "_C_npu.so"))
 
 
@@ -46,7 +46,7 @@ def _load(library: Path) -> None:
 
 
 def has_kernel(name: str, device_type: str) -> bool:
-    """Whether `name` has a kernel of our own on that device: without one torch_npu runs the CPU's, silently."""
+    """Return whether op `name` has a kernel for that device. Without one torch_npu silently runs the CPU's."""
     key = {"cpu": "CPU", "npu": "PrivateUse1", "meta": "Meta"}.get(device_type, device_type)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key))
 
@@ -57,7 +57,7 @@ def require_kernel(name: str, device_type: str) -> None:
 
 
 def enable_npu() -> None:
-    """Loads the NPU kernels. torch_npu must have been imported; raises unless every op is registered then."""
+    """Load the NPU kernels; torch_npu must have been imported. Raise PdError if an op is not registered then."""
     _load(_NPU_LIBRARY)
     for name in NAMES:
         require_kernel(name, "npu")
@@ -71,28 +71,28 @@ if "torch_npu" in sys.modules and _NPU_LIBRARY.is_file():
 
 
 def gather(caches: Sequence[torch.Tensor], rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Cells of `caches` (each [block, head, token, cell]) -> the bytes of `out`. Unnamed bytes stay as they are."""
+    """Copy cells of `caches` (each [block, head, token, cell]) to `out`. Bytes that no row names stay as they are."""
     if out.device.type != "cpu":
-        require_kernel("gather", out.device.type)  # torch_npu would run the CPU's on copies, and say nothing
+        require_kernel("gather", out.device.type)  # else torch_npu silently runs the CPU's on copies
     torch.ops.vllm_ascend_pd.gather(caches, rows, out)
 
 
 def assemble(received: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Bytes of `received` -> bytes of `out`."""
+    """Copy bytes of `received` to `out`. Bytes that no row names stay as they are."""
     if out.device.type != "cpu":
-        require_kernel("assemble", out.device.type)  # torch_npu would run the CPU's on copies, and say nothing
+        require_kernel("assemble", out.device.type)  # else torch_npu silently runs the CPU's on copies
     torch.ops.vllm_ascend_pd.assemble(received, rows, out)
 
 
 def scatter(buffer: torch.Tensor, rows: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    """The inverse of `gather`: bytes of `buffer` -> cells of `caches`."""
+    """Copy bytes of `buffer` to cells of `caches`: the inverse of `gather`."""
     if buffer.device.type != "cpu":
-        require_kernel("scatter", buffer.device.type)  # torch_npu would run the CPU's on copies, and say nothing
+        require_kernel("scatter", buffer.device.type)  # else torch_npu silently runs the CPU's on copies
     torch.ops.vllm_ascend_pd.scatter(buffer, rows, caches)
 
 
 def cell_view(cache: torch.Tensor, region: Region, heads: int, tokens: int) -> torch.Tensor:
-    """One registered tensor as the ops want it, [block, head, token, cell]: a view, whatever its own shape is.
+    """Return a registered tensor of any shape as the view that the ops need, [block, head, token, cell].
 
     `tokens` is the block size, or 1 where the token axis is opaque.
     """
@@ -104,11 +104,11 @@ def cell_view(cache: torch.Tensor, region: Region, heads: int, tokens: int) -> t
     return cache.as_strided(size, (*(stride // item for stride in strides), 1), cache.storage_offset())
 
 
-# ---- tables made ready for a device
+# ---- tables prepared for a device
 
 
 def _view(cache: torch.Tensor) -> View:
-    """The seven numbers of csrc/rows.h's CacheView."""
+    """Return the seven numbers of csrc/rows.h's CacheView."""
     if cache.dim() != 4:
         raise PdError("PD-OPS-004", expected="a cache [block, head, token, cell]", actual=f"shape {list(cache.shape)}")
     item = cache.element_size()
@@ -125,9 +125,9 @@ _own_kernels = False
 
 
 def use_kernels(wanted: bool) -> None:
-    """What tables made from now on run on an NPU: this package's kernels, or torch_npu's ops and copies.
+    """Choose what tables made from now on run on an NPU: this package's kernels, or torch_npu's ops and copies.
 
-    The kernels have never run on hardware, so they are asked for; without them an NPU is refused here, at start.
+    The kernels have never run on hardware, so they run only if configured. Raise here, at start, if they are missing.
     """
     global _own_kernels
     if wanted and not all(has_kernel(name, "npu") for name in NAMES):
@@ -136,12 +136,12 @@ def use_kernels(wanted: bool) -> None:
 
 
 def _pages() -> Pages | None:
-    """torch_npu's gather of whole pages, where there is one."""
+    """Return torch_npu's gather of whole pages, if it has one."""
     return getattr(torch.ops.npu, "npu_gather_pa_kv_cache", None)
 
 
 def _program(name: str, device: torch.device, *arguments: object, rows: torch.Tensor) -> torch.Tensor:
-    """Rows tiled into a launch program in device memory. Refuses what the CPU's op refuses."""
+    """Return the rows, tiled into a launch program in device memory. Refuse what the CPU's op refuses."""
     require_kernel(name, device.type)
     tile = getattr(torch.ops.vllm_ascend_pd, f"tile_{name}")
     cores = torch.ops.vllm_ascend_pd.vector_cores()
@@ -154,7 +154,7 @@ def _program(name: str, device: torch.device, *arguments: object, rows: torch.Te
 
 
 class Gather:
-    """A gather that is run for layer after layer: all caches laid out as `caches`, all buffers as long as `out`.
+    """Gather that is run for each layer. All caches have the layout of `caches`, all buffers the length of `out`.
 
     On the NPU a call enqueues on the current stream and checks nothing but the shapes.
     """
@@ -169,7 +169,7 @@ class Gather:
             if _own_kernels:
                 self.rows = _program("gather", self._device, words, self.rows, self._bytes, rows=self.rows)
             else:
-                # Tiling for one core into nothing: only its check of the rows is wanted.
+                # Tiling for one core into an empty program: it only checks the rows.
                 torch.ops.vllm_ascend_pd.tile_gather(words, self.rows, self._bytes, 1, _no_program())
                 self._copies = GatherCopies(rows, self._views, caches, _pages())
 
@@ -184,7 +184,7 @@ class Gather:
 
 
 class Assemble:
-    """An assemble that is run for layer after layer, between buffers as long as `received` and `out`."""
+    """Assemble that is run for each layer, between buffers of the lengths of `received` and `out`."""
 
     def __init__(self, rows: Rows, received: torch.Tensor, out: torch.Tensor) -> None:
         self._device, self._bytes = out.device, (received.nbytes, out.nbytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a P worker allocates at start to take part in exchanges: buffers, staging slots, a process group of its own."""
+"""Parts that a P worker allocates at start to take part in exchanges: buffers, staging slots, a process group."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from vllm_ascend_pd.regroup.staging import Staging, exchanges_possible
 
 log = logging.getLogger(__name__)
 
-# Above what vLLM waits for its workers (300 s): a rank that was stopped for a while delays exchanges and breaks nothing,
-# and one that died is known at once from its closed connections.
+# Longer than vLLM waits for its workers (300 s), so a rank that is stopped for a while only delays exchanges. A rank
+# that dies is noticed at once, by its closed connections.
 GROUP_TIMEOUT_S = 600.0
 ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this worker is in its engine, and the most tokens that a step computes."""
+    """Place of this worker in its engine, and the most tokens that a step computes."""
 
     rank: int  # of the world: all stages of all data-parallel ranks that compute together
     tp_size: int
-    groups: int  # of tp_size ranks, in the world
+    groups: int  # number of groups of tp_size ranks in the world
     step_tokens: int
 
 
@@ -48,9 +48,9 @@ class RegroupParts:
 
 
 def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -> RegroupParts | None:
-    """None where no exchange can ever be needed.
+    """Allocate the parts, or return None if no exchange can ever be needed.
 
-    Every rank of the world must call this: it makes a process group.
+    Every rank of the world must call this: it makes process groups.
     """
     if not exchanges_possible(config.regroup, caches.geometry, place.tp_size):
         return None
@@ -61,7 +61,7 @@ def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -
 def assembled(
     config: RegroupConfig, place: Place, caches: Caches, device: Device, group: dist.ProcessGroup
 ) -> RegroupParts:
-    """Buffers and slots for a group that is there. What is allocated here is all there will ever be."""
+    """Allocate buffers and slots for a group that exists. Nothing is allocated later."""
     if device.name == "npu":
         use_kernels(config.regroup_kernels == "own")
     geometry = caches.geometry
@@ -97,7 +97,10 @@ def assembled(
 
 
 def slot_bytes(geometry: CacheGeometry, place: Place) -> int:
-    """One rank's share of a full step with all heads, and two blocks more for rounding; longer steps are cut."""
+    """Return the size of one rank's share of a full step with all heads, plus two blocks for rounding.
+
+    Longer steps are cut.
+    """
     sizes = [
         (-(-place.step_tokens // (place.tp_size * kind.block_size)) + 2)
         * kind.kv_heads

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging slots: registered memory in which an owner assembles what it will write into one D rank.
 
-The number and the size of the slots are fixed at start. A destination has a quota, so that one that stalls cannot take
-the slots of the others. A slot is free again as soon as its writes are over, also of one that failed and may go on reading
-it: what that brings lands in blocks that D still keeps for the failed transfer (docs/decisions.md). Nothing grows: without
-a slot the bytes are dropped, and exchanged again later.
+The number and the size of the slots are fixed at start. Each destination has a quota, so that a stalled one cannot
+take the slots of the others. A slot is free again as soon as its writes are over. That includes failed writes, which
+may still be reading it: such bytes land in blocks that D still keeps for the failed transfer (docs/decisions.md). If
+there is no slot the bytes are dropped, and exchanged again later.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 
-PATIENCE_S = 0.05  # how long one step's exchanges may wait for the slots of one destination
+PATIENCE_S = 0.05  # the longest that one step's exchanges wait for slots of one destination, in all
 
 
 def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: int) -> bool:
-    """Whether ranks can ever have to exchange: not at TP 1, with one KV head for all ranks, or with regroup switched off."""
-    split = any(kind.kv_heads > 1 and not kind.own.stateful for kind in geometry.kinds)
-    return tp_size > 1 and split and config.regroup != "never"
+    """Return whether ranks can ever have to exchange.
+
+    They never have to with TP 1, one KV head for all ranks, tokens divided among ranks, or `regroup: never`.
+    """
+    split = any(kind.kv_heads > 1 and kind.only < 0 and not kind.own.stateful for kind in geometry.kinds)
+    return tp_size > 1 and geometry.ranks.world == 1 and split and config.regroup != "never"
 
 
 class Memory(Protocol):
-    """Flat bytes of a device; a slice of them is a slot's."""
+    """Flat bytes of a device; each slot is a slice of them."""
 
     def numel(self) -> int: ...
     def data_ptr(self) -> int: ...
@@ -57,28 +60,28 @@ class StagingSlot:
 class Staging:
     """The slots of one worker.
 
-    `slot_bytes` is what a step may plan for a slot; `stride`, where it is larger, what a slot has. With `waits` false
-    nobody ever waits for a slot: where exchanges are launched by the engine's own thread.
+    `slot_bytes` is the size that a step may plan with; `stride` is the size of a slot, if that is larger. With `waits`
+    false no exchange waits for a slot: the engine's own thread launches the exchanges.
     """
 
     def __init__(self, memory: Memory, slot_bytes: int, quota: int, *, stride: int = 0, waits: bool = True) -> None:
         self.slot_bytes, self.stride, self.waits = slot_bytes, stride or slot_bytes, waits
-        self.count = memory.numel() // self.stride  # it never changes
+        self.count = memory.numel() // self.stride  # constant
         self._memory, self._quota = memory, quota
         self._free = list(range(self.count))
         self._held: Counter[Hashable] = Counter()  # by destination
-        self._patience: dict[Hashable, float] = {}  # what is left of it in this step
-        self._until: dict[Hashable, float] = {}  # who is being waited for, and no longer than when
-        self._stalled: set[Hashable] = set()  # let us wait in vain and have returned nothing since
+        self._patience: dict[Hashable, float] = {}  # time left to wait in this step, by destination
+        self._until: dict[Hashable, float] = {}  # end of the wait, by destination that is being waited for
+        self._stalled: set[Hashable] = set()  # waited for in vain, and no slot came back since
 
     @property
     def region(self) -> tuple[int, int]:
-        """What the transfer engine must register."""
+        """Address and length that the transfer engine must register."""
         return self._memory.data_ptr(), self._memory.numel()
 
     @property
     def sample(self) -> Any:
-        """Memory like every slot's, for what depends on its size and device."""
+        """Memory of the size and device of any slot, to prepare tables with."""
         return self._memory[: self.stride]
 
     @property
@@ -86,13 +89,16 @@ class Staging:
         return self.count - len(self._free)
 
     def new_step(self) -> None:
-        """Patience is there again, but not for destinations that are stalled."""
+        """Start a step: exchanges may wait for slots again, except for destinations that are stalled."""
         self._stalled = {destination for destination in self._stalled if self._held[destination]}
         self._patience = dict.fromkeys(self._stalled, 0.0)
         self._until.clear()
 
     def patience(self, now: float, destination: Hashable) -> float:
-        """For how many seconds to wait for a slot before `take`; in all exchanges of a step together PATIENCE_S."""
+        """Return how many seconds to wait for a slot before `take`. Call it again after each wait.
+
+        All exchanges of a step together wait for a destination at most PATIENCE_S.
+        """
         waited_until = self._until.pop(destination, None)
         left = self._patience.get(destination, PATIENCE_S if self.waits else 0.0)
         room = self.room(destination) > 0
@@ -106,7 +112,7 @@ class Staging:
         return left
 
     def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
-        """A slot, or None when there is none for this destination."""
+        """Take a slot. Return None if there is none for this destination."""
         if nbytes > self.slot_bytes:
             raise LocalProtocolError(f"{nbytes} bytes are staged in slots of {self.slot_bytes}")
         if not self.room(destination):
@@ -116,7 +122,7 @@ class Staging:
         return StagingSlot(number, destination, self._memory[number * self.stride : (number + 1) * self.stride])
 
     def release(self, slot: StagingSlot) -> None:
-        """Its writes are over, or were never started."""
+        """Take back a slot whose writes are over, or were never started."""
         self._free.append(slot.number)
         self._held[slot.destination] -= 1
         self._stalled.discard(slot.destination)
@@ -124,5 +130,5 @@ class Staging:
             del self._held[slot.destination]
 
     def room(self, destination: Hashable) -> int:
-        """How many slots this destination would get now."""
+        """Return how many slots this destination could take now."""
         return max(0, min(len(self._free), self._quota - self._held[destination]))

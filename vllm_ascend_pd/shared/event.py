@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both cores know of a device."""
+"""Interface of a device event, for the cores of both roles."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class Event(Protocol):
     """A point on the compute stream."""
 
     def done(self) -> bool:
-        """Non-blocking: everything enqueued before the event has finished."""
+        """Return, without blocking, whether everything enqueued before the event has finished."""

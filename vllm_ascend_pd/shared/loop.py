@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Owns the loop and its thread; `stop` cancels what is left on the loop and joins the thread."""
+    """A loop and its thread. `stop` cancels what is left on the loop and joins the thread."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -52,7 +52,7 @@ class LoopThread:
             raise TimeoutError(f"no result on {self._thread.name} within {timeout:g} s") from late
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Idempotent. Cancels the remaining tasks, stops the loop, joins the thread."""
+        """Cancel the remaining tasks, stop the loop and join the thread. Idempotent."""
         if self._loop.is_closed():
             return
         if self._thread.is_alive():

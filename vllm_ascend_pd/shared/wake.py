@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A doorbell between processes of one engine: a worker that has news makes the scheduler's process look now.
+"""Wake-ups between processes of one engine: a worker with news makes the scheduler's process look at once.
 
-A datagram carries nothing and causes at most one early step, so it needs no authentication; a lost one costs the
-scheduler's longest nap.
+A datagram has no content and causes at most one early step, so it needs no authentication. If one is lost, the
+scheduler looks at the latest after its longest sleep.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_ascend_pd.shared.loop import LoopThread
 
 
 class Doorbell(asyncio.DatagramProtocol):
-    """The scheduler's end: calls `on_ring` on the loop thread."""
+    """The scheduler's end. It calls `on_ring` on the loop thread."""
 
     def __init__(self, on_ring: Callable[[], None]) -> None:
         self._on_ring = on_ring

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine that writes over Ascend's links. There is one for each process, which is also the one that peers write to,
-and what it reads must be registered: it is the target's, and a revocation replaces it under the writer.
+"""The engine that writes over Ascend's links.
 
-One call carries a whole batch, and only its blocking form has been proven there: see lanes.py.
+A process has only one such engine. Peers write to it, and it reads only registered memory, so the wire uses the
+target's engine; a revocation replaces it while the wire is in use. One call carries a whole batch. Only the blocking
+form of that call has been proven there: see lanes.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import Engine
 from vllm_ascend_pd.transport.introducer import AGAIN_S
-from vllm_ascend_pd.transport.lanes import Lanes
+from vllm_ascend_pd.transport.lanes import BlockingWrites
 from vllm_ascend_pd.transport.sockets import hang_up
 from vllm_ascend_pd.transport.spans import Spans
 from vllm_ascend_pd.transport.target import MooncakeTarget
@@ -28,10 +29,10 @@ LEAVE_S = 5.0
 
 
 class AscendEngine:
-    def __init__(self, target: MooncakeTarget, lanes: Lanes) -> None:
+    def __init__(self, target: MooncakeTarget, lanes: BlockingWrites) -> None:
         self._target, self._lanes = target, lanes
-        self._probed: list[str] = []  # addresses that a thread of the introducer is asking
-        self._shut = False  # no probe begins
+        self._probed: list[str] = []  # addresses that threads of the introducer are probing
+        self._shut = False  # no probe may begin
         self._changed = threading.Condition()
         target.share(self._kept_out)
 
@@ -46,7 +47,7 @@ class AscendEngine:
         return self._target.engine()
 
     def replace(self, why: str) -> None:
-        """Only a revocation replaces this engine."""
+        """Do nothing: only a revocation replaces this engine."""
 
     def probe(self, address: str) -> bool:
         with self._changed:
@@ -73,18 +74,18 @@ class AscendEngine:
         return self._lanes.meeting()
 
     def tend(self) -> None:
-        """Nothing is replaced behind the writer's back but by a revocation."""
+        """Do nothing: only a revocation opens and closes engines."""
 
     def close(self, *, probed: bool) -> None:
         self._lanes.close()
         try:
             self._target.close()
-        except LocalProtocolError as error:  # it ends with the process
+        except LocalProtocolError as error:  # the engine ends with the process
             log.error("shutting down: %s", error)
 
     @contextlib.contextmanager
     def _kept_out(self) -> Iterator[None]:
-        """No thread of ours is in the engine, and none goes in: what waited for it was never issued."""
+        """Keep this package's threads out of the engine. Writes that still wait for it fail without being issued."""
         with self._changed:
             self._shut = True
             end = time.monotonic() + LEAVE_S

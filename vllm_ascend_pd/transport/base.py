@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rest of the package asks of a transfer engine: decode of a target, prefill of a wire.
+"""Interface of transfer engines: decode uses a target, prefill a wire.
 
 A write that failed is not quiet: its bytes may still land for a while, so its blocks stay fenced that long (see
-docs/protocol.md). What may be issued later than `submit` returned: a write to a peer that has not answered yet, one that
-waits for its turn (both within seconds, or not at all), and what exceeds the number of descriptors in flight per peer.
-Nothing is issued any more once the write has ended.
+docs/protocol.md). Parts of a write may be issued after `submit` has returned: if the peer has not answered yet or the
+write waits for its turn (both within seconds, or not at all), and if it exceeds the number of descriptors in flight per
+peer. Nothing is issued once the write has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class WriteState(enum.Enum):
     PENDING = "pending"
     LANDED = "landed"  # acknowledged by the destination: the bytes are in its memory
     FAILED = "failed"  # this side issues nothing more of it; what the network holds may still land
-    UNISSUED = "unissued"  # failed before the engine was given any of it: nothing of it can land
+    UNISSUED = "unissued"  # failed before any of it was given to the engine: nothing of it can land
 
 
 class Target(Protocol):
@@ -29,10 +29,10 @@ class Target(Protocol):
 
     @property
     def session(self) -> str:
-        """The name under which peers write to us. Changes with every `revoke`."""
+        """Name under which peers write to this target. Changes with every `revoke`."""
 
     def revoke(self) -> str:
-        """Cut every peer off: no write of an old session can land once this returns. Returns the new session."""
+        """Cut every peer off: no write of an old session can land once this returns. Return the new session."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -42,18 +42,22 @@ class Wire(Protocol):
     """Writes into peers' memory. Only the writer thread calls `submit` and `poll`."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
-        """What may be written from: (address, length) regions, once; neighbours in memory are merged."""
+        """Register (address, length) regions to write from, once; neighbours in memory are merged."""
 
     def listen(self, heard: Callable[[str], float | None]) -> None:
-        """`heard` tells when the process behind a session last said anything to us, by time.monotonic(). Asked by `poll`
-        before first contact where the engine itself cannot ask; without it a connection must do."""
+        """Set `heard`, which returns when the process behind a session last sent a message, by time.monotonic().
+
+        `poll` calls it before first contact if the engine cannot probe a peer. Without it a connection has to suffice.
+        """
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
-        """Start writing; returns a handle for `poll`. Never waits for the data. A submission that the
-        engine refuses outright returns a handle that polls FAILED."""
+        """Start writing and return a handle for `poll`. Never waits for the data.
+
+        If the submission is refused, `poll` returns FAILED for its handle.
+        """
 
     def poll(self, handle: int) -> WriteState:
-        """Non-blocking; a handle that is not PENDING any more is forgotten by this call."""
+        """Return the state of a write, without blocking. Any other state than PENDING forgets the handle."""
 
     def close(self) -> None:
-        """Idempotent; after the writer thread has ended."""
+        """Close the wire, after the writer thread has ended. Idempotent."""

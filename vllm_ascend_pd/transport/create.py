@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From configuration to a target and a wire. Nothing of an engine is imported before it is chosen."""
+"""Creation of target and wire from the configuration. No engine is imported before it is chosen."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Attach = Callable[[], None]
 
 
 def create_target(wire: WireConfig, host: str, attach_thread: Attach = lambda: None) -> Target:
-    """`host` is the address that peers reach this engine under. `attach_thread` binds the calling thread to its device.
-    PD-WIRE-001 says what is missing."""
+    """Create a target. `host` is the address at which peers reach it; `attach_thread` binds a thread to its device.
+
+    Raise PD-WIRE-001 if Mooncake is missing or too old.
+    """
     if wire.transport == "memory":
         from vllm_ascend_pd.transport.memory import MemoryTransport
 
@@ -33,8 +35,10 @@ def create_target(wire: WireConfig, host: str, attach_thread: Attach = lambda: N
 def create_wire(
     wire: WireConfig, host: str, *, quiet_s: float, attach_thread: Attach = lambda: None, target: Target | None = None
 ) -> Wire:
-    """`attach_thread` is called on each thread that the wire starts. `target`: what peers of this process write to, where
-    one process does both."""
+    """Create a wire. `attach_thread` is called on each thread that it starts to make writes.
+
+    `target` is the target of the same process, if it has one: over Ascend's links they share an engine.
+    """
     if wire.transport == "memory":
         from vllm_ascend_pd.transport.memory import MemoryTransport
 
@@ -42,24 +46,24 @@ def create_wire(
     from vllm_ascend_pd.transport.ascend import AscendEngine
     from vllm_ascend_pd.transport.engine import Engine, can_ask
     from vllm_ascend_pd.transport.flights import Flights
-    from vllm_ascend_pd.transport.lanes import Lanes
+    from vllm_ascend_pd.transport.lanes import BlockingWrites
     from vllm_ascend_pd.transport.target import MooncakeTarget
-    from vllm_ascend_pd.transport.tcp import TcpEngines
+    from vllm_ascend_pd.transport.tcp import PolledEngines
     from vllm_ascend_pd.transport.wire import Engines, MooncakeWire
 
     protocol, timeout_s, clock = protocol_of(wire), wire.transfer_timeout_s, time.monotonic
     kind = _kind(wire, protocol)
     if protocol == "ascend":
         shared = target if isinstance(target, MooncakeTarget) else MooncakeTarget(kind, host, protocol, attach_thread)
-        engines: Engines = AscendEngine(shared, Lanes(wire.max_descriptors, timeout_s, attach_thread, clock))
+        engines: Engines = AscendEngine(shared, BlockingWrites(wire.max_descriptors, timeout_s, attach_thread, clock))
     else:
         flights = Flights(wire.max_descriptors, timeout_s, clock)
-        engines = TcpEngines(lambda: Engine(kind, host, protocol), flights, registers=protocol != "tcp", clock=clock)
+        engines = PolledEngines(lambda: Engine(kind, host, protocol), flights, registers=protocol != "tcp", clock=clock)
     return MooncakeWire(engines, can_ask=can_ask(kind), wait_s=quiet_s - timeout_s)
 
 
 def protocol_of(wire: WireConfig) -> str:
-    """Ascend where an NPU is present, unless the configuration says."""
+    """Return the configured protocol; if none is configured, ascend if an NPU is present, else tcp."""
     if wire.mooncake_protocol:
         return wire.mooncake_protocol
     from importlib.util import find_spec

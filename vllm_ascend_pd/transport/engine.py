@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One open TransferEngine, behind the only reference to it: closing must mean that it is gone.
+"""One open TransferEngine. `Engine` holds the only reference to it, so that closing it destroys it.
 
-Most of its methods segfault before `initialize`, and `transfer_check_status` does for an id that it does not know.
+Most methods of a TransferEngine segfault before `initialize`, and `transfer_check_status` does for an unknown id.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 ACCEPT_S = 0.05  # how long closing waits for the engine's control thread
 CONNECT_S = 1.0
-OPENINGS = 5  # each with another port
+OPENINGS = 5  # attempts, each with another port
 
-PENDING, LANDED = 0, 1  # of `check`; anything below 0 is a failure
-_half_open: list[RawEngine] = []  # what their destructor does is not known: they end with the process
+PENDING, LANDED = 0, 1  # results of `check`; anything below 0 is a failure
+_half_open: list[RawEngine] = []  # kept until the process ends, because it is not known what their destructor does
 _REFUSED = frozenset((0, -1, 2**32 - 1, 2**64 - 1))  # what a refused submission returns, as any integer type
 
 
 class RawEngine(Protocol):
-    """What we use of mooncake.engine.TransferEngine."""
+    """Methods of mooncake.engine.TransferEngine that this package uses."""
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -39,14 +39,14 @@ class RawEngine(Protocol):
 
 
 class Engine:
-    """Not for two threads at once, except `write` and `answers`."""
+    """Not thread-safe, except for `write` and `answers`."""
 
     def __init__(self, kind: type[RawEngine], host: str, protocol: str) -> None:
         self._raw: RawEngine | None = _opened(kind, host, protocol)
         port = self._raw.get_rpc_port()
         self.address = f"{host}:{port}"
         if shorten_accept(port, ACCEPT_S):
-            self.answers(f"127.0.0.1:{port}")  # ends the accept that began with the old timeout; it binds all addresses
+            self.answers(f"127.0.0.1:{port}")  # ends the accept() with the old timeout; it listens on all addresses
         else:
             log.debug("the engine's listener on port %d was not found: closing will take up to a second", port)
 
@@ -56,14 +56,14 @@ class Engine:
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         for address, length in regions:
-            rc = self._open().batch_register_memory([address], [length])  # this form gives the interpreter up
+            rc = self._open().batch_register_memory([address], [length])  # this form releases the GIL
             if rc != 0:
                 raise PdError("PD-WIRE-002", rc=rc, length=length, address=address)
 
     def answers(self, address: str) -> bool:
-        """Whether the engine at `address` answers now. Blocks as long as it accepts and stays silent.
+        """Return whether the engine at `address` answers now. Blocks while the peer accepts and stays silent.
 
-        An engine without a probe tells only that something listens there: see `can_ask`.
+        An engine without a probe only shows that something listens there: see `can_ask`.
         """
         raw = self._open()
         if can_ask(type(raw)):
@@ -75,21 +75,23 @@ class Engine:
         return True
 
     def submit(self, address: str, src: int, dst: int, size: int) -> int | None:
-        """Start one write; None if the engine refuses. The id must be given to `check` until that says an end."""
+        """Start one write. Return its id, or None if the engine refuses. `check` the id until the write has ended."""
         transfer = self._open().transfer_submit_write(address, src, dst, size)
         return None if transfer in _REFUSED else transfer
 
     def check(self, transfer: int) -> int:
-        """PENDING, or the id's end: LANDED, or -1. After an end the id is freed and must not be used again.
-        -2 is a failure that does not free the id."""
+        """Return PENDING, LANDED, or a negative number if the write failed.
+
+        LANDED and -1 free the id: do not use it again. -2 does not.
+        """
         return self._open().transfer_check_status(transfer)
 
     def write(self, address: str, src: list[int], dst: list[int], size: list[int]) -> bool:
-        """Write a batch and wait for it, spinning; other threads run meanwhile."""
+        """Write a batch and wait for it. The call spins, but other threads run meanwhile. Return whether it landed."""
         return self._open().batch_transfer_sync_write(address, src, dst, size) == 0
 
     def close(self) -> None:
-        """Idempotent. When it returns no byte leaves or arrives through this engine any more."""
+        """Close the engine. Idempotent. After it no byte leaves or arrives through this engine."""
         raw, self._raw = self._raw, None
         if raw is not None and sys.getrefcount(raw) > 2:  # `raw` and the argument
             raise LocalProtocolError(f"the engine at {self.address} is closed while another thread is in it")
@@ -102,12 +104,15 @@ class Engine:
 
 
 def can_ask(kind: type[RawEngine]) -> bool:
-    """Whether engines of this kind can ask another one for an answer; older ones can only connect to it."""
+    """Return whether engines of this kind can probe another engine. Older ones can only connect to it."""
     return hasattr(kind, "send_probe")
 
 
 def _opened(kind: type[RawEngine], host: str, protocol: str) -> RawEngine:
-    """The engine looks for a free port, lets it go and binds it again: when somebody else was faster it throws."""
+    """Open an engine. Try again if it lost its port.
+
+    It looks for a free port, releases it and binds it again. If another process took it meanwhile, the engine raises.
+    """
     why = ""
     for _ in range(OPENINGS):
         raw = kind()

@@ -3,11 +3,11 @@
 
 Measured over TCP (docs/decisions.md): submitting costs 2 µs per descriptor and is as fast as a batch call, and waiting
 costs less than half of the CPU, because a batch can only be waited for by a call that spins. 64 descriptors in the
-engine are as fast as 1,000, and what is not in the engine can still be called back.
+engine are as fast as 1,000, and those not in the engine can still be cancelled.
 
-A write fails in two steps. First nothing more of it is issued; then what was issued is waited for, because the engine
-still sends it. FAILED is said only when that is over, or when the engine was closed over it (`stuck`, `drop`); what never reached the
-engine is UNISSUED.
+A write fails in two steps. First nothing more of it is issued. Then what was issued is waited for, because the engine
+still sends it. FAILED is reported only after that, or after the engine was closed (`stuck`, `drop`). A write of which
+nothing reached the engine is UNISSUED.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from vllm_ascend_pd.transport.introducer import watched
 from vllm_ascend_pd.transport.spans import Bytes
 
 WINDOW = 128  # descriptors in the engine per peer
-LINGER_S = 2.0  # a killed peer's transfers end within 1 s (the engine tries to reconnect), a stopped peer's do not
+LINGER_S = 2.0  # a killed peer's transfers end within 1 s of trying to reconnect; a stopped peer's do not
 LOOK_AGAIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One submission: what is not issued yet, and the engine's ids of what is."""
+    """One submission: the descriptors not issued yet, and the engine's ids of those that are."""
 
     engine: Engine
     address: str
     waiting: deque[tuple[int, int, int]]
     deadline: float
     issued: deque[int] = field(default_factory=deque)
-    begun: bool = False  # the engine was asked to take some of it
+    begun: bool = False  # some of it was given to the engine, even if refused
     failed_at: float | None = None
     looked_at: float = 0.0
 
@@ -46,19 +46,19 @@ class _Flight:
 
 
 class Flights:
-    """Only the writer thread calls this. Nothing here waits, except where the engine makes first contact with a peer."""
+    """Writes in flight. Only the writer thread calls this. Nothing here waits, except for first contact with a peer."""
 
     def __init__(self, cap: int, timeout_s: float, clock: Callable[[], float]) -> None:
         self._window, self._timeout_s, self._clock = min(cap, WINDOW), timeout_s, clock
         self._handles = itertools.count(1)
         self._flights: dict[int, _Flight] = {}
-        self._queues: dict[tuple[Engine, str], deque[_Flight]] = {}  # who has something to issue, oldest first
+        self._queues: dict[tuple[Engine, str], deque[_Flight]] = {}  # not wholly issued, oldest first
         self._in_engine: Counter[tuple[Engine, str]] = Counter()
 
     def submit(
         self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes, *, first_s: float | None = None
     ) -> int:
-        """`first_s`: it may be first contact, which is hung up on after so long."""
+        """Start a write. `first_s`: if it may be first contact, it is cut off after so many seconds."""
         handle = next(self._handles)
         descriptors = deque(zip(src.tolist(), dst.tolist(), size.tolist(), strict=True))
         flight = _Flight(engine, address, descriptors, self._clock() + self._timeout_s)
@@ -67,10 +67,6 @@ class Flights:
         with watched(address, first_s):
             self._issue(flight.peer)
         return handle
-
-    def meeting(self) -> bool:
-        """First contact is over when `submit` returns."""
-        return False
 
     def alive(self, handle: int) -> bool:
         return self._flights[handle].failed_at is None
@@ -92,16 +88,16 @@ class Flights:
         return WriteState.FAILED if flight.begun else WriteState.UNISSUED
 
     def stuck(self) -> set[Engine]:
-        """Engines that hold on to transfers of failed writes: only closing them ends these."""
+        """Return the engines that keep transfers of failed writes. Only closing such an engine ends these."""
         latest = self._clock() - LINGER_S
         return {f.engine for f in self._flights.values() if f.failed_at is not None and f.failed_at < latest}
 
     def busy(self, engine: Engine) -> bool:
-        """Whether a write that has not failed is under way in it."""
+        """Return whether the engine has a write in flight that has not failed."""
         return any(f.engine is engine and f.failed_at is None for f in self._flights.values())
 
     def drop(self, engine: Engine) -> None:
-        """The engine is about to be closed: its ids mean nothing any more, and its writes have failed."""
+        """Fail the writes of an engine that is about to be closed, and forget its ids."""
         for flight in self._flights.values():
             if flight.engine is engine:
                 self._fail(flight, self._clock())
@@ -109,11 +105,8 @@ class Flights:
         for peer in [peer for peer in self._in_engine if peer[0] is engine]:
             del self._in_engine[peer]
 
-    def close(self) -> None:
-        """Nothing of its own to end."""
-
     def _advance(self, flight: _Flight, now: float) -> None:
-        """Take note of what has ended, in order, and fill the window again."""
+        """Note the descriptors that have ended, in order, and fill the window again."""
         while flight.issued:
             state = flight.engine.check(flight.issued[0])
             if state == PENDING:
@@ -129,14 +122,14 @@ class Flights:
         self._issue(flight.peer)
 
     def _sift(self, flight: _Flight, now: float) -> None:
-        """Ask about everything that a failed write still has in the engine."""
+        """Check all descriptors that a failed write still has in the engine."""
         flight.looked_at = now
         left = deque(t for t in flight.issued if flight.engine.check(t) in (PENDING, -2))
         self._in_engine[flight.peer] -= len(flight.issued) - len(left)
         flight.issued = left
 
     def _issue(self, peer: tuple[Engine, str]) -> None:
-        """Hand descriptors to the engine, oldest flight first, up to the window of this peer."""
+        """Give descriptors to the engine, oldest flight first, up to the window of this peer."""
         queue = self._queues.get(peer, deque())
         while queue:
             flight = queue[0]
@@ -156,7 +149,7 @@ class Flights:
         self._queues.pop(peer, None)
 
     def _fail(self, flight: _Flight, now: float) -> None:
-        """Nothing more of it is issued."""
+        """Fail a write: nothing more of it is issued."""
         if flight.failed_at is None:
             flight.failed_at = now
         queue = self._queues.get(flight.peer)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First contact with a peer's engine, away from the writer thread.
+"""Probes of peers' engines, away from the writer thread.
 
-Mooncake opens a peer's segment under a mutex that every write needs, and waits up to 60 s for an answer. So a peer is
-asked for an answer before, on a thread of its own; who does not answer in time is hung up on, and counts as silent.
+Mooncake opens a peer's segment under a mutex that every write needs, and waits up to 60 s for an answer. So each peer
+is probed before that, on a thread of its own. The connection to a peer that does not answer in time is shut down, and
+the answer is NO.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 64
 JOIN_S = 1.0
-FRESH_S = 0.5  # an answer older than this proves nothing: shorter than one first contact that drags, so no two add up
-AGAIN_S = 0.1  # an engine that was hung up on may try once more
+FRESH_S = 0.5  # older answers do not count; below `wire.OPEN_S`, so two slow first contacts never add up
+AGAIN_S = 0.1  # until the next shutdown of connections, because an engine may connect once more
 
 
 class Answer(enum.Enum):
@@ -40,18 +41,21 @@ class _Asked:
 
 
 class Introducer:
-    """`probe(address)` blocks and tells whether the peer answered. The writer thread calls everything here.
+    """Runner of probes. Only the writer thread calls it. `probe(address)` blocks and returns whether the peer answered.
 
-    A session is "address/tag". What one process answered says nothing of another one at its address.
+    A session is "address/tag". The answer of one process says nothing about another one at its address.
     """
 
     def __init__(self, probe: Callable[[str], bool], patience_s: float, clock: Callable[[], float]) -> None:
         self._probe, self._patience_s, self._clock = probe, patience_s, clock
         self._asked: dict[str, _Asked] = {}  # by session
-        self._forgotten: list[_Asked] = []  # nobody waits for these any more; their threads are about to end
+        self._forgotten: list[_Asked] = []  # no write waits for these any more; their threads are about to end
 
     def ask(self, session: str) -> Answer:
-        """Start asking unless it is being asked already; an answer is given once, soon after it came, or not at all."""
+        """Return the answer, or ASKING. Start a probe unless one is running.
+
+        An answer is returned once, and only within FRESH_S of its arrival. With too many probes running it is NO.
+        """
         asked = self._asked.get(session)
         if asked is not None and asked.answer is not Answer.ASKING:
             del self._asked[session]
@@ -69,14 +73,14 @@ class Introducer:
         return Answer.ASKING
 
     def forget(self, session: str) -> None:
-        """Nobody waits for this answer any more."""
+        """End the probe of a session: no write waits for its answer any more."""
         asked = self._asked.pop(session, None)
         if asked is not None and asked.answer is Answer.ASKING:
             hang_up(asked.address)
             self._forgotten.append(asked)
 
     def close(self) -> bool:
-        """Idempotent. Hangs up on everybody; whether every thread has ended."""
+        """End all probes. Return whether every thread has ended. Idempotent."""
         left = 0
         for asked in (*self._asked.values(), *self._forgotten):
             if asked.answer is Answer.ASKING:
@@ -114,8 +118,10 @@ class Introducer:
 
 @contextlib.contextmanager
 def watched(address: str, patience_s: float | None) -> Iterator[None]:
-    """Around a first contact, on the thread that makes it: other writes wait while the engine opens the peer's segment,
-    so it is hung up on once that has taken so long, again and again until the call is over. None: no first contact."""
+    """Limit a first contact, made inside this context on the same thread: other writes wait while it opens a segment.
+
+    After `patience_s` its connections are shut down, again and again until the call is over. None: no first contact.
+    """
     if patience_s is None:
         yield
         return

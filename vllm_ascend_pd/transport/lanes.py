@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes in flight through the engine's blocking batch call, made on threads of our own.
+"""Writes in flight through the engine's blocking batch call, made on threads of this module.
 
-For links where one call must carry the whole batch (Ascend). One call at a time per peer, a few at a time in all, because
-a blocked call spins. A call that drags does not count among these few: it keeps its thread until it returns, and another
-thread takes the place, so peers that stand still (one engine has as many as it has ranks) delay nobody else.
+For links where one call must carry the whole batch (Ascend). There is one call at a time per peer, and a few at a time
+in all, because a blocked call spins. A slow call does not count among these few: it keeps its thread until it returns,
+and another thread takes its place. So peers that do not respond delay no writes to other peers; if an engine stops,
+there is one such peer for each of its ranks.
 
-A write's time runs from when it is issued. What could not be issued in time never is: by then its authority may be over.
+A write's timeout runs from when it is issued. A write that could not be issued in time never is, because its authority
+may be over by then.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from vllm_ascend_pd.transport.spans import Bytes
 
 log = logging.getLogger(__name__)
 
-CALLS = 4  # at a time, of those that do not drag
-DRAGS_S = 0.05
-THREADS = 64  # in all: so many peers may stand still at once
+CALLS = 4  # at a time, without slow ones
+DRAGS_S = 0.05  # a call that takes longer is slow
+THREADS = 64  # in all: as many peers may fail to respond at once
 JOIN_S = 5.0
 
 
@@ -35,11 +37,11 @@ JOIN_S = 5.0
 class _Job:
     engine: Engine
     address: str
-    calls: deque[tuple[list[int], list[int], list[int]]]  # what is not issued yet
+    calls: deque[tuple[list[int], list[int], list[int]]]  # not issued yet
     issue_by: float
-    first_s: float | None  # it may be first contact, which is hung up on after so long
-    deadline: float = float("inf")  # from when it is issued
-    out_since: float | None = None  # a thread is in the engine with it
+    first_s: float | None  # if this may be first contact: seconds until it is cut off
+    deadline: float = float("inf")  # set when it is issued
+    out_since: float | None = None  # begin of the call that a thread is making for it
     failed: bool = False
 
     @property
@@ -53,8 +55,8 @@ class _Job:
         return now >= self.deadline or (bool(self.calls) and now >= self.issue_by)
 
 
-class Lanes:
-    """`submit` and `poll` never wait; threads start when they are needed and end in `close`."""
+class BlockingWrites:
+    """Queues of writes, by peer. `submit` and `poll` never wait. Threads start on demand and end in `close`."""
 
     def __init__(
         self, cap: int, timeout_s: float, attach_thread: Callable[[], None], clock: Callable[[], float]
@@ -63,11 +65,11 @@ class Lanes:
         self._handles = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
-        self._lanes: dict[str, deque[_Job]] = {}  # by peer, whose turn is next comes first; no job here is out
-        self._out: dict[str, _Job] = {}  # by peer
+        self._lanes: dict[str, deque[_Job]] = {}  # jobs without a call, by peer, in the order of their turns
+        self._out: dict[str, _Job] = {}  # jobs in a call, by peer
         self._stop = self._paused = False
         self._attached = 0
-        self._most = THREADS  # less once the device has refused one: another would be refused as well
+        self._most = THREADS  # lowered once the device has refused one, as it would refuse others
         self._threads: list[threading.Thread] = []
 
     def submit(
@@ -100,7 +102,7 @@ class Lanes:
             return not self._jobs[handle].failed
 
     def meeting(self) -> bool:
-        """A first contact is under way, or about to be: another one would wait for it in the engine."""
+        """Return whether a first contact is in progress or queued: another one would wait for it in the engine."""
         with self._changed:
             now = self._clock()
             return any(
@@ -110,7 +112,7 @@ class Lanes:
             )
 
     def poll(self, handle: int) -> WriteState:
-        """FAILED only when no thread is in the engine with it any more."""
+        """Return the state of a write. FAILED only when no thread is in a call for it any more."""
         with self._changed:
             job = self._jobs[handle]
             if job.late(self._clock()):
@@ -124,7 +126,7 @@ class Lanes:
             return WriteState.FAILED if job.issued else WriteState.UNISSUED
 
     def drop_all(self) -> None:
-        """Waits for the calls that are out: an engine must not be closed under them."""
+        """Fail all writes and wait for the calls in progress: an engine must not be closed during a call."""
         with self._changed:
             for job in self._jobs.values():
                 self._fail(job)
@@ -133,7 +135,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def kept_out(self) -> Iterator[None]:
-        """No call is out, and none begins; what is submitted meanwhile waits."""
+        """Keep all threads out of the engine. Writes submitted meanwhile wait."""
         with self._changed:
             self._paused = True
         self.drop_all()
@@ -145,7 +147,7 @@ class Lanes:
                 self._staff()
 
     def close(self) -> None:
-        """Idempotent. Waits like `drop_all`."""
+        """Fail all writes, wait as `drop_all` does, and end the threads. Idempotent."""
         self.drop_all()
         with self._changed:
             self._stop = True
@@ -158,7 +160,7 @@ class Lanes:
     # -- under the lock
 
     def _fail(self, job: _Job) -> None:
-        """Nothing more of it is issued."""
+        """Fail a write, unless all of it is over. Nothing more of it is issued."""
         if not job.calls and job.out_since is None:
             return
         job.failed = True
@@ -170,15 +172,18 @@ class Lanes:
                 del self._lanes[job.address]
 
     def _turn(self) -> str | None:
-        """The peer whose turn it is, if a call may begin now."""
+        """Return the peer whose turn it is, if a call may begin now."""
         if self._paused:
             return None
         now = self._clock()
-        brisk = sum(job.out_for(now) < DRAGS_S for job in self._out.values())
-        return None if brisk >= CALLS else next((at for at in self._lanes if at not in self._out), None)
+        fast_calls = sum(job.out_for(now) < DRAGS_S for job in self._out.values())
+        return None if fast_calls >= CALLS else next((at for at in self._lanes if at not in self._out), None)
 
     def _staff(self) -> None:
-        """See to it that somebody makes the call that may begin now: only time tells that a call drags."""
+        """Find or start a thread for a call that may begin now.
+
+        This is also called in `poll`, because a call turns slow without any event.
+        """
         if self._stop or self._turn() is None:
             return
         self._changed.notify()
@@ -209,7 +214,10 @@ class Lanes:
                 self._give_back(job, landed)
 
     def _stand_down(self) -> None:
-        """The device refused a thread: those that it took go on alone. Without any, what waits was never issued."""
+        """Start no more threads: the device has refused one.
+
+        Those that it accepted go on. If it accepted none, all writes fail without being issued.
+        """
         with self._changed:
             self._most = self._attached
             for job in self._jobs.values() if not self._most else ():
@@ -225,9 +233,9 @@ class Lanes:
                 lane = self._lanes.pop(address)
                 job = lane.popleft()
                 if lane:
-                    self._lanes[address] = lane  # behind the others
+                    self._lanes[address] = lane  # its next turn comes after the others
                 now = self._clock()
-                if job.late(now) or job.engine.closed:  # this process may have been stopped meanwhile; or a revocation
+                if job.late(now) or job.engine.closed:  # if this process was stopped for a while, or access revoked
                     self._fail(job)
                     continue
                 job.deadline = min(job.deadline, now + self._timeout_s)
@@ -236,7 +244,7 @@ class Lanes:
                 return job
 
     def _issue(self, job: _Job) -> bool:
-        """One call's worth of the job; False if that failed."""
+        """Make one call for the job. Return False if it failed."""
         with self._changed:
             if not job.calls:
                 return not job.failed
@@ -253,7 +261,7 @@ class Lanes:
                 job.failed = True
                 job.calls.clear()
                 for other in list(self._lanes.get(job.address, ())) if dragged else ():
-                    self._fail(other)  # the peer stands still: what waits for it is not tried
+                    self._fail(other)  # the peer does not respond: its waiting writes are not tried
             if job.calls:
                 self._lanes.setdefault(job.address, deque()).appendleft(job)
             self._changed.notify_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether host memory is there. Mooncake registers unmapped addresses without a word, and crashes when they are used."""
+"""Check that host memory is mapped. Mooncake silently registers unmapped addresses, and crashes when they are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_ascend_pd.errors import PdError
 
 
 def check_mapped(regions: Sequence[tuple[int, int]], maps: Path = Path("/proc/self/maps")) -> None:
-    """PD-WIRE-002 for the first region that is not wholly mapped. Where the kernel has no such file, no check."""
+    """Raise PD-WIRE-002 for the first region that is not wholly mapped. Without the file `maps` nothing is checked."""
     if not maps.exists():
         return
     mapped = _ranges(maps.read_text().splitlines())
@@ -20,7 +20,7 @@ def check_mapped(regions: Sequence[tuple[int, int]], maps: Path = Path("/proc/se
 
 
 def _ranges(lines: Iterable[str]) -> list[tuple[int, int]]:
-    """Readable ranges in address order."""
+    """Return the readable ranges in address order."""
     ranges = []
     for line in lines:
         extent, permissions = line.split(maxsplit=2)[:2]

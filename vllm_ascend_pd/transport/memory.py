@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A transfer engine inside one process: sessions are looked up in a table and bytes are copied by memmove.
 
-For tests and for pairs that live in one process. `land` decides a write's fate and may be overridden.
+For tests and for pairs in one process. `land` decides how a write ends and may be overridden.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _sessions: dict[str, MemoryTransport] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """One submission, bounds of the source checked, runs merged."""
+    """One submission. The bounds of its source are checked, and its spans merged."""
 
     session: str
     src: Bytes
@@ -35,7 +35,7 @@ class Write:
 
 
 class MemoryTransport:
-    """Writes land when they are polled, so a submission never does the work of another."""
+    """Target and wire in one. A write lands when it is polled, so a submission does no work of earlier ones."""
 
     def __init__(self) -> None:
         self._regions: list[tuple[int, int]] = []
@@ -55,7 +55,7 @@ class MemoryTransport:
             self._bounds = Bounds(self._regions, "source")
 
     def listen(self, heard: Callable[[str], float | None]) -> None:
-        """There is no first contact here."""
+        """Do nothing: there is no first contact here."""
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         at, to, length = as_spans(src, dst, size)
@@ -76,7 +76,7 @@ class MemoryTransport:
         return state
 
     def land(self, write: Write) -> WriteState:
-        """Copy the bytes if the destination is still there and means it. Under the table's lock: revoke waits."""
+        """Copy the bytes if the session exists and has registered their destination. The lock makes `revoke` wait."""
         with _lock:
             target = _sessions.get(write.session)
             if target is None:

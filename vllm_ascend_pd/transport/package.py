@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Mooncake package: found, checked, and its environment set. The only file that imports it, and only when asked to.
+"""The Mooncake package: import, version check and environment. Only this file imports it, and only on demand.
 
 Mooncake reads its settings from the environment while an engine is constructed, so they are set here, before that.
-What the operator has set himself is kept, except where our own promises depend on the value.
+Values set by the operator are kept, except where the protocol's promises depend on them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ DISTRIBUTIONS = (
     "mooncake-transfer-engine-npu",
     "mooncake-transfer-engine",
 )
-# Older ones acknowledge TCP writes before the bytes are there, and write to memory that is not registered.
+# Older versions acknowledge TCP writes before the bytes have arrived, and write to memory that is not registered.
 OLDEST_FOR_TCP = "0.3.13.post1"
 CONNECT_TIMEOUT_S = 5
 
 
 def prepare_environment(environ: MutableMapping[str, str], protocol: str, transfer_timeout_s: float) -> None:
-    """Set what the engine reads when it is constructed; ConfigError where the operator's own settings break a promise."""
+    """Set what an engine reads when it is constructed. Raise ConfigError if the operator's settings break a promise."""
     if protocol == "tcp":
-        # Unacknowledged framing calls a write complete before the bytes are there.
+        # Unacknowledged framing reports a write as complete before the bytes have arrived.
         _refuse(environ, protocol, "MC_TCP_PROTO", harmless=("2",))
         environ["MC_FORCE_TCP"] = "1"  # the protocol argument alone does not keep RDMA or Ascend from being installed
     else:
@@ -41,7 +41,7 @@ def prepare_environment(environ: MutableMapping[str, str], protocol: str, transf
     set_by_hand = environ.get("MC_TRANSFER_TIMEOUT")
     if set_by_hand not in (None, timeout):
         log.warning("MC_TRANSFER_TIMEOUT=%s is replaced by transfer_timeout_s (%s s)", set_by_hand, timeout)
-    environ["MC_TRANSFER_TIMEOUT"] = timeout  # the fence counts on it
+    environ["MC_TRANSFER_TIMEOUT"] = timeout  # the fence's quiet time relies on it
     if protocol == "ascend":
         connect, transfer = ascend_timeouts(environ, transfer_timeout_s)
         environ.update(ASCEND_CONNECT_TIMEOUT=str(connect), ASCEND_TRANSFER_TIMEOUT=str(transfer))
@@ -50,17 +50,18 @@ def prepare_environment(environ: MutableMapping[str, str], protocol: str, transf
         ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"),
         ("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "65535"),
         ("MC_HANDSHAKE_CONNECT_TIMEOUT", str(CONNECT_TIMEOUT_S)),
-        ("PASS_ALLOC", "1"),  # no 2 GiB buffer of Mooncake's own, open to every peer
+        ("PASS_ALLOC", "1"),  # else Mooncake allocates a 2 GiB buffer that every peer can access
         ("MC_LOG_LEVEL", "WARNING"),
     ):
         environ.setdefault(name, value)
 
 
 def ascend_timeouts(environ: Mapping[str, str], transfer_timeout_s: float) -> tuple[int, int]:
-    """What one attempt to connect and one transfer may take, in ms: the operator's values, else such as fit.
+    """Return the time limits of one connection attempt and of one transfer, in ms.
 
-    The ascend transport tries both twice. Were that longer than Mooncake's own limit, Mooncake would call a write failed
-    that the NPU still makes; Mooncake's defaults (10 s each) are.
+    They are the operator's values, or else values that fit. The ascend transport tries both twice. If that took longer
+    than Mooncake's own limit, Mooncake would report a write as failed that the NPU still makes. Mooncake's defaults of
+    10 s each are too long.
     """
     values = []
     for name, fits in (("CONNECT", transfer_timeout_s * 100), ("TRANSFER", transfer_timeout_s * 1000 / 3)):
@@ -87,10 +88,10 @@ def _refuse(environ: MutableMapping[str, str], protocol: str, name: str, harmles
 
 
 def load(protocol: str) -> type[RawEngine]:
-    """The engine's class, or PD-WIRE-001 saying what is missing."""
+    """Return the engine's class. Raise PD-WIRE-001, with what is missing, if it cannot be imported or is too old."""
     try:
         module = importlib.import_module("mooncake.engine")
-    except ImportError as error:  # not installed, or a shared library that it needs is not
+    except ImportError as error:  # it, or a shared library that it needs, is not installed
         raise PdError("PD-WIRE-001", why=str(error)) from error
     found = installed_version()
     if protocol == "tcp" and found is not None and version_key(found[1]) < version_key(OLDEST_FOR_TCP):
@@ -100,7 +101,7 @@ def load(protocol: str) -> type[RawEngine]:
 
 
 def installed_version() -> tuple[str, str] | None:
-    """Which distribution provides the engine, and its version."""
+    """Return the distribution that provides the engine, and its version."""
     for name in DISTRIBUTIONS:
         try:
             return name, importlib.metadata.version(name)
@@ -110,5 +111,5 @@ def installed_version() -> tuple[str, str] | None:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """0.3.13.post1 → (0, 3, 13, 1): all numbers in order; enough to compare releases of one project."""
+    """Return all numbers of a version in order, as 0.3.13.post1 → (0, 3, 13, 1): enough to compare releases."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0]))

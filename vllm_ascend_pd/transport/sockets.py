@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reaching the sockets that Mooncake opens inside this process, through Linux' /proc, for two things it has no call for.
+"""Access to the sockets that Mooncake opens in this process, through Linux' /proc, to shorten two waits.
 
-Closing an engine waits for its control thread, which sits in accept() for up to a second with the interpreter held; and
-first contact reads from a silent peer for up to 60 s. A shorter accept timeout and a hang-up end both. Where /proc is
-missing nothing breaks, only these waits stay as long as Mooncake makes them.
+Closing an engine waits for its control thread, which is in accept() for up to a second, and holds the GIL meanwhile.
+First contact reads from a silent peer for up to 60 s. Mooncake has no call to end either wait. A shorter timeout of
+accept() and a shutdown of the connection do. Without /proc nothing breaks, only the waits stay long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FDS = Path("/proc/self/fd")
 
 
 def shorten_accept(port: int, seconds: float) -> bool:
-    """Make the listener on `port` look up from accept() this often. True if it was found."""
+    """Let accept() of the listener on `port` time out after so many seconds. Return whether it was found."""
     timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     found = False
     for sock in _own_sockets():
@@ -32,10 +32,13 @@ def shorten_accept(port: int, seconds: float) -> bool:
 
 
 def parted(address: str) -> tuple[str, int]:
-    """Host and port of "host:port". A peer says it: what is no such thing is an OSError, as what cannot be reached is."""
+    """Return host and port of "host:port".
+
+    The text comes from a peer: if it is no address, raise OSError, as for an address that cannot be reached.
+    """
     host, _, port = address.rpartition(":")
     try:
-        host.encode("idna")  # as every look-up does, and raises no OSError
+        host.encode("idna")  # every look-up does this; its error is no OSError
         if 0 < (number := int(port)) < 1 << 16:
             return host, number
     except ValueError:
@@ -44,8 +47,7 @@ def parted(address: str) -> tuple[str, int]:
 
 
 def hang_up(address: str) -> int:
-    """Shut down this process's connections to host:port, so that whoever reads from them gets an answer: the end.
-    Returns how many there were."""
+    """Shut down this process's connections to host:port, so that reads from them end. Return how many there were."""
     try:
         host, port = parted(address)
         wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
@@ -66,7 +68,7 @@ def _is_listener(sock: socket.socket, port: int) -> bool:
 
 
 def _own_sockets() -> Iterator[socket.socket]:
-    """TCP sockets of this process as duplicates, each closed after its turn."""
+    """Yield duplicates of this process's TCP sockets. Each is closed when the next one is asked for."""
     if not _FDS.is_dir():
         return
     for name in os.listdir(_FDS):  # noqa: PTH208  names, while descriptors come and go

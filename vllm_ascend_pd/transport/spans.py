@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on memory ranges before a transfer engine sees them: merge, bounds check, split. Vectorised, no engine."""
+"""Arithmetic on memory ranges before a transfer engine gets them: merge and bounds check. Vectorised, no engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spans: TypeAlias = tuple[Bytes, Bytes, Bytes]  # source, destination, size
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(address, length) pairs, sorted; what touches or overlaps becomes one. Impossible ones are PD-WIRE-002."""
+    """Sort (address, length) pairs and merge those that touch or overlap. Raise PD-WIRE-002 for an impossible one."""
     merged: list[tuple[int, int]] = []
     for address, length in sorted(regions):
         if address <= 0 or length <= 0:
@@ -30,7 +30,7 @@ def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Bounds:
-    """Where writes may lie: the registered regions of one side (`side` names it in errors)."""
+    """Bounds of writes: the registered regions of one side. `side` names it in errors."""
 
     def __init__(self, regions: Sequence[tuple[int, int]], side: str) -> None:
         merged = merge_regions(regions)
@@ -39,7 +39,7 @@ class Bounds:
         self._side = side
 
     def check(self, address: ArrayLike, size: ArrayLike) -> None:
-        """PD-WIRE-003 naming the first span that is empty or not wholly inside one region."""
+        """Raise PD-WIRE-003 for the first span that is empty or not wholly inside one region."""
         at, length = np.asarray(address, dtype=np.int64), np.asarray(size, dtype=np.int64)
         inside = self._inside(at, length)
         if not inside.all():
@@ -56,7 +56,7 @@ class Bounds:
 
 
 def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> Spans:
-    """The same bytes in as few spans as possible: sorted by destination, merged where both sides continue."""
+    """Return the same bytes in fewer spans: sorted by destination, merged where both sides continue."""
     if len(dst) > 1 and bool((np.diff(dst) < 0).any()):
         order = np.argsort(dst, kind="stable")
         src, dst, size = src[order], dst[order], size[order]
@@ -68,7 +68,7 @@ def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> Spans:
 
 
 def as_spans(src: ArrayLike, dst: ArrayLike, size: ArrayLike) -> Spans:
-    """Three int64 vectors of one length; ValueError otherwise: that is the caller's bug."""
+    """Return three int64 vectors of one length. Raise ValueError for anything else, which is the caller's bug."""
     one, two, three = (np.ascontiguousarray(side, dtype=np.int64) for side in (src, dst, size))
     if not one.ndim == two.ndim == three.ndim == 1 or not len(one) == len(two) == len(three):
         raise ValueError(f"spans of {one.shape}, {two.shape} and {three.shape} do not belong together")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that peers write to, registered with an engine that can be replaced: closing it is what revocation means.
+"""Memory that peers write to, registered with an engine that can be replaced: revocation closes the engine.
 
-What is registered can be written by anybody who reaches the engine's ports. So nothing is registered over TCP until
-somebody asks for the session. Over Ascend's links one engine serves a whole process, for reading too: a writer in this
-process shares it (`engine`), and must be out of it while it is replaced (`share`).
+Any process that reaches the engine's ports can write to registered memory. So no engine is opened over TCP or RDMA
+until `session` is used. Over Ascend's links one engine serves a whole process, for reading too: a wire in this process
+shares it (`engine`), and must be out of it while it is replaced (`share`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_ascend_pd.transport.engine import Engine, RawEngine
 from vllm_ascend_pd.transport.maps import check_mapped
 from vllm_ascend_pd.transport.spans import merge_regions
 
-MOST_REGIONS = 256  # of a process; HCCL's limit, by which vllm-ascend's connectors go
+MAX_REGISTERED = 256  # per process: HCCL's limit, which vllm-ascend's connectors also keep
 
 
 class MooncakeTarget:
@@ -46,12 +46,12 @@ class MooncakeTarget:
         return self._engine
 
     def engine(self) -> Engine:
-        """The engine that is open now; the next call may bring another one."""
+        """Return the open engine, opened if necessary. A later call may return another one."""
         with self._lock:
             return self._opened()
 
     def share(self, kept_out: Callable[[], AbstractContextManager[None]]) -> None:
-        """Somebody else uses `engine` too; the engine is closed inside this context only."""
+        """Share `engine` with a wire: from now on it is closed only inside the context `kept_out`."""
         self._kept_out = kept_out
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
@@ -60,8 +60,8 @@ class MooncakeTarget:
             check_mapped(merged)
         with self._lock:
             new = [region for region in merged if not self._registered(*region)]
-            if self._at_once and (count := len(self._regions) + len(new)) > MOST_REGIONS:
-                raise ConfigError("PD-WIRE-006", count=count, most=MOST_REGIONS)
+            if self._at_once and (count := len(self._regions) + len(new)) > MAX_REGISTERED:
+                raise ConfigError("PD-WIRE-006", count=count, most=MAX_REGISTERED)
             if self._engine is not None:
                 self._engine.register(new)
             self._regions += new
@@ -69,7 +69,7 @@ class MooncakeTarget:
                 self._opened()
 
     def revoke(self) -> str:
-        """Closes the engine, which holds the interpreter for about 0.05 s, and registers everything with a new one."""
+        """Close the engine, which holds the GIL for about 0.05 s, and register everything with a new one."""
         self._attach_thread()  # a new engine takes the device of the thread that opens it
         with self._kept_out(), self._lock:
             self._shut()
@@ -82,7 +82,7 @@ class MooncakeTarget:
             self._shut()
 
     def _registered(self, address: int, length: int) -> bool:
-        """Who writes with the same engine registers the same cache."""
+        """Return whether the range is registered. A wire that shares the engine registers the same cache."""
         return any(at <= address and address + length <= at + size for at, size in self._regions)
 
     def _shut(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that write over TCP: one that exposes no memory, polled, and replaced while it holds on to what has failed.
+"""Engines that write over TCP or RDMA: polled, apart from the target's, and replaced if they keep failed writes.
 
-A failed write goes on: its bytes still land. FAILED is said only when the engine has let go of it; an engine that does
-not let go (the peer is stopped) is closed, and another one takes its place.
+A failed write goes on: its bytes still land. FAILED is reported only when the engine has ended the write. An engine
+that does not end it (the peer is stopped) is closed, and another one takes its place.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 TEND_S = 0.1
 
 
-class TcpEngines:
+class PolledEngines:
     def __init__(
         self, open_engine: Callable[[], Engine], flights: Flights, *, registers: bool, clock: Callable[[], float]
     ) -> None:
-        """`registers`: links other than TCP read registered memory only."""
+        """`registers`: register memory with the engine. Links other than TCP read only registered memory."""
         self._open_engine, self._flights, self._registers, self._clock = open_engine, flights, registers, clock
         self._regions: list[tuple[int, int]] = []
         self._engine: Engine | None = None
         self._retired: list[Engine] = []
-        self._scout: Engine | None = None  # asks for answers, so that the one that writes can be closed at any time
+        self._scout: Engine | None = None  # makes the probes, so that the engine that writes can be closed at any time
         self._scout_lock = threading.Lock()
         self._tended = 0.0
         self._closed = False
@@ -80,7 +80,7 @@ class TcpEngines:
         return self._flights.alive(handle)
 
     def meeting(self) -> bool:
-        """First contact is over when `submit` returns."""
+        """Return False: first contact is over when `submit` returns."""
         return False
 
     def tend(self) -> None:
@@ -96,7 +96,7 @@ class TcpEngines:
             engine.close()
 
     def close(self, *, probed: bool) -> None:
-        """`probed`: nobody is in a probe any more; else the engine that asks ends with the process."""
+        """`probed`: no thread is in a probe any more. Else the probing engine stays open until the process ends."""
         with self._scout_lock:
             self._closed = True
             scout, self._scout = self._scout, None
@@ -112,5 +112,5 @@ class TcpEngines:
 def _close(engine: Engine) -> None:
     try:
         engine.close()
-    except LocalProtocolError as error:  # it ends with the process
+    except LocalProtocolError as error:  # the engine ends with the process
         log.error("shutting down: %s", error)

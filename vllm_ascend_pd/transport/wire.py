@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill writes with: bounds are checked, strangers are met, then the engine of the link is given the spans.
+"""The wire over Mooncake: it checks bounds, probes unknown peers, then gives the spans to the engine of the link.
 
-Addresses are not validated by Mooncake's engine, and a zero length is a success: both are refused here.
+Mooncake's engine does not validate addresses, and reports success for a zero length: both are refused here.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from typing import Protocol
 
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.contact import INTRODUCE_S, Contacts, Meeting, parted
+from vllm_ascend_pd.transport.contact import Contacts, Meeting, parted
 from vllm_ascend_pd.transport.engine import Engine
 from vllm_ascend_pd.transport.introducer import Answer
 from vllm_ascend_pd.transport.spans import Bounds, Spans, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
 
-OPEN_S = 0.8  # then the writer's own first contact is hung up on: the others wait for it
+OPEN_S = 0.8  # then a first contact of the writer is cut off, because other writes wait for it
 
 
 class Engines(Protocol):
-    """What differs from link to link: which engine writes, and how writes in flight are followed."""
+    """The part that depends on the link: the engine that writes, and the state of writes in flight."""
 
     @property
     def current(self) -> Engine | None:
-        """The engine that writes, if one is open. Another one knows no peer of its predecessor's."""
+        """Engine that writes, if one is open. A new engine does not know its predecessor's peers."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None: ...
 
     def need(self) -> Engine:
-        """`current`, opened if it must be."""
+        """Return `current`, opened if necessary."""
 
     def replace(self, why: str) -> None:
-        """Nothing new is written with `current`."""
+        """Start no more writes with `current`."""
 
     def probe(self, address: str) -> bool:
-        """Whether the engine there answers; on any thread."""
+        """Return whether the engine at `address` answers. Called on any thread."""
 
     def submit(self, engine: Engine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
-        """`first_s`: it may be first contact, which is hung up on after so long."""
+        """Start a write. `first_s`: if it may be first contact, it is cut off after so many seconds."""
 
     def poll(self, handle: int) -> WriteState: ...
 
     def alive(self, handle: int) -> bool:
-        """Whether it has not failed already."""
+        """Return whether the write has not failed."""
 
     def meeting(self) -> bool:
-        """A first contact is under way, or about to be: another one would wait for it in the engine."""
+        """Return whether a first contact is in progress or queued: another one would wait for it in the engine."""
 
     def tend(self) -> None:
-        """Called often."""
+        """Do what is due, such as closing engines. Called with every poll."""
 
     def close(self, *, probed: bool) -> None:
-        """`probed`: nobody is in a probe any more."""
+        """`probed`: no thread is in a probe any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,15 +77,17 @@ class MooncakeWire:
     def __init__(
         self, engines: Engines, *, can_ask: bool, wait_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`wait_s`: how long after `submit` a write may still be issued. Authority lasts no longer than a lease, and D waits
-        that long and the time of a transfer for what was written under it."""
-        self._engines, self._clock, self._wait_s = engines, clock, max(INTRODUCE_S, wait_s)
+        """`wait_s`: how long after `submit` a write may still be issued; at least FIRST_CONTACT_S (config.py).
+
+        Authority lasts no longer than a lease. After it, D still waits `wait_s` and the time of a transfer.
+        """
+        self._engines, self._clock, self._wait_s = engines, clock, wait_s
         self._contacts = Contacts(engines.probe, can_ask, clock)
         self._regions: list[tuple[int, int]] = []
         self._bounds = Bounds((), "source")
         self._handles = itertools.count(1)
         self._waiting: dict[int, _Waiting | None] = {}  # None: refused
-        self._inner: dict[int, tuple[int, str]] = {}  # our handle → that of the engines, and the address
+        self._inner: dict[int, tuple[int, str]] = {}  # handle → the engines' handle, and the address
         self._closed = False
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
@@ -134,7 +136,7 @@ class MooncakeWire:
         self._engines.close(probed=probed)
 
     def _poll_waiting(self, handle: int) -> WriteState:
-        """Issue it once the peer has answered; give it up, nothing having been issued, when the peer does not."""
+        """Issue a waiting write once the peer has answered. Give it up, unissued, if the peer does not answer."""
         write = self._waiting[handle]
         if write is None:
             del self._waiting[handle]
@@ -153,8 +155,10 @@ class MooncakeWire:
         return WriteState.UNISSUED
 
     def _first_submit(self, handle: int, write: _Waiting, *, known: bool) -> bool:
-        """In first contact the engine opens the peer's segment, while others wait: it is hung up on if that drags. An engine
-        that cannot be opened now fails the write, not the thread."""
+        """Issue a write that may be first contact. Return False if no engine can be opened: only the write fails then.
+
+        In first contact the engine opens the peer's segment while other writes wait, so it is cut off if it takes long.
+        """
         if self._contacts.replaced(self._engines.current, write.session):
             self._engines.replace("another process is at the address of a known peer")
         try:

@@ -18,7 +18,7 @@ from simulation.front.house import Plan, Result, draw, run_seed
 from vllm_ascend_pd.metaserver import bodies, http1, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
 from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
-from vllm_ascend_pd.metaserver.resume import Kept
+from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, resuming, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.intake import Body
@@ -142,7 +142,7 @@ def _breaking(plan: Plan) -> Plan:
 
 
 _POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
-    *(Kept.point, Kept.next_request, resumable.continued, Kept._framed, Kept._note_head),
+    *(StreamState.point, StreamState.next_request, resumable.continued, StreamState._framed, StreamState._note_head),
     front.Front._decode,
 )
 
@@ -162,13 +162,13 @@ def _least_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, ro
     return structs.replace(asked, fields={**asked.fields, "min_tokens": min(terms.least, asked.fields["max_tokens"])})
 
 
-def _last_point(self: Kept) -> Any:
+def _last_point(self: StreamState) -> Any:
     _POINT(self)
     return resume.Point(len(self.ids), self._released + self.terms.held, self._offset)
 
 
 def _after(**changes: Any) -> Callable[..., Any]:
-    def next_request(self: Kept, room: int) -> Any:
+    def next_request(self: StreamState, room: int) -> Any:
         asked = _NEXT(self, room)
         for name, change in changes.items():
             setattr(self, name, change(getattr(self, name)))
@@ -177,11 +177,11 @@ def _after(**changes: Any) -> Callable[..., Any]:
     return next_request
 
 
-def _as_it_came(self: Kept, told: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
+def _as_it_came(self: StreamState, told: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
     return {**told, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.terms.asked_ids else None}
 
 
-def _own_head(self: Kept, read: Any, choice: Any) -> None:
+def _own_head(self: StreamState, read: Any, choice: Any) -> None:
     _NOTE_HEAD(self, read, choice)
     self._head = {}
 
@@ -190,7 +190,7 @@ def _the_dead_one(self: front.Front, exchange: Any) -> Any:
     return self.fleet.get(next(iter(exchange.tried))) if exchange.streaming else _DECODE(self, exchange)
 
 
-def _ending(self: Kept) -> bytes:
+def _ending(self: StreamState) -> bytes:
     return b"data: [DONE]\n\n"
 
 
@@ -203,7 +203,7 @@ ALL = {
         Mutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
         Mutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
         Mutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),
-        Mutation("clients' overload stops canaries", ((front, "_MOST_CANARIES", 0),)),
+        Mutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),
         Mutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
         Mutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
         Mutation("canaries fly one at a time", ((canary, "_AT_ONCE", 1),), _hanging_and_idle),
@@ -214,7 +214,7 @@ ALL = {
         Mutation("what may have been read counts as never sent", ((http1, "_perhaps_read", lambda problem: problem),)),
         Mutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
-        Mutation("a place is never given back", ((front.Turnstile, "leave", _nothing),)),
+        Mutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
         Mutation("a leg that failed keeps its load", ((fleet.Trial, "__exit__", _keeps_its_load),)),
         Mutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
         Mutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
@@ -236,23 +236,25 @@ ALL = {
         ),
         # Of streams that outlive their D.
         Mutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
-        Mutation("text of the next token is lost", ((Kept, "next_request", _after(_skip=lambda n: n + 1)),), _breaking),
-        Mutation("text is said again", ((Kept, "next_request", _after(_skip=lambda n: 0)),), _breaking),
-        Mutation("tokens before the break are not counted", ((Kept, "_correct", _nothing),), _breaking),
+        Mutation(
+            "text of the next token is lost", ((StreamState, "next_request", _after(_skip=lambda n: n + 1)),), _breaking
+        ),
+        Mutation("text is said again", ((StreamState, "next_request", _after(_skip=lambda n: 0)),), _breaking),
+        Mutation("tokens before the break are not counted", ((StreamState, "_correct", _nothing),), _breaking),
         Mutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
         Mutation("the limit is not lowered", ((resume, "continued", _limit_kept),), _breaking),
         Mutation("the least is not lowered", ((resume, "continued", _least_kept),), _breaking),
         Mutation("ids go to who did not ask", ((resume, "_without", lambda event: event),), _breaking),
-        Mutation("a chat goes on as a completion", ((Kept, "_framed", _as_it_came),), _breaking),
-        Mutation("the rest is another answer's", ((Kept, "_note_head", _own_head),), _breaking),
-        Mutation("it goes on where text was held back", ((Kept, "point", _last_point),), _breaking),
+        Mutation("a chat goes on as a completion", ((StreamState, "_framed", _as_it_came),), _breaking),
+        Mutation("the rest is another answer's", ((StreamState, "_note_head", _own_head),), _breaking),
+        Mutation("it goes on where text was held back", ((StreamState, "point", _last_point),), _breaking),
         Mutation(
             "log-probabilities begin anew",
-            ((Kept, "next_request", _after(_from=lambda point: point._replace(offset=0))),),
+            ((StreamState, "next_request", _after(_from=lambda point: point._replace(offset=0))),),
             _breaking,
         ),
-        Mutation("the end of a stream has no usage", ((Kept, "ending", _ending),), _breaking),
+        Mutation("the end of a stream has no usage", ((StreamState, "ending", _ending),), _breaking),
         Mutation("what is kept is never let go", ((resuming, "let_go", _nothing),), _breaking),
-        Mutation("one break is survived, not two", ((resuming, "MOST_TIMES", 1),), _breaking),
+        Mutation("one break is survived, not two", ((resuming, "MAX_TIMES", 1),), _breaking),
     )
 }

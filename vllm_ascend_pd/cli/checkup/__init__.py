@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-ascend-pd doctor` looks at: this host (host.py, npu.py), and a pair of hosts (pair.py over line.py)."""
+"""Checks of `vllm-ascend-pd doctor`: this host (host.py, npu.py), an engine's configuration (engine.py), and a pair of
+hosts (pair.py over line.py)."""

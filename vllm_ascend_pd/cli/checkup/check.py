@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that was looked at: how it is, and what to do about it."""
+"""One check: what was found, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GOOD, NOTE, WARNING, FAILURE = "ok", "note", "warning", "FAILURE"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`level`: ok; note, where there was nothing to look at; warning; FAILURE, which makes the exit code 1."""
+    """Result of a check. `level`: ok; note, if there was nothing to check; warning; FAILURE, for an exit code of 1."""
 
     name: str
     level: str
@@ -41,7 +41,7 @@ def failure(name: str, says: str, remedy: str) -> Check:
 
 
 def tried(name: str, attempt: Callable[[], str]) -> Check:
-    """What `attempt` says, or the error of the catalogue that it raises."""
+    """Return a good check with what `attempt` returns, or a failure with the catalogue's error that it raises."""
     try:
         return good(name, attempt())
     except PdError as error:

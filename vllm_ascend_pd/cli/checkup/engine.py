@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine itself would refuse in its --kv-transfer-config, by its own rules (admission.py).
+"""Checks of an engine's --kv-transfer-config, by the engine's own rules (admission.py).
 
-Those need torch, which is imported only where a configuration was given.
+These need torch, which is imported only if a configuration was given.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 
 def our_connector(name: str) -> str:
-    """Raises ConfigError for the name of another connector."""
+    """Return the connector's name. Raise ConfigError if it is another connector."""
     if name != CONNECTOR:
         why, remedy = f"this package's connector is {CONNECTOR}", f'Give "kv_connector": "{CONNECTOR}".'
         raise ConfigError("PD-CONF-003", key="kv_connector", value=name, why=why, remedy=remedy)
@@ -53,12 +53,15 @@ def _admitted(asked: Asked) -> Check:
 
 
 def _engine(asked: Asked) -> SimpleNamespace:
-    """vLLM's configuration as far as the operator told it. What was not told offends no rule."""
+    """Return vLLM's configuration as far as the operator gave it. What was not given breaks no rule."""
     side = "decode" if asked.role == "kv_consumer" else "prefill"
     sizes = asked.push.sizes.get(side, {})
     parallel = SimpleNamespace(
         tensor_parallel_size=asked.tp or sizes.get("tp_size", 1),
         pipeline_parallel_size=asked.pp,
+        decode_context_parallel_size=asked.dcp,
+        prefill_context_parallel_size=asked.pcp,
+        cp_kv_cache_interleave_size=asked.interleave,
         data_parallel_size=sizes.get("dp_size", 1),
         data_parallel_index=0,
     )
@@ -77,5 +80,5 @@ def _speculative(told: str) -> Any:
     try:
         speculative = json.loads(told or "null")
     except ValueError:
-        return None  # vLLM says so
+        return None  # vLLM reports that it is not JSON
     return drafts.told(speculative) if isinstance(speculative, dict) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One host, before an engine is started on it: software, ports, limits, clock, secret, configuration.
+"""Checks of one host, before an engine is started on it: software, ports, limits, clock, secret, configuration.
 
 Nothing heavy is imported: versions are read from the installed packages' own records.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.channel.exposure import COME_OUT, is_loopback, secluded
+from vllm_ascend_pd.channel.exposure import UNREACHABLE_REMEDY, is_loopback, unreachable_warning
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, tried, warning
 from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.config import PushConfig
@@ -37,15 +37,18 @@ SMALL_SHM = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the operator told about the engine that is to run here."""
+    """The operator's input about the engine that is to run here."""
 
     push: PushConfig = field(default_factory=PushConfig)
     role: str = ""
     connector: str = ""
     configured: bool = False  # whether --kv-transfer-config was given
-    wrong: ConfigError | None = None  # what its keys were refused for: `push` is then the defaults
-    tp: int = 0  # 0: not told
+    wrong: ConfigError | None = None  # why its keys were refused; `push` then has the defaults
+    tp: int = 0  # 0: not given
     pp: int = 1
+    dcp: int = 1
+    pcp: int = 1
+    interleave: int = 1
     speculative: str = ""  # --speculative-config
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = ()
@@ -69,8 +72,8 @@ def checks(asked: Asked) -> Iterator[Check]:
 
 # ---- software
 
-# Which releases belong together: vLLM, vllm-ascend, torch and torch_npu by what their own metadata demand, CANN by
-# vllm-ascend's table of releases. A post-release of vllm-ascend belongs where its release does.
+# Releases that belong together: vLLM, vllm-ascend, torch and torch_npu by the requirements in their metadata, CANN by
+# vllm-ascend's table of releases. A post-release of vllm-ascend belongs to the row of its release.
 KNOWN = (
     {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0", "torch_npu": "2.10.0.post4", "cann": "9.1.0"},
     {"vllm": "0.32.0", "torch": "2.13.0", "torch_npu": "2.13.0"},
@@ -78,7 +81,7 @@ KNOWN = (
 
 
 def version(*names: str) -> str:
-    """Of the first of these distributions that is installed, without the build's own suffix."""
+    """Return the version of the first of these distributions that is installed, without the build's own suffix."""
     for name in names:
         try:
             return importlib.metadata.version(name).split("+")[0]
@@ -109,7 +112,7 @@ def packages(on_npu: bool) -> Iterator[Check]:
 
 
 def known_pair(found: Mapping[str, str]) -> Check:
-    """vLLM, torch and torch_npu against the table of releases that belong together."""
+    """Compare the installed releases with the table of those that belong together."""
     words = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "nothing"
     for name in ("vllm", "torch"):
         if not found.get(name):
@@ -186,7 +189,7 @@ def free_port(host: str, port: int, on_npu: bool) -> Check:
 
 
 def ephemeral(root: Path = ROOT) -> Check:
-    """Ports that the kernel gives away by itself must not be the ascend transport's."""
+    """Check that the kernel's ephemeral ports are not those of the ascend transport."""
     here = root / "proc/sys/net/ipv4"
     low, high = map(int, (here / "ip_local_port_range").read_text().split())
     reserved = (here / "ip_local_reserved_ports").read_text().strip()
@@ -255,7 +258,7 @@ def secret(asked: Asked) -> Check:
 
 
 def read_config(text: str) -> Asked:
-    """From what stands behind vLLM's --kv-transfer-config, or a file with it: the parsed keys, role and connector."""
+    """Parse the value of vLLM's --kv-transfer-config, or a file with it: the keys, role and connector."""
     flag, told, remedy = "--kv-transfer-config", text[:60], "Give the same JSON that vLLM gets, or @FILE."
     source = read_text(flag, told, Path(text[1:]), remedy) if text.startswith("@") else text
     try:
@@ -270,7 +273,7 @@ def read_config(text: str) -> Asked:
     role, connector = ("" if whole.get(key) is None else str(whole[key]) for key in ("kv_role", "kv_connector"))
     try:
         push, wrong = PushConfig.parse(extra), None
-    except ConfigError as problem:  # the rest can be looked at all the same
+    except ConfigError as problem:  # the rest can still be checked
         push, wrong = PushConfig(), problem
     return Asked(push, role, connector, configured=True, wrong=wrong)
 
@@ -291,12 +294,12 @@ def settings(asked: Asked) -> Iterable[Check]:
     if asked.role == "kv_consumer" and not push.metaserver.metaserver_urls:
         says = "metaserver_urls is empty: this decode engine prefills every prompt by itself"
         yield warning("configuration", says, "List the metaserver's scheme://host:port.")
-    if says := secluded(push.channel.advertise_host or asked.host, push.metaserver.metaserver_urls):
-        yield warning("configuration", says, COME_OUT)
+    if says := unreachable_warning(push.channel.advertise_host or asked.host, push.metaserver.metaserver_urls):
+        yield warning("configuration", says, UNREACHABLE_REMEDY)
 
 
 def metaservers(asked: Asked) -> Iterator[Check]:
-    """Each address of the allow-list, as a decode engine would call it; a proxy of the environment is not asked."""
+    """Call each address of the allow-list as a decode engine would; a proxy of the environment is not used."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for url in asked.push.metaserver.metaserver_urls:
         if url.startswith("https"):

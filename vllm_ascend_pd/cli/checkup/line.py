@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation between two doctors: the side channel's own greeting, then messages of the doctor's.
+"""A conversation between two doctors: the side channel's own greeting, then messages of the doctor.
 
-The greeting is the engines', byte for byte: what is refused here would be refused there, and the doctor may call on an
-engine as well, which answers the greeting. Blocking sockets; every wait has a deadline.
+The greeting is that of the engines, byte for byte: what is refused here would be refused there. So a doctor can also
+call an engine, which answers the greeting. Sockets are blocking; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ M = TypeVar("M")
 
 
 class Broken(Exception):
-    """The conversation cannot go on: what happened, and what to do."""
+    """Error that ends the conversation: what happened, and what to do."""
 
     def __init__(self, says: str, remedy: str) -> None:
         super().__init__(says)
@@ -49,7 +49,7 @@ class Broken(Exception):
 
 
 class Line:
-    """One connection, greeted. `peer` is the other side's greeting."""
+    """One connection. `peer` is the other side's greeting, once both have greeted."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -60,7 +60,7 @@ class Line:
 
     @property
     def own_host(self) -> str:
-        """Our address as the other side can reach it."""
+        """This side's address, as the other side can reach it."""
         return str(self._sock.getsockname()[0])
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Line:
     # -- the greeting
 
     def greet_as_dialer(self, secrets: Secrets | None) -> None:
-        """Raises Broken."""
+        """Greet, and take in the other side's greeting. Raise Broken if that fails."""
         hello = _hello(secrets)
         self._sock.sendall(clear_frame(hello))
         theirs = self._clear()
@@ -83,7 +83,7 @@ class Line:
         self.peer = theirs
 
     def greet_as_listener(self, secrets: Secrets | None) -> None:
-        """Raises Broken, after telling the other side why."""
+        """Answer the other side's greeting. Raise Broken if it is refused, after sending the reason."""
         theirs, mine = self._clear(), _hello(secrets)
         try:
             _accept(theirs, secrets)
@@ -107,7 +107,7 @@ class Line:
         self._sock.sendall(len(body).to_bytes(4, "big") + body)
 
     def hear(self, kind: type[M], within_s: float) -> M:
-        """Raises Broken."""
+        """Return the next message. Raise Broken if none comes in time, or it is of another kind."""
         _, payload = self._frame(within_s)
         try:
             return decoded(msgspec.msgpack.Decoder(kind), self._open(payload))
@@ -154,7 +154,7 @@ class Line:
 
 
 def dial(host: str, port: int, within_s: float = GREETING_S) -> Line:
-    """Raises Broken when nobody is there."""
+    """Connect to a doctor or an engine. Raise Broken if that fails."""
     try:
         return Line(socket.create_connection((host, port), within_s))
     except OSError as problem:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a host with Ascend NPUs has: CANN, hccn.conf, links, HCCL's and Mooncake's environment. Never run on one yet."""
+"""Checks of a host with Ascend NPUs: CANN, hccn.conf, links, Mooncake's environment. None has run on such a host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts: are they compatible, and do 2 MiB really arrive, both ways? One doctor listens, the other calls.
+"""Checks of two hosts: that they are compatible, and that 2 MiB arrive, both ways. One doctor listens, the other calls.
 
-Each registers a scratch buffer of its own and nothing else; half of it is sent, half of it is written by the other side.
+Each registers only a scratch buffer of its own. One half of it is sent, the other half is written by the other side.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm_ascend_pd import __version__
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, warning
 from vllm_ascend_pd.cli.checkup.host import Asked, protocol_of, version
 from vllm_ascend_pd.cli.checkup.line import DOCTOR, Broken, Line, dial
+from vllm_ascend_pd.cli.plan import sizes_of
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
@@ -40,7 +41,7 @@ LINK = "Mooncake's own ports must be open between the hosts too (docs/operations
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What must be equal, what should be, and what explains a difference."""
+    """Facts that must be equal on both sides, that should be, or that explain a difference."""
 
     package: str
     protocol: str
@@ -54,7 +55,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Where the other side may write SIZE bytes."""
+    """Memory into which the other side may write SIZE bytes."""
 
     session: str
     address: int
@@ -67,14 +68,14 @@ class Wrote(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """What the memory holds that was written."""
+    """Checksum of the memory that was written."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What this doctor knows about itself."""
+    """Configuration of this doctor, and its facts."""
 
     asked: Asked
     secrets: Secrets | None
@@ -99,7 +100,7 @@ class Side:
 
 
 def differences(ours: Facts, theirs: Facts) -> Iterator[Check]:
-    """The caller is taken for P, the called for D; geometry is compared as P's worker would."""
+    """Compare both sides: the caller counts as P, the listener as D. Geometries are compared as P's worker does."""
     for field, remedy in (
         ("protocol", "Give both the same mooncake_protocol."),
         ("byte_order", "Hosts of different byte order cannot exchange a cache."),
@@ -122,14 +123,14 @@ def differences(ours: Facts, theirs: Facts) -> Iterator[Check]:
         error = mismatch.error()
         yield failure("cache", f"{error.code}: {error.sentence}", error.remedy)
     if not found:
-        yield good("cache", f"TP {ours.geometry.tp_size} here and TP {theirs.geometry.tp_size} there fit each other")
+        yield good("cache", f"{sizes_of(ours.geometry)} here and {sizes_of(theirs.geometry)} there fit each other")
 
 
 # ---- memory and the wire
 
 
 class Scratch:
-    """2 MiB to send and 2 MiB to be written, on the NPU where Ascend's links carry them."""
+    """2 MiB to send and 2 MiB to be written; on the NPU if Ascend's links carry them."""
 
     def __init__(self, on_npu: bool) -> None:
         content = np.frombuffer(os.urandom(SIZE), dtype=np.uint8)
@@ -172,7 +173,7 @@ class Wire:
         return Offer(self._target.session, self.scratch.target)
 
     def write(self, offer: Offer) -> Wrote:
-        """Write our half into the other side's, and wait for its end."""
+        """Write the half to send into the other side's memory, and wait until the write has ended."""
         began = time.monotonic()
         handle = self._wire.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
         state = WriteState.PENDING
@@ -194,7 +195,7 @@ class Wire:
 
 
 def _nap() -> None:
-    """The engine has no file descriptor that could be waited for."""
+    """Sleep until the next poll: the transfer engine has no file descriptor to wait for."""
     select.select([], [], [], POLL_S)
 
 
@@ -202,7 +203,7 @@ def _nap() -> None:
 
 
 def call(side: Side, host: str, port: int) -> Iterator[Check]:
-    """All checks of the pair, from here to there and back."""
+    """Make all checks of the pair, from here to there and back."""
     try:
         line = dial(host, port)
     except Broken as broken:
@@ -245,7 +246,7 @@ def _clocks(asked: float, there: float, answered: float) -> Check:
 
 
 def _writes(side: Side, line: Line) -> Iterator[Check]:
-    """Ours into theirs, then theirs into ours; each side names the sum of what it finds in its memory."""
+    """Write there, then have the other side write here; each side reports the checksum of what it finds."""
     try:
         wire = Wire(side, line.own_host)
     except PdError as error:
@@ -277,7 +278,7 @@ def _judged(name: str, wrote: Wrote, found: str) -> Check:
     )
 
 
-# ---- the called
+# ---- the listener
 
 
 def serve(side: Side, listening: socket.socket, tell: Callable[[str], None], calls: int = 0) -> None:
@@ -298,7 +299,7 @@ def serve(side: Side, listening: socket.socket, tell: Callable[[str], None], cal
 
 
 def _answer(side: Side, line: Line) -> str:
-    """One caller; says how it went. Raises Broken."""
+    """Answer one caller, and return how it went. Raise Broken if the conversation ends early."""
     line.greet_as_listener(side.secrets)
     theirs = line.hear(Facts, ANSWER_S)
     ours = side.facts()

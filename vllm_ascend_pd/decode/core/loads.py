@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every load of one D worker as one machine: events in, effects out.
+"""All loads of one D worker as one machine: events in, effects out.
 
-It takes in the scheduler's steps in their order, opens gates once the device has finished with a block's earlier life,
-and asks the protocol's machine. `now` is an argument. What goes wrong with one request is that request's: the rest of
-the step and the other gates go on.
+It takes in the scheduler's steps in their order, opens gates once the device has finished with the earlier use of a
+block, and calls the protocol's machine. `now` is an argument. An error with one request fails that request only: the
+rest of the step and the other gates go on.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class Loaded:
 
     @property
     def end(self) -> LoadEnd:
-        """What the scheduler hears of it."""
+        """The load's end as the scheduler receives it."""
         return LoadEnd(self.request_id, self.code, self.push, self.cached)
 
 
 class Loads:
-    """`geometry` is of this worker's stage; the scheduler's first step tells that of the whole engine. `addresses` is asked when
-    the machine starts; after a revocation `revoked` brings new ones."""
+    """Loads of one worker.
+
+    `geometry` is that of this worker's stage; the scheduler's first step brings that of the whole engine. `addresses`
+    is called when the machine starts; after a revocation `revoked` brings new ones.
+    """
 
     receiver_type = Receiver
 
@@ -75,7 +78,7 @@ class Loads:
         self.gates: dict[TransferId, Event] = {}
 
     def take_effects(self) -> list[act.Action]:
-        """In order, each once."""
+        """Return the effects, in order, each once."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -86,7 +89,7 @@ class Loads:
     # -- the scheduler's steps
 
     def step(self, now: float, step: DecodeStep, gate: Event | None) -> None:
-        """`gate` is behind everything that may still use the blocks of this step's binds."""
+        """Handle a step. `gate` comes after everything that may still use the blocks of the step's binds."""
         for bind in step.binds:
             with self._alone(now, bind.transfer):
                 self._bind(now, step, bind, gate)
@@ -114,10 +117,10 @@ class Loads:
                     self._effects.append(act.Note("gate_open", {"transfer": str(transfer)}))
                     self._do(self._machine.gate_open(now, transfer))
 
-    # -- the side channel, time, and what was asked of the runtime
+    # -- the side channel, time, and the runtime's answers
 
     def message(self, now: float, peer: Hashable, message: Message) -> None:
-        """Before the scheduler's first step it is lost, and repeated."""
+        """Handle a message of P. Before the scheduler's first step it is dropped; P repeats it."""
         if self._receiver is not None:
             self._do(self._receiver.message(now, peer, message))
 
@@ -134,18 +137,18 @@ class Loads:
             self._do(self._receiver.tick(now))
 
     def next_wake(self) -> float | None:
-        """When `tick` must be called at the latest."""
+        """Return when `tick` must be called at the latest."""
         return self._receiver.next_wake() if self._receiver is not None else None
 
     def verified(self, now: float, transfer: TransferId, wrong: str | None) -> None:
-        """The answer to Verify: the layer that differs, or None."""
+        """Handle the answer to `Verify`: the layer that differs, or None."""
         self._do(self._machine.verified(now, transfer, wrong))
 
     def revoked(self, now: float, addresses: Memory) -> None:
-        """The answer to Revoke: where the memory is reached from now on."""
+        """Handle the answer to `Revoke`: the addresses of the memory from now on."""
         self._do(self._machine.revoked(now, addresses))
 
-    # -- what is held, for whoever looks
+    # -- what is held, for metrics and tests
 
     def record_count(self) -> int:
         return self._receiver.record_count() if self._receiver is not None else 0
@@ -153,7 +156,7 @@ class Loads:
     def parked_count(self) -> int:
         return self._receiver.parked_count() if self._receiver is not None else 0
 
-    # -- one by one
+    # -- one transfer at a time
 
     @property
     def _machine(self) -> Receiver:
@@ -171,7 +174,7 @@ class Loads:
             self.gates[bind.transfer] = gate
 
     def _start(self, step: DecodeStep) -> Receiver:
-        """The scheduler's first step names the incarnation that we serve, and says what the other stages have."""
+        """Start the machine with the scheduler's first step: it has the incarnation served, and all stages' layers."""
         engine = step.engine
         if engine is None or engine.stages[self._stage : self._stage + 1] != self._geometry.stages:
             raise LocalProtocolError(
@@ -198,7 +201,7 @@ class Loads:
             self._give_up(now, transfer, f"this decode worker failed: {error}")
 
     def _give_up(self, now: float, transfer: TransferId, why: str) -> None:
-        """Fence what writers may know of. What the machine does not know no writer does: that is reported at once."""
+        """Give up a transfer. If the machine knows it, a P may too: it is fenced first. Else it is reported at once."""
         self.gates.pop(transfer, None)
         if self._receiver is None or self._receiver.state(transfer) in UNKNOWN:
             self._do([act.Report(transfer, Failure("PD-XFER-002", why))])
@@ -212,7 +215,7 @@ class Loads:
     def _do(self, actions: Iterable[act.Action]) -> None:
         for action in actions:
             if isinstance(action, act.Report):
-                self._report(action)  # first: whoever hears of it finds it in the trace
+                self._report(action)  # first: its end must be in the trace before it is reported
             self._effects.append(action)
 
     def _report(self, report: act.Report) -> None:

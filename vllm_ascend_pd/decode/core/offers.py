@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's offers to P's schedulers, in the place of calls to a metaserver: each ends in one outcome, `prefilled` or `failed`.
+"""D's offers to P's schedulers, which take the place of calls to a metaserver.
 
-An OFFER is repeated until it is answered, and asked again every third of a lease as long as P computes: P's answers are
-what a metaserver's heartbeats are elsewhere. Silence of a lease, or an address that refuses connections, is the end of P.
-`now` is an argument.
+Each offer ends in one outcome, `prefilled` or `failed`. An OFFER is repeated until it is answered, and then every third
+of a lease as long as P computes: P's answers serve as heartbeats. A P that is silent for a lease, or whose address
+refuses connections, counts as gone. `now` is an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_ascend_pd.protocol.timing import Agenda, Backoff
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Hand a message to the channel; it may be lost."""
+    """A message to hand to the channel, which may lose it."""
 
     to: Endpoint
     message: Meeting
@@ -31,7 +31,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What P says of an offer. Nothing follows once it is final."""
+    """P's answer to an offer. Nothing follows once it is final."""
 
     transfer: TransferId
     kind: str  # accepted, prefilled or failed, as a metaserver's answer
@@ -69,7 +69,7 @@ class Offers:
         self._effects: list[Effect] = []
 
     def take_effects(self) -> list[Effect]:
-        """In order, each once."""
+        """Return the effects, in order, each once."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -81,18 +81,21 @@ class Offers:
         self._effects.append(Say(listener, offer))
 
     def forget(self, transfer: TransferId) -> None:
-        """The load is over, or not wanted any more. P is told once: what that would save ends by itself too."""
+        """Drop the offer of a load that is over, or not wanted any more.
+
+        P is notified once. If the message is lost, P's part ends by itself.
+        """
         found = self._close(transfer)
         if found is not None:
             over = Failure("PD-XFER-002", "the request ended on decode")
             self._effects.append(Say(found.listener, Gone(transfer, over)))
 
     def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
-        """No offer will follow: P need not hold anything."""
+        """Notify a P that no offer will follow: it need not hold anything."""
         self._effects.append(Say(listener, unwanted))
 
     def heard(self, now: float, listener: Endpoint, message: Meeting) -> None:
-        """Only from where it was offered to: another P has nothing to say about it."""
+        """Handle P's answer. It counts only from the address that the offer went to."""
         if isinstance(message, Offer | Unwanted):
             return
         found = self._open.get(message.transfer)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which first tokens D takes from P: each request's once, only of the push that its KV is of, and in time.
+"""First tokens that D takes from P: one per request, only of the push that its KV came from, and only in time.
 
-The token and the KV come on different ways, in either order. A request whose KV is complete is held until both are there or it is
-known that no token comes. Pure: `now` is an argument.
+The token and the KV come separately, in either order. A request whose KV is complete is held until its token is
+there, or it is known that none comes, or the wait is over. Pure: `now` is an argument.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vllm_ascend_pd.protocol.first import First
@@ -17,19 +18,19 @@ SEEDED = ""
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What D asked P for, in the reservation of a transfer."""
+    """The first token that D asks P for in the reservation of a transfer."""
 
     transfer: TransferId
     position: int  # the prompt's length
     digest: str
     logprobs: int | None
     vocabulary: int
-    whole: bool = False  # D can begin with nothing else: of its cache the prompt's last token cannot be computed again
+    whole: bool = False  # D can begin only with it: the prompt's last token cannot be computed again in its cache
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A held request may go on: with P's token, or as D would alone, and then why."""
+    """Release of a held request: with P's token, or without one, and then why."""
 
     request_id: str
     first: First | None
@@ -38,7 +39,7 @@ class Start:
 
     @property
     def fails(self) -> bool:
-        """Whether its KV is of no use without P's token."""
+        """True if P's token is missing and the KV is of no use without it."""
         return self.whole and self.first is None
 
 
@@ -48,12 +49,12 @@ class _Record:
     wanted: Wanted
     first: First | None = None
     none: str = ""  # why no token comes
-    push: str = ""  # whose KV it is, once that is complete
+    push: str = ""  # that its KV came from, once that is complete
     complete: float | None = None  # when that was
 
 
 def fault(wanted: Wanted, first: First) -> str:
-    """Why a token is not the one that was asked for."""
+    """Return why a token is not the one that was asked for; empty if it is."""
     if first.transfer != wanted.transfer:
         return "another transfer"
     if first.position != wanted.position:
@@ -70,19 +71,21 @@ def fault(wanted: Wanted, first: First) -> str:
 
 
 class SeedBook:
-    """By request, from its reservation until it goes on or ends."""
+    """First tokens by request, from its reservation until it goes on or ends."""
 
     def __init__(self, wait_s: float, whole_wait_s: float) -> None:
-        """`whole_wait_s`: for requests that can begin with nothing else."""
+        """`whole_wait_s`: for requests that can begin only with P's token."""
         self._wait_s = {False: wait_s, True: max(wait_s, whole_wait_s)}
         self._records: dict[str, _Record] = {}
-        self._held: dict[str, _Record] = {}  # of these the ones whose KV is complete: each step asks for them
+        self._held: dict[str, _Record] = {}  # those of them whose KV is complete: read in each step
         self._by_transfer: dict[TransferId, _Record] = {}
         self._dropped: list[Start] = []  # held requests that have ended
 
     def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
-        """Whether the reservation of a request asks for a token: not if its client has some already. (D had the prompt then, and
-        the request lost its blocks.)"""
+        """Record that a request's reservation asks for a token, and return True.
+
+        Return False if the client has tokens already: D had the prompt then, and the request lost its blocks.
+        """
         if produced:
             return False
         self._records[request_id] = self._by_transfer[wanted.transfer] = _Record(request_id, wanted)
@@ -92,7 +95,7 @@ class SeedBook:
         return transfer in self._by_transfer
 
     def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
-        """P's token has come, or (None) it is known why none will. What came first counts."""
+        """Record P's token, or (None) why none will come. What comes first counts."""
         record = self._by_transfer.get(transfer)
         if record is None or record.first is not None or record.none:
             return
@@ -103,14 +106,14 @@ class SeedBook:
             record.first = first
 
     def complete(self, request_id: str, push: str, now: float) -> None:
-        """The KV is complete: a request of which a token was asked for is held until `take` names it."""
+        """Record that a request's KV is complete. If a token was asked for, it is held until `take` returns it."""
         record = self._records.get(request_id)
         if record is not None and record.complete is None:
             record.push, record.complete = push, now
             self._held[request_id] = record
 
     def whole(self, request_id: str) -> bool:
-        """Whether it can begin with nothing but P's token."""
+        """Return whether a request can begin only with P's token."""
         record = self._records.get(request_id)
         return record is not None and record.wanted.whole
 
@@ -119,14 +122,14 @@ class SeedBook:
         return record is not None and record.complete is not None
 
     def forget(self, request_id: str) -> bool:
-        """The request has ended, or its load has failed. Whether a token had been asked for."""
+        """Drop a request that has ended, or whose load has failed. Return whether a token had been asked for."""
         record = self._remove(request_id)
         if record is not None and record.complete is not None:
             self._dropped.append(Start(request_id, None, "aborted"))
         return record is not None
 
     def take(self, now: float) -> list[Start]:
-        """Held requests that go on now, or have failed, each once."""
+        """Return held requests that go on now, or were dropped, each once."""
         ready, self._dropped = self._dropped, []
         for record in list(self._held.values()):
             start = self._start(record, now)
@@ -134,6 +137,13 @@ class SeedBook:
                 self._remove(record.request_id)
                 ready.append(start)
         return ready
+
+    def due_s(self, now: float) -> float:
+        """Time until the first held request is not waited for any longer."""
+        if self._dropped:
+            return 0.0
+        ends = map(self._waited_until, self._held.values())
+        return max(0.0, min(ends, default=math.inf) - now)
 
     def held_count(self) -> int:
         return len(self._held) + len(self._dropped)
@@ -151,7 +161,10 @@ class SeedBook:
             return Start(request, None, "another push", whole)
         if record.none:
             return Start(request, None, record.none, whole)
-        return Start(request, None, "late", whole) if now >= record.complete + self._wait_s[whole] else None
+        return Start(request, None, "late", whole) if now >= self._waited_until(record) else None
+
+    def _waited_until(self, record: _Record) -> float:
+        return math.inf if record.complete is None else record.complete + self._wait_s[record.wanted.whole]
 
     def _remove(self, request_id: str) -> _Record | None:
         record = self._records.pop(request_id, None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator may ask and do: instances listed, added, drained, removed; the state of everything as JSON.
+"""The admin API: list, add, drain and remove instances; the state of everything as JSON.
 
-With a token every call must bear it. Without one only callers on this very host are let in, and only under a loopback
-name, so that no web page a user opens there can reach it.
+With a token every call must carry it, except for the page. Without one only callers on this host are admitted, and only
+under a loopback name, so that no web page that is opened there can reach the API.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def apply(fleet: Members, operation: Operation) -> None:
 
 
 class Admin:
-    """`perform` applies an operation in all workers; `state` is the sum over them; engines' traces are in `trace_dir`."""
+    """Routes of the admin API.
+
+    `perform` applies an operation in all workers; `state` is the sum over them; engines' traces are in `trace_dir`.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class Admin:
         return guarded
 
     def check(self, request: Request) -> None:
-        """Raises Refusal."""
+        """Raise Refusal if the caller is not admitted."""
         if self._token:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
@@ -116,7 +119,7 @@ class Admin:
         return Response(msgspec.json.encode(self._state()), media_type="application/json")
 
     async def _page(self, _: Request) -> Response:
-        """With a token everybody may have the page: it asks for the token, and shows nothing without."""
+        """Return the page. With a token it is open to all: it asks for the token and shows nothing without it."""
         return HTMLResponse(PAGE, headers=HEADERS)
 
     async def _timeline(self, request: Request) -> Response:
@@ -124,7 +127,7 @@ class Admin:
         return JSONResponse(await asyncio.to_thread(timeline, self._trace_dir, transfer))
 
     async def _instances(self, request: Request) -> Response:
-        """One route: of several for one path the first would say alone what is allowed."""
+        """Handle GET and POST. With one route for each, the first alone would say which methods are allowed."""
         if request.method == "POST":
             return await self._add(request)
         return JSONResponse({"instances": self._state()["instances"]})
@@ -159,7 +162,7 @@ class Admin:
         return JSONResponse(self._facts(name))
 
     async def _reset(self, request: Request) -> Response:
-        """The predecessor's route: every engine forgets its prefixes."""
+        """Make every engine forget its prefixes. The route is the predecessor's."""
         _require_json(request)
         await self._perform({"op": "forget"})
         instances = list(self._fleet)
@@ -187,13 +190,13 @@ class Admin:
 
 
 def id_of(request: Request) -> str:
-    """The client's own, or a new one."""
+    """Return the client's own request id, or a new one."""
     given = request.headers.getlist("x-request-id")
     return given[-1] if given else uuid.uuid4().hex
 
 
 def _require_json(request: Request) -> None:
-    """A web page cannot send this type to another origin without being asked first."""
+    """Raise Refusal for any other type. A web page cannot send JSON to another origin without a preflight."""
     if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
         raise Refusal(415, "PD-META-020")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI application of one worker: routes to handlers, bodies read within bounds, a client that leaves is noticed."""
+"""The ASGI application of one worker: routes, bodies read within limits, and clients that leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
-from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CutOff, Intake, Protocol, Refused
+from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLeft, Intake, Protocol, Refused
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Handle = Callable[[Scope, Receive, Send], Awaitable[None]]
-# What a proxy keeps to itself. Accept-Encoding too: the relay looks at the first bytes of an answer.
+# Headers that a proxy must not pass on. Accept-Encoding too: the relay reads the first bytes of an answer.
 _NOT_FORWARDED = frozenset(
     b"host content-length connection keep-alive transfer-encoding te trailer upgrade proxy-connection "
     b"proxy-authorization proxy-authenticate expect accept-encoding "
     b"x-request-id x-forwarded-for".split()  # made anew
 )
 _MAX_RESERVATION_BYTES = 64 << 20
-_MOST_ID = 128  # characters of a client's X-Request-Id that are kept: it goes to engines and into logs
+_MAX_ID = 128  # characters of a client's X-Request-Id that are kept: it goes to engines and into logs
 _WORD = re.compile(rb"[^!-~]+")
 RESERVATIONS = "/v1/metaserver"
 _PASSED_METHODS = [
@@ -68,11 +68,11 @@ _PASSED_METHODS = [
     "PATCH",
     "DELETE",
     "OPTIONS",
-]  # browsers ask by OPTIONS before they post
+]  # browsers send OPTIONS before they POST
 
 
 class Worker:
-    """One worker process: everything it shares, and the application over it."""
+    """One worker process: what its requests share, and the application."""
 
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
@@ -100,7 +100,7 @@ class Worker:
         )
 
     def report(self, details: bool) -> dict[str, Any]:
-        """To the other workers, and at the same time to `/metrics`: `/status` must not say another thing."""
+        """Return the report to the other workers, and set `/metrics` from it, so that it agrees with `/status`."""
         report = state.own(self.hub.worker, self.front, self.canary, self.fleet.file_problem, details)
         METRICS.running.set(report["running"])
         METRICS.waiting.set(report["waiting"])
@@ -112,12 +112,12 @@ class Worker:
     def total(self) -> dict[str, Any]:
         return state.total([self.report(details=True), *self.hub.others()])
 
-    def app(self) -> Doors:
-        """The busy routes are looked up before Starlette, whose middleware would cost as much as the relay itself."""
+    def app(self) -> Dispatcher:
+        """Return the application. Busy routes bypass Starlette, whose middleware costs as much as the relay itself."""
         generate = Endpoint(self._generate)
         busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, RESERVATIONS: Endpoint(self._reserve)}
         busy[LOADS] = Endpoint(self._loaded)
-        return Doors(busy, self._starlette())
+        return Dispatcher(busy, self._starlette())
 
     def _starlette(self) -> Starlette:
         return Starlette(
@@ -164,7 +164,7 @@ class Worker:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         prefills = self._named.of(headers) if self._named is not None else None
         with self._intake.body() as body:
-            try:  # the body is given no name here: this frame lives as long as the stream
+            try:  # no variable for the body: this frame would keep it as long as the stream
                 request = await self.front.turns.take(
                     bodies.parsing(scope["path"], await self._read(body, receive, scope["path"]))
                 )
@@ -198,7 +198,7 @@ class Worker:
     async def _read(self, body: Body, receive: Receive, route: str) -> bytes | memoryview:
         try:
             return await body.read(receive, self.settings.max_body_bytes)
-        except CutOff:
+        except CallerLeft:
             METRICS.client_left.inc()
             METRICS.requests.labels(route, "left").inc()
             raise
@@ -207,7 +207,7 @@ class Worker:
             raise
 
     async def _attend(self, scope: Scope, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
-        """A client's request from its body to its end, counted."""
+        """Run a client's request from its body to its end, and count it."""
         interrupt = exchange.interrupt
         try:
             await while_connected(scope, interrupt, work)
@@ -232,7 +232,7 @@ class Worker:
         return Response(status_code=200, headers={OWN_MARK.decode(): "1"})
 
     async def _healthcheck(self, _: Request) -> Response:
-        """The predecessor's form."""
+        """Answer in the predecessor's form."""
         counts = {f"{role.value}_instances": len(self.fleet.of(role)) for role in Role}
         return JSONResponse({"status": "ok", **counts})
 
@@ -255,12 +255,12 @@ async def _unusable(send: Send, route: str, request_id: str, problem: bodies.Bod
 
 
 async def _only_posts(scope: Scope, receive: Receive, send: Send) -> None:
-    """Posts to it never come here."""
+    """Refuse any other method: `Dispatcher` handles POSTs to these routes."""
     raise HTTPException(405, headers={"Allow": "POST"})
 
 
 async def _no_route(request: Request, problem: Exception) -> Response:
-    """Starlette's own word for it is plain text."""
+    """Answer with an error of our own: Starlette's is plain text."""
     wrong_method = isinstance(problem, HTTPException) and problem.status_code == 405
     path = request.url.path[:128]
     headers = {"x-request-id": id_of(request)}
@@ -274,14 +274,14 @@ async def _no_route(request: Request, problem: Exception) -> Response:
 
 
 def _end_if_failed(task: asyncio.Task[None]) -> None:
-    """A worker without its probes or its heart looks alive and is not: better that it ends and is started again."""
+    """End the worker if a task of it failed: without probes or heartbeats it only looks alive."""
     if not task.cancelled() and task.exception() is not None:
         log.critical("%s failed, so this worker ends", task.get_name(), exc_info=task.exception())
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Doors:
-    """The ASGI application: POSTs to the busy routes, and everything else."""
+class Dispatcher:
+    """The ASGI application: POSTs to the busy routes go to their handlers, all else goes to Starlette."""
 
     def __init__(self, busy: dict[str, Endpoint], rest: Starlette) -> None:
         self._busy = busy
@@ -301,15 +301,15 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._handle(scope, receive, send)
-        except CutOff:
-            return  # nobody is there to be answered
+        except CallerLeft:
+            return  # the caller is gone
         except Refused as refused:
             refused.answer.headers.append((b"x-request-id", id_of(Request(scope)).encode("latin-1")))
             await tell(send, refused.answer)
 
 
 async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; it is interrupted when the caller leaves before its end."""
+    """Run `work`; interrupt it if the caller leaves before its end."""
     connection: Protocol = scope["extensions"][CONNECTION]
     gone = interrupt.client_left
     connection.watch(gone)
@@ -324,13 +324,16 @@ async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[An
 
 
 def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
-    """The client's headers for an engine, and the request's id: the client's own, or a new one."""
+    """Return the client's headers for an engine, and the request's id: the client's own, or a new one.
+
+    Raise Refused for a request of another metaserver.
+    """
     named: list[bytes] = []
     request_id = kind = None
     authorised = False
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            request_id = _WORD.sub(b"", value)[:_MOST_ID] or None
+            request_id = _WORD.sub(b"", value)[:_MAX_ID] or None
         elif name == b"content-type":
             kind = value
         elif name == b"authorization":
@@ -344,7 +347,7 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
     if request_id is None:
         request_id = secrets.token_hex(16).encode()
     headers.append((OWN_MARK, b"1"))
-    headers.append((b"x-request-id", request_id))  # one, whatever the client says belongs to its connection
+    headers.append((b"x-request-id", request_id))  # always, even if the client's Connection header lists it
     if kind is None:
         headers.append((b"content-type", b"application/json"))
     if engine_token and not authorised:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines say of their prefix caches: vLLM's KV events (`--kv-events-config`, published with ZMQ), where operators have them on.
+"""Engines' prefix caches by vLLM's KV events (`--kv-events-config`, published with ZMQ), if operators have them on.
 
-Counted are tokens that came into a cache and left it, whoever sent them. Where events were missed, or begin anew, all that was known of
-the cache has left it.
+The tokens that came into a cache and that left it are counted, from any sender. If events were missed or start anew,
+everything known of the cache counts as gone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import SOURCE as NAMED
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 16 << 20  # of a message
-MOST_BLOCKS = 4 << 20  # and groups that are known of a cache
-MOST_PORTS = 1024  # of one text
-_MOST_SOCKETS = 1 << 14
+MAX_BYTES = 16 << 20  # of a message
+MAX_BLOCKS = 4 << 20  # blocks and groups that are kept of one cache
+MAX_PORTS = 1024  # in one text of `parse_ports`
+_MAX_SOCKETS = 1 << 14
 _QUEUED = 1000  # messages that wait for this process
 _OPTIONS = (
     (zmq.RCVHWM, _QUEUED),
-    (zmq.MAXMSGSIZE, MOST_BYTES),
+    (zmq.MAXMSGSIZE, MAX_BYTES),
     (zmq.LINGER, 0),
-    # A host that is gone says nothing, and a listener has nothing to say.
+    # Heartbeats show that a host is gone: a subscriber sends nothing that could fail.
     (zmq.HEARTBEAT_IVL, 10_000),
     (zmq.HEARTBEAT_TIMEOUT, 30_000),
     (zmq.RECONNECT_IVL_MAX, 5_000),
@@ -49,7 +49,7 @@ _IN_ORDER = {
     ),
     _REMOVED: ("type", "block_hashes", "medium", "group_idx"),
 }
-_MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))  # how a map begins in MessagePack
+_MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))  # first bytes of a map in MessagePack
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -58,7 +58,7 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 class _Event(msgspec.Struct):
-    """What is looked at of an event."""
+    """The fields of an event that are used."""
 
     type: str
     block_hashes: list[int | bytes] = []
@@ -71,14 +71,17 @@ _BATCH, _EVENT = msgspec.msgpack.Decoder(_Batch), msgspec.msgpack.Decoder(_Event
 
 
 def parse_ports(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The ports on which instances publish, by the instance's name; \"\": of all others. `5557`, `5557+4` for four ranks that one
-    address serves, `10.0.0.1:9100=5557`, `10.0.0.1:9100+16=5557+16` for as many that are served apart. Raises ValueError."""
+    """Return the ports on which instances publish, by the instance's name; "" has those of all others.
+
+    Forms: `5557`; `5557+4` for four ranks behind one address; `10.0.0.1:9100=5557`; `10.0.0.1:9100+16=5557+16` for
+    sixteen ranks with an address each. Raise ValueError for any other.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
         named, _, told = text.rpartition("=")
         match = re.fullmatch(r"(\d{1,5})(?:\+(\d{1,4}))?", told)
         first, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
-        if not (first > 0 and 0 < count <= MOST_PORTS and first + count - 1 <= LAST_PORT):
+        if not (first > 0 and 0 < count <= MAX_PORTS and first + count - 1 <= LAST_PORT):
             raise ValueError(f"{told!r} is neither a port nor port+count")
         ports = tuple(range(first, first + count))
         names = [spec.name for spec in parse_specs(Role.PREFILL, named)] if named else [""]
@@ -92,7 +95,7 @@ def parse_ports(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 
 class Cache:
-    """One prefix cache, by what was published of it."""
+    """One prefix cache, by its published events."""
 
     def __init__(self) -> None:
         self._number = -1
@@ -103,12 +106,15 @@ class Cache:
 
     @property
     def tokens(self) -> int:
-        """Of the largest group: of one with windows only the last blocks stay."""
+        """Tokens of the largest group: a sliding-window group keeps only its last blocks."""
         return max(self._tokens.values(), default=0)
 
     def heard(self, number: int, payload: bytes) -> tuple[int, bool]:
-        """Take in a batch: tokens that came, and whether any left. Where a batch is missing, or a new beginning is made, all before has
-        left. Raises ValueError for what is no batch; then nothing is known of the cache."""
+        """Take in a batch; return the tokens that came, and whether any left.
+
+        If a batch is missing or the numbers start anew, everything before counts as gone. Raise ValueError if it is no
+        batch; then everything counts as gone too.
+        """
         lost = self._number >= 0 and number != self._number + 1
         self._number = number
         if lost:
@@ -127,13 +133,13 @@ class Cache:
         except (ValueError, LookupError, TypeError, RecursionError) as problem:
             self.clear()
             raise ValueError(one_line(repr(problem))) from problem
-        if sum(1 + len(blocks) for blocks in self._blocks.values()) > MOST_BLOCKS:
+        if sum(1 + len(blocks) for blocks in self._blocks.values()) > MAX_BLOCKS:
             self.clear()
             lost = True
         return came, lost
 
     def clear(self) -> None:
-        """Know nothing of it."""
+        """Forget all blocks."""
         self._blocks.clear()
         self._tokens.clear()
 
@@ -157,19 +163,19 @@ def _read(raw: msgspec.Raw) -> _Event:
 
 
 class CacheEvents:
-    """Subscribes to every instance whose ports are known."""
+    """Subscriber to every instance whose ports are known."""
 
     def __init__(self, fleet: Fleet, ports: Mapping[str, tuple[int, ...]]) -> None:
         self._fleet, self._ports = fleet, ports
         self._context = zmq.asyncio.Context()
-        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
 
     async def run(self) -> None:
         with self._context:
             await attend_each(self._fleet, "cache events", self._attend)
 
     async def _attend(self, instance: Instance) -> None:
-        if instance.source == NAMED:  # chosen elsewhere
+        if instance.source == NAMED:  # the choice among these is made elsewhere
             return
         ports = self._ports.get(instance.name, self._ports.get("", ()))
         caches = [Cache() for _ in ports]
@@ -178,7 +184,7 @@ class CacheEvents:
         )
 
     async def _listen(self, instance: Instance, port: int, cache: Cache, caches: Sequence[Cache]) -> None:
-        """`caches`: all that the instance has."""
+        """Take in the events of one port, without end. `caches`: all caches of the instance."""
         host = instance.origin.host
         address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         try:
@@ -210,4 +216,4 @@ class CacheEvents:
                     warned = True
                 METRICS.cache_events.labels(instance.role.value, instance.name).inc()
                 instance.prompts.tell(came, sum(one.tokens for one in caches), lost=lost)
-                await asyncio.sleep(0)  # those that wait already come without a pause
+                await asyncio.sleep(0)  # messages that wait already are received without a pause

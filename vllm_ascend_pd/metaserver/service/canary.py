@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readiness: true once KV has really come from a P to a D, in the lives that both are in now.
+"""Readiness: true once KV has really come from a P to a D, in the present incarnations of both.
 
-A canary is a request for one token with a prompt that nobody has ever sent, through the same way as a client's, over a
-given P and D. Its proof is D's report of tokens received (`Front.loaded`), not an answer or the order of answers; a
-client's request proves as much. Canaries are sent only for an engine that is in no proven pair, several at a time, so that
-one that hangs keeps no other from being proven.
+A canary is a request for one token with a new random prompt. It takes the same way as a client's request, over a given
+P and D. The proof is D's report of tokens received (`Front.loaded`), not an answer or the order of answers; a client's
+request proves as much. Canaries are sent only for an engine that is in no proven pair. Several are in flight at a time,
+so that one that hangs does not delay the proof of others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_ascend_pd.protocol.versions import may_pair
 log = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 192  # more than one block of 128
-_TOKEN_IDS = range(3, 256)  # in every vocabulary
+_TOKEN_IDS = range(3, 256)  # they are in every vocabulary
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.25
 _AT_ONCE = 8
@@ -42,11 +42,11 @@ _UP = (Condition.READY, Condition.SUSPECT)
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
-Lives = tuple[tuple[tuple[str, ...], float], ...]  # of a P and a D
+Lives = tuple[tuple[tuple[str, ...], float], ...]  # of a P and a D: incarnations, last refused connection
 
 
 class _Failed(NamedTuple):
-    """Of a pair: in which lives, how often, until when it is left alone, and why."""
+    """Failures of a pair: in which lives, how often, until when it is not tried again, and why."""
 
     lives: Lives
     times: int
@@ -64,7 +64,7 @@ class Canary:
     # -- what is known
 
     def proven(self) -> list[Pair]:
-        """Pairs that are up, and over which KV has come."""
+        """Return the pairs that are up and over which KV has come."""
         up = {(p.name, d.name) for p, d in self._pairs()}
         return sorted({(proof.prefill, proof.decode) for proof in self._front.fleet.proven()} & up)
 
@@ -72,20 +72,20 @@ class Canary:
         if self._front.closing:
             return False
         if self._front.settings.sidecar:
-            # A D that fails gets its trials from clients, and a sidecar that is not ready gets no clients.
+            # Clients' requests show when a failed D works again, and a sidecar that is not ready gets none.
             return any(i.healthy for i in self._front.fleet.of(Role.DECODE))
         if self._front.settings.canary:
             return bool(self.proven())
         return bool(self._pairs())
 
     def _pairs(self) -> list[tuple[Instance, Instance]]:
-        """All pairs that could serve, in a mixed order. What is known not to fit is none."""
+        """Return all pairs that could serve, in random order, without those that are known not to fit."""
         prefills, decodes = ([i for i in self._front.fleet.of(r) if i.condition() in _UP] for r in Role)
         pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.fingerprint, d.fingerprint)]
         random.shuffle(pairs)
         return pairs
 
-    # -- the canary's flight
+    # -- canaries in flight
 
     async def run(self) -> None:
         try:
@@ -100,7 +100,7 @@ class Canary:
             await asyncio.gather(*self._flying, return_exceptions=True)
 
     def _send_out(self) -> None:
-        """One canary for each engine that is in no proven pair, and has none on its way to prove it."""
+        """Send a canary for each engine that is in no proven pair and has none in flight."""
         busy = {name for pair in (*self.proven(), *self._flying.values()) for name in pair}
         now = time.monotonic()
         names = {instance.name for instance in self._front.fleet}
@@ -133,12 +133,12 @@ class Canary:
         until = time.monotonic() + _BACKOFF.delay(times, 0.5 + random.random() / 2)
         self._failed[pair] = _Failed(lives, times, until, problem)
         told = f"{prefill.name} to {decode.name}: {problem}"
-        if before is None or before.problem != problem:  # a change, not each repetition
+        if before is None or before.problem != problem:  # only a change, not each repetition
             log.warning("not proven: %s", told)
         self.last_error = told
 
     async def _try(self, prefill: Instance, decode: Instance) -> str:
-        """What went wrong, or nothing."""
+        """Send a canary and return what went wrong; empty if nothing."""
         headers = self._headers()
         reply = await self._front.upstream.send(decode.origin, "GET", b"/v1/models", headers, b"", 10.0)
         async with reply:
@@ -171,7 +171,7 @@ class Canary:
 
 
 class _Answer:
-    """Takes what a client would get."""
+    """Receiver of what a client would get."""
 
     def __init__(self) -> None:
         self._status = 0
@@ -188,7 +188,7 @@ class _Answer:
 
 
 def _lives(prefill: Instance, decode: Instance) -> Lives:
-    """Which lives a failure says something about; it is none of theirs when they were last asked."""
+    """Return the lives that a failure is about, without the times at which they were last asked."""
     return tuple(
         (tuple(told.incarnation for told in engine.life.told), engine.life.refused) for engine in (prefill, decode)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task for each instance, for as long as it is one."""
+"""A task for each instance, as long as the fleet has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_EVERY_S, _AGAIN_S = 0.1, 10.0
 
 
 async def attend_each(fleet: Fleet, name: str, attend: Attend) -> None:
-    """Run `attend` of every instance, without end. A slow one delays no other. One that fails is begun again, after a pause."""
+    """Run `attend` of every instance, without end. A slow one delays no other; one that fails is restarted later."""
     tasks: dict[Instance, asyncio.Task[None]] = {}
     try:
         while True:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's request as it is known while it runs: its attempts, their tickets, what interrupts it, its stages.
+"""State of a client's request while it runs: its attempts, their tickets, what interrupts it, its stages.
 
-An attempt is one ticket: D is told the ticket and brings it back with its reservation. Until the client has seen a
-byte, a failed attempt is given up and another one made, with a new ticket, so that a late write of the old one is
-D's fence's business and never mixes with the new one.
+An attempt has one ticket: D gets it and sends it back with its reservation. Until the client has seen a byte, a failed
+attempt is given up and another one is made, with a new ticket. So a late write of the old attempt never mixes with the
+new one: D's fence deals with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Failure
 from vllm_ascend_pd.metaserver.http1 import Headers
 from vllm_ascend_pd.metaserver.reports import LoadReport
-from vllm_ascend_pd.metaserver.resume import Kept
+from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance, Trial
 from vllm_ascend_pd.metaserver.within import within
@@ -32,12 +32,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100
 _LAST_TROUBLES = 50
 _PAST_ATTEMPTS = 1024
-PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up telling long before
+PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up sending them long before
 
 
 class AttemptFailed(Exception):
-    """The attempt ended before the client saw anything. `answer`: what to say if it was the last; `brief`: what the
-    status page says of it, without an engine's words."""
+    """An attempt that failed before the client saw anything of it.
+
+    `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text.
+    """
 
     def __init__(self, failure: Failure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
         super().__init__(failure.value)
@@ -48,7 +50,7 @@ class AttemptFailed(Exception):
 
 
 class Interrupt:
-    """Why a task is cancelled from outside; without a reason it is the server's own cancellation."""
+    """Reason that a task is cancelled from outside; without one the server itself cancels it."""
 
     __slots__ = ("closing", "failed", "left", "task")
 
@@ -66,18 +68,18 @@ class Interrupt:
         self.task.cancel()
 
     def close(self) -> None:
-        """The server's time is up."""
+        """Cancel the task because the server shuts down."""
         self.closing = True
         self.task.cancel()
 
     def give_up(self, failed: AttemptFailed) -> None:
-        """Another attempt is better than to wait for this one."""
+        """Cancel the attempt, as another one is better than to wait for it."""
         if not (self.left or self.closing or self.failed):
             self.failed = failed
             self.task.cancel()
 
     def take_failure(self) -> AttemptFailed | None:
-        """In the handler of a CancelledError: the failed attempt, when the request itself goes on."""
+        """Return the failed attempt if the request itself goes on. Call it in the handler of a CancelledError."""
         failed, self.failed = self.failed, None
         if failed is None or self.left or self.closing:
             return None
@@ -86,22 +88,22 @@ class Interrupt:
 
 
 def uncancel(task: asyncio.Task[Any]) -> None:
-    """From 3.11 on a task counts its cancellations; one that was ours and is dealt with is taken back."""
+    """Take back a cancellation that was ours and is dealt with: from Python 3.11 on a task counts them."""
     method = getattr(task, "uncancel", None)
     if method is not None:
         method()
 
 
 def _nothing() -> None:
-    """Nothing is held."""
+    """Do nothing: there is nothing to release."""
 
 
 async def _nobody(message: MutableMapping[str, Any]) -> None:
-    """Nobody is there to be answered any more."""
+    """Drop a message: the client is gone."""
 
 
 def _now() -> float:
-    """Looked up when it is called: a simulation has another clock."""
+    """Return the time. The clock is looked up at each call, since a simulation replaces it."""
     return time.monotonic()
 
 
@@ -111,7 +113,7 @@ def _wall() -> float:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """A client's request under way."""
+    """A client's request in progress."""
 
     request: bodies.Request
     headers: Headers
@@ -125,18 +127,18 @@ class Exchange:
     bad_prefills: set[str] = field(default_factory=set)
     committed: bool = False  # the client has seen a byte
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
-    prefills: frozenset[str] | None = None  # the only P's that it may have; None: any
+    prefills: frozenset[str] | None = None  # the only P's that it may use; None: any
     status: int = 0
-    span: Any = None  # where spans are wanted
-    kept: Kept | None = None  # so that another D can go on with its stream
+    span: Any = None  # if spans are on
+    kept: StreamState | None = None  # state by which another D can continue its stream
     kept_bytes: int = 0
-    unkept: str = ""  # why none can; empty where nobody asked
-    streaming: bool = False  # the head of a stream that is kept is out, and its end is not
-    said_all: bool = False  # the last word of such a stream is out, and nothing may follow it
+    unkept: str = ""  # why no D can; empty if it was not examined
+    streaming: bool = False  # the head of a kept stream is out, and its end is not
+    said_all: bool = False  # the last event of such a stream is out, and nothing may follow it
     before: int = 0  # attempts before its stream broke last
-    broke_at: float = 0.0  # when that was, until the client hears something again
+    broke_at: float = 0.0  # when that was; 0 once the client gets something again
     release: Callable[[], None] = _nothing  # of the body, which is counted as long as it may be needed
-    remembered: bool = True  # among the last requests: polls would push out all others
+    remembered: bool = True  # among the last requests; polls are not, as they would push out all others
     stages: list[tuple[str, float, str]] = field(default_factory=list)
     route: str = ""  # the client's
     tokens: int = 0  # of its prompt, about
@@ -148,13 +150,13 @@ class Exchange:
         self.stages.append((name, time.monotonic() - self.started, detail))
 
     def forget_prompt(self) -> None:
-        """No attempt and no post of D can need it any more: a stream may go on for long."""
+        """Free the prompt, which no attempt and no post of D needs any more: a stream may go on for long."""
         if self.request.fields:
             self.request = msgspec.structs.replace(self.request, fields={}, marks=())
         self.release()
 
     def over(self) -> None:
-        """It has ended. Reports of its loads may come for a minute, and its connection and its body are not kept for those."""
+        """Free what an ended request holds: reports of its loads may still come, but need no connection and no body."""
         self.forget_prompt()
         self.headers, self.send, self.release = [], _nobody, _nothing
 
@@ -165,7 +167,7 @@ class Exchange:
 
 
 class Story(msgspec.Struct, frozen=True):
-    """What is told about a request. No prompt in it."""
+    """Facts about a request for the status page, without its prompt."""
 
     request_id: str
     route: str
@@ -189,7 +191,7 @@ class Story(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One ticket. `legs` are the prefill legs under way, by transfer; `seen` all transfers that ever came."""
+    """One attempt with its ticket. `legs`: prefill legs in progress, by transfer; `seen`: all transfers D posted."""
 
     exchange: Exchange
     decode: Instance
@@ -197,31 +199,31 @@ class Attempt:
     legs: dict[str, Interrupt] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
-    reports: dict[str, LoadReport] = field(default_factory=dict)  # by transfer, how D says that its KV came
-    blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: once
+    reports: dict[str, LoadReport] = field(default_factory=dict)  # D's, by transfer
+    blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: only once
     failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
-    trials: dict[str, Trial] = field(default_factory=dict)  # by transfer, of P's: D's report ends them
+    trials: dict[str, Trial] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
     began: float = field(default_factory=_now)
     restart: bool = True  # whether another attempt may follow
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
     watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
 
     def received(self, transfer: str) -> bool:
-        """D has the KV, whatever else happens to P's leg."""
+        """Return whether D has the KV, whatever becomes of P's leg."""
         report = self.reports.get(transfer)
         return report is not None and report.received > 0
 
     def wants(self, transfer: str) -> bool:
-        """Whether another P may be asked: not when D has the KV, nor when the client has been answered (D reports later)."""
+        """Return whether another P may be asked: not if D has the KV, nor once the prompt is freed."""
         return not self.received(transfer) and bool(self.exchange.request.fields)
 
     @property
     def load_failed(self) -> bool:
-        """KV did not come: D may have failed for that, and only for that."""
+        """True if KV did not come: D may have failed for that reason alone."""
         return any(not self.received(transfer) for transfer in self.failed.union(self.reports))
 
     async def told(self, enough: Callable[[], bool], most_s: float) -> None:
-        """Wait until what has been told is enough, at most so long: reports, legs and answers come in any order."""
+        """Wait until `enough` is true, at most `most_s`: reports, legs and answers come in any order."""
         end = time.monotonic() + most_s
         while not enough() and (left := end - time.monotonic()) > 0:
             self.news.clear()
@@ -229,7 +231,7 @@ class Attempt:
                 await within(left, self.news.wait())
 
     async def explained(self, most_s: float) -> None:
-        """Wait until D has told of a load that failed, or of all. (P's leg alone says not enough: the KV may be there.)"""
+        """Wait until D has reported a failed load, or all loads. P's failed leg is not enough: the KV may be there."""
         await self.told(
             lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), most_s
         )
@@ -240,11 +242,11 @@ class Attempt:
 
 
 class Journal:
-    """What is under way in this process, the last that ended, and what went wrong lately."""
+    """Requests in progress in this process, the last that ended, and recent troubles."""
 
     def __init__(self) -> None:
         self.tickets: dict[str, Attempt] = {}
-        # Since when they are past, oldest first: their reports may still be on their way.
+        # Past attempts and since when they are, oldest first: their reports may still come.
         self._past: OrderedDict[str, tuple[Attempt, float]] = OrderedDict()
         self._forgetting: asyncio.TimerHandle | None = None
         self.exchanges: set[Exchange] = set()
@@ -252,12 +254,12 @@ class Journal:
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
 
     def trouble(self, code: str, what: str, instance: str = "", request: str = "") -> None:
-        """For the status page. `what` has no words of an engine in it: they may quote a prompt."""
+        """Note a trouble for the status page. `what` must not quote an engine, whose text may contain a prompt."""
         facts = {"at": time.time(), "code": code, "what": what, "remedy": remedy(code)}
         self.troubles.append({**facts, "instance": instance, "request": request[:128]})
 
     def close(self, attempt: Attempt) -> None:
-        """The ticket is void. What D reports of it is still taken."""
+        """End the attempt. Its ticket is void, but D's reports of it are still taken."""
         self.tickets.pop(attempt.ticket, None)
         if not attempt.seen <= attempt.reports.keys():
             self._past[attempt.ticket] = attempt, asyncio.get_running_loop().time()
@@ -267,7 +269,7 @@ class Journal:
                 self._forget()
 
     def told(self, attempt: Attempt) -> None:
-        """A report came. After the last one nothing is expected of a past attempt."""
+        """Note that a report came. After its last one a past attempt is forgotten."""
         if attempt.seen <= attempt.reports.keys():
             self._past.pop(attempt.ticket, None)
 
@@ -275,8 +277,11 @@ class Journal:
         return self.tickets.get(ticket) or self._past.get(ticket, (None, 0.0))[0]
 
     def _forget(self) -> None:
-        """What has been past for long enough; the rest when the oldest of it has. One timer for all: a minute's worth of timers
-        would be work for the garbage collector, during which everything else stands still."""
+        """Forget the attempts that are past for long enough, and set a timer for the oldest of the rest.
+
+        There is one timer for all: a minute's worth of timers would be work for the garbage collector, which stops
+        everything else.
+        """
         loop, self._forgetting = asyncio.get_running_loop(), None
         while self._past:
             _, since = next(iter(self._past.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as a client meets them: the OpenAI shape, a status that says what happened, a header that says when to come back."""
+"""Errors as a client gets them: OpenAI's format, a status that says what happened, a header that says when to retry."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _REFUSAL = msgspec.json.Decoder(_Refusal)
 
 
 def brief(status: int, body: bytes) -> str:
-    """An engine's refusal without its words, which may quote the prompt: the status and the kind of error."""
+    """Return status and kind of an engine's error, without its message, which may quote the prompt."""
     try:
         kind = _REFUSAL.decode(body).error.type
     except UNREADABLE:
@@ -63,7 +63,7 @@ def brief(status: int, body: bytes) -> str:
 
 
 def remedy(code: str) -> str:
-    """What the catalogue advises, as far as it needs no values."""
+    """Return the catalogue's remedy, if it needs no values."""
     entry = CATALOGUE.get(code)
     return entry.remedy if entry is not None and "{" not in entry.remedy else "See docs/errors.md."
 
@@ -81,10 +81,10 @@ def fault(status: int, message: str, code: str | None = None, retry_after_s: flo
 
 
 def known(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Answer:
-    """An error of the catalogue."""
+    """Return the answer for an error of the catalogue."""
     return fault(status, PdError(code, **values).sentence, code, retry_after_s)
 
 
 def error_frame(message: str, code: str | None = None) -> bytes:
-    """The end of a stream that broke after its first byte."""
+    """Return the end of a stream that broke after its first byte."""
     return b"data: " + error_body(502, message, code) + b"\n\ndata: [DONE]\n\n"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instances this process knows: their load, their circuits, and who is chosen.
+"""The instances that this process knows: their load, their circuits, and the choice among them.
 
-Flags, the instances file and the admin API each own the instances they brought; one does not remove another's.
+An instance has a source: flags, the instances file, the admin API or a request's header. A source that replaces its
+instances removes none of another source's; the admin API removes any.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
-MOST_ENDPOINTS = 1024  # of one text
+MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
 LAST_PORT = 65535
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """An instance as an operator names it."""
+    """An instance as an operator specifies it."""
 
     role: Role
     origin: Origin
@@ -57,21 +58,23 @@ class Spec:
 
 
 def parse_specs(role: Role, text: object, weight: object = 1.0) -> list[Spec]:
-    """What `parse_spec` takes, or `…:9100+16`: one endpoint on each of sixteen ports, as data-parallel ranks with servers of
-    their own are started. Raises ValueError with the text in it."""
+    """Parse what `parse_spec` takes, or `…:9100+16`: one endpoint on each of sixteen ports.
+
+    Data-parallel ranks with their own servers are started like that. Raise ValueError with the text in it.
+    """
     several = re.fullmatch(r"(.*:)(\d{1,5})\+(\d{1,5})/?", text) if isinstance(text, str) else None
     if several is None:
         return [parse_spec(role, text, weight)]
     head, first, count = several[1], int(several[2]), int(several[3])
-    if not 1 <= count <= MOST_ENDPOINTS:
-        raise ValueError(f"{role.value} instances {text!r}: {count} is not between 1 and {MOST_ENDPOINTS}")
+    if not 1 <= count <= MAX_ENDPOINTS:
+        raise ValueError(f"{role.value} instances {text!r}: {count} is not between 1 and {MAX_ENDPOINTS}")
     if first + count - 1 > LAST_PORT:
         raise ValueError(f"{role.value} instances {text!r} would end at port {first + count - 1}")
     return [parse_spec(role, f"{head}{port}", weight) for port in range(first, first + count)]
 
 
 def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
-    """`host:port`, or a URL. Raises ValueError with the text in it."""
+    """Parse `host:port` or a URL. Raise ValueError with the text in it."""
     if not isinstance(text, str):
         raise ValueError(f"{role.value} instance {text!r} is not a string")
     parts = urlsplit(text if "://" in text else "http://" + text)
@@ -105,14 +108,14 @@ class Instance:
     weight: float
     source: str
     circuit: Circuit
-    prompts: Prompts  # that it was sent in its present life
-    cards: dict[str, msgspec.Raw] | None = None  # of the models that it lists, by name; None: it was not asked yet
+    prompts: Prompts  # that were sent to it in its present life
+    cards: dict[str, msgspec.Raw] | None = None  # entries of its model list, by name; None: it was not asked yet
     answered: bool = False
     healthy: bool = False  # its last probe was good
     life: Life = field(default_factory=Life)
     draining: bool = False
     load: float = 0.0  # tokens in flight from this process
-    load_elsewhere: float = 0.0  # and from the other workers, as they last said
+    load_elsewhere: float = 0.0  # and from the other workers, as last reported
     requests: int = 0  # legs in flight
     served: int = 0
     broke: int = 0
@@ -130,11 +133,11 @@ class Instance:
 
     @property
     def fingerprint(self) -> str:
-        """Which engines it can be a pair with, as far as is known now."""
+        """Fingerprint, which decides the engines that it can pair with; empty if it is not known now."""
         return self.life.fingerprint(time.monotonic())
 
     def has(self, marks: Marks) -> int:
-        """How many of a prompt's tokens are in its prefix cache, as far as is known."""
+        """Return how many of a prompt's tokens are in its prefix cache, as far as is known."""
         if self._life_of_prompts is not self.life:
             if self.life.outlived(self._life_of_prompts):
                 self.prompts.forget()
@@ -142,7 +145,7 @@ class Instance:
         return self.prompts.has(marks)
 
     def sent(self, marks: Marks) -> int:
-        """It is sent this prompt: how much of it was there before."""
+        """Note that the prompt is sent to it; return how many of its tokens were there before."""
         there = self.has(marks)
         self.prompts.add(marks)
         return there
@@ -154,12 +157,14 @@ class Instance:
         return not self.draining and self.circuit.admits(now)
 
     def last_resort(self) -> bool:
-        """Its circuit is open for bad answers, but it answers: better than nobody, and a poisonous request that fails
-        everywhere must not shut the door for all others."""
+        """Return whether it may serve if no other can: its circuit is open for bad answers, but its probes are good.
+
+        A request that fails on every engine must not lock out all others.
+        """
         return not self.draining and self.healthy and self.circuit.state in (CircuitState.WEDGED, CircuitState.TRIAL)
 
     def facts(self) -> dict[str, Any]:
-        """What an operator sees."""
+        """Return what an operator sees."""
         return {
             "name": self.name,
             "role": self.role.value,
@@ -184,12 +189,12 @@ class Instance:
 
 @dataclass(slots=True)
 class Trial:
-    """A request at an instance, for as long as it is entered, and what it is to the circuit (number 0: nothing special)."""
+    """A request at an instance, in its load while entered. `number`: of the circuit's trial, 0 if it is none."""
 
     instance: Instance
     number: int
     cost: float
-    kept: bool = False  # its answer says too little: it goes on until D has told of the load
+    kept: bool = False  # its answer says too little: the trial goes on until D reports the load
 
     def __enter__(self) -> Trial:
         self.instance.load += self.cost
@@ -204,7 +209,7 @@ class Trial:
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
 
     def returned(self) -> None:
-        """Whatever the request could show of its instance it has shown."""
+        """End the trial: the request shows no more about its instance."""
         self.instance.circuit.returned(time.monotonic(), self.number)
 
 
@@ -216,19 +221,19 @@ def anybody(instance: Instance) -> bool:
 
 
 def among(names: frozenset[str] | None) -> Fits:
-    """Those with one of these names; None: all."""
+    """Return a test for instances with one of these names; None: all."""
     return anybody if names is None else lambda instance: instance.name in names
 
 
 def both(one: Fits, other: Fits) -> Fits:
-    """Those that fit in each of the two respects."""
+    """Return a test for instances that pass both tests."""
     if one is anybody:
         return other
     return one if other is anybody else lambda instance: one(instance) and other(instance)
 
 
 def pairing(*fingerprints: str) -> Fits:
-    """Which instances can be a pair with an engine of one of these fingerprints."""
+    """Return a test for instances that can pair with an engine of one of these fingerprints."""
     told = frozenset(fingerprints)
 
     def fits(instance: Instance) -> bool:
@@ -239,7 +244,10 @@ def pairing(*fingerprints: str) -> Fits:
 
 
 class Fleet:
-    """`lost` hears of an instance whose circuit opens, and why. `prefix_tokens`: what each engine's prefix cache holds."""
+    """All instances of this process.
+
+    `lost` is called with an instance whose circuit opens, and why. `prefix_tokens`: size of each engine's prefix cache.
+    """
 
     def __init__(
         self,
@@ -250,9 +258,9 @@ class Fleet:
         self._policy = policy
         self._lost = lost
         self._prefix_tokens = prefix_tokens
-        self.several_models = False  # not all engines list the same
+        self.several_models = False  # not all engines list the same models
         self._instances: dict[str, Instance] = {}
-        self._proofs: dict[tuple[str, str, str, str], Proof] = {}  # the newest of each pair of lives
+        self._proofs: dict[tuple[str, str, str, str], Proof] = {}  # the newest for each pair of lives
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
@@ -266,14 +274,17 @@ class Fleet:
     # -- membership
 
     def add(self, spec: Spec, source: str) -> Instance:
-        """Known ones keep their state and take the new weight. Raises ValueError when the name has another role."""
+        """Add an instance. A known one keeps its state, takes the new weight and is no longer drained.
+
+        Raise ValueError if the name has another role.
+        """
         known = self._instances.get(spec.name)
         if known is not None and known.role is not spec.role:
             raise ValueError(f"{spec.name} is a {known.role.value} instance already")
         if known is not None and known.origin == spec.origin:
             known.weight, known.draining = spec.weight, False
             return known
-        if known is not None:  # https now, or no longer: another server
+        if known is not None:  # https now, or no more: another server
             self.remove(spec.name)
         circuit, prompts = Circuit(self._policy), Prompts(self._prefix_tokens)
         made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, circuit, prompts)
@@ -282,7 +293,7 @@ class Fleet:
         return made
 
     def remove(self, name: str) -> Instance | None:
-        """No new requests; those under way finish on the object they hold."""
+        """Remove an instance: it gets no new requests; those in flight finish on the object that they hold."""
         gone = self._instances.pop(name, None)
         if gone is not None:
             gone.draining = True
@@ -291,8 +302,10 @@ class Fleet:
         return gone
 
     def replace(self, specs: Iterable[Spec], source: str) -> None:
-        """Make `specs` the instances of this source. Raises ValueError, and changes nothing, when one is another source's in
-        the other role."""
+        """Make `specs` the instances of this source.
+
+        Raise ValueError and change nothing if another source has one of them in the other role.
+        """
         wanted = {spec.name: spec for spec in specs}
         for instance in self:
             spec = wanted.get(instance.name)
@@ -316,7 +329,7 @@ class Fleet:
     # -- models
 
     def lists(self, instance: Instance, cards: dict[str, msgspec.Raw]) -> None:
-        """What an engine told of its models: nothing, if it has no list or shows none."""
+        """Take in an engine's model list; it is empty if the engine has none or shows none."""
         instance.cards = cards
         self._compare_models()
 
@@ -324,12 +337,14 @@ class Fleet:
         self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
 
     def prefilling(self, model: str, names: frozenset[str] | None) -> Fits:
-        """Which P's serve it: those of these names, if the request has any, else those of its model."""
+        """Return a test for P's that serve a request: those in `names`, or if that is None those of its model."""
         return self.serving(model) if names is None else among(names)
 
     def serving(self, model: str) -> Fits:
-        """Which instances serve it: those that list it, and those that list nothing when they are asked. If nobody lists it, any: its
-        own answer says so then, or it has learned it since."""
+        """Return a test for instances that serve a model: those that list it, and those that list nothing when asked.
+
+        If no instance lists it, all pass: one may have loaded the model since; any other refuses the request itself.
+        """
         if not any(i.cards and model in i.cards for i in self._instances.values()):
             return anybody
         return lambda instance: instance.cards is not None and (model in instance.cards or not instance.cards)
@@ -341,13 +356,13 @@ class Fleet:
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
     def tell(self, fits: Fits) -> bool:
-        """Whether all P's that fit and take requests tell their first tokens."""
+        """Return whether all P's that fit and take requests send their first tokens."""
         now = time.monotonic()
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
         return bool(usable) and all(i.life.tells for i in usable)
 
     def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = anybody) -> Fits:
-        """Which D's have a P that fits them, serves and takes requests, beside those in `avoid`."""
+        """Return a test for D's that can pair with a P that serves and takes requests, other than those in `avoid`."""
         now = time.monotonic()
         usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
         return pairing(*(i.fingerprint for i in usable))
@@ -360,8 +375,10 @@ class Fleet:
         fits: Fits = anybody,
         marks: Marks = (),
     ) -> Instance | None:
-        """The instance for `cost` more tokens, of those that fit; those in `avoid` only when there is no other. What one has of the
-        prompt with these marks costs it nothing."""
+        """Return the instance for `cost` more tokens, of those that fit; one in `avoid` only if there is no other.
+
+        What an instance has in its cache of the prompt with these marks costs it nothing.
+        """
         now = time.monotonic()
         fitting = [i for i in self.of(role) if fits(i)]
         names = prefer((i.name for i in fitting if i.usable(now)), avoid)
@@ -376,7 +393,7 @@ class Fleet:
     # -- what is proven
 
     def proven(self) -> list[Proof]:
-        """What still holds; what does not is forgotten."""
+        """Return the proofs that still hold, and forget the others."""
         self._proofs = {key: proof for key, proof in self._proofs.items() if self._holds(proof)}
         return list(self._proofs.values())
 
@@ -387,14 +404,14 @@ class Fleet:
         return proof.holds(prefill.life, decode.life)
 
     def prove(self, proof: Proof) -> None:
-        """KV has come, here or at another worker."""
+        """Keep the proof that KV has come, here or at another worker."""
         key = (proof.prefill, proof.prefill_life, proof.decode, proof.decode_life)
         known = self._proofs.get(key)
         if known is None or known.at < proof.at:
             self._proofs[key] = proof
 
     def learn(self, lives: Mapping[str, Life], proofs: Iterable[Proof]) -> None:
-        """What another worker knows. Whoever heard it first, all come to know the same."""
+        """Take in what another worker knows, so that all come to know the same."""
         for name, life in lives.items():
             instance = self._instances.get(name)
             if instance is not None:
@@ -405,16 +422,16 @@ class Fleet:
     # -- load and evidence
 
     def leg(self, instance: Instance, cost: float) -> Trial:
-        """A request to the instance, which counts while it is entered."""
+        """Return the context of a request to the instance: the request counts while the context is entered."""
         return Trial(instance, instance.circuit.sent(time.monotonic()), cost)
 
     def failed(self, instance: Instance, failure: Failure, why: str) -> None:
-        """A request to it did not work out; what went wrong on our side says nothing about it."""
+        """Note a failed request to an instance. What went wrong on our side says nothing about it."""
         if failure is not Failure.OURS:
             self.seen(instance, Evidence.UNREACHED if failure is Failure.CONNECT else Evidence.BROKE, why)
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
-        """Something was learned about it: the circuit moves."""
+        """Take in evidence about an instance: its circuit moves."""
         was_open = instance.circuit.open
         instance.circuit.seen(time.monotonic(), evidence, random.random())
         if evidence in _GOOD:

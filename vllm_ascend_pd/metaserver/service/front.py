@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request from its turn to its end: attempts until one answers, each over a chosen D."""
+"""A client's request from its admission to its end: attempts until one answers, each over a chosen D."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
 from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.resumable import NotContinued
-from vllm_ascend_pd.metaserver.resume import Kept
+from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import relay, resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
@@ -25,23 +25,23 @@ from vllm_ascend_pd.metaserver.service.shared import Shared
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.observe.trace import emit
 
-_LATE_PREFILL_S = 10.0  # after D's good end, for P to finish by itself
+_LATE_PREFILL_S = 10.0  # after D has ended well, for P to finish by itself
 _COME_BACK_S = 2.0
-_LATE_REPORT_S = 2.0  # after the end of a request, for D's word on how its KV came
-_MOST_CANARIES = 64
+_LATE_REPORT_S = 2.0  # after the end of a request, for D's report on its KV
+_MAX_CANARIES = 64
 _CLOSING = known(503, "PD-META-010", _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
 
 
-class Turnstile:
-    """Waits where the gatekeeper says so; the one that waited longest goes first."""
+class AdmissionQueue:
+    """Queue of the requests that `Gatekeeper` lets wait; the one that waited longest goes first."""
 
     def __init__(self, keeper: Gatekeeper) -> None:
         self.keeper = keeper
         self._queue: deque[asyncio.Future[bool]] = deque()
 
     async def enter(self, most_s: float) -> bool:
-        """False: come back later, or the door was closed meanwhile."""
+        """Wait for a place, if need be. Return False if there is none in time, or the queue was closed meanwhile."""
         said = self.keeper.ask()
         if said is Admission.QUEUE:
             return await self._wait(most_s)
@@ -59,7 +59,7 @@ class Turnstile:
                 self._queue.remove(turn)
                 self.keeper.give_up()
             elif turn.result() and not mine:
-                self.leave()  # its turn came in the moment in which it left
+                self.leave()  # its turn came at the moment when it left
         return mine
 
     def leave(self) -> None:
@@ -67,23 +67,23 @@ class Turnstile:
             self._queue.popleft().set_result(True)
 
     def close(self) -> None:
-        """Who waits now waits no longer, and has no turn."""
+        """Refuse all requests that wait."""
         while self._queue:
             self.keeper.give_up()
             self._queue.popleft().set_result(False)
 
 
 class Front(Shared):
-    """Every client's request goes through here."""
+    """Admission and attempts of every client's request."""
 
     def __init__(
         self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
     ) -> None:
         super().__init__(settings, fleet, upstream, own_url, spans)
         self.budget = RetryBudget()
-        self.turnstile = Turnstile(Gatekeeper(settings.max_running, settings.max_waiting))
-        self.polls = Turnstile(Gatekeeper(settings.max_running, 0))  # what costs nothing: bounded, and never waits
-        self.canaries = Turnstile(Gatekeeper(_MOST_CANARIES, 0))  # clients that fill the house say nothing of its pairs
+        self.turnstile = AdmissionQueue(Gatekeeper(settings.max_running, settings.max_waiting))
+        self.polls = AdmissionQueue(Gatekeeper(settings.max_running, 0))  # for cheap requests: they never wait
+        self.canaries = AdmissionQueue(Gatekeeper(_MAX_CANARIES, 0))  # apart: many clients must not stop canaries
         self.closing = False
 
     async def serve(self, exchange: Exchange) -> None:
@@ -91,8 +91,10 @@ class Front(Shared):
         gate = self.turnstile if exchange.pinned is None else self.canaries
         await self.admit(exchange, self._generate, gate)
 
-    async def admit(self, exchange: Exchange, work: Callable[[Exchange], Awaitable[None]], gate: Turnstile) -> None:
-        """Do `work` when its turn comes. Cancelled through the exchange's interrupt when the client leaves."""
+    async def admit(
+        self, exchange: Exchange, work: Callable[[Exchange], Awaitable[None]], gate: AdmissionQueue
+    ) -> None:
+        """Do `work` when its turn comes. If the client leaves, the exchange's interrupt cancels it."""
         if self.closing:
             await relay.refuse(exchange, _CLOSING)
         elif not await gate.enter(self.settings.max_wait_s):
@@ -100,7 +102,7 @@ class Front(Shared):
         else:
             self.journal.begin(exchange)
             try:
-                # Its turn may have come in the moment in which the end began.
+                # Its turn may have come at the moment when the shutdown began.
                 await (relay.refuse(exchange, _CLOSING) if self.closing else work(exchange))
             except asyncio.CancelledError:
                 if not exchange.interrupt.closing or (exchange.committed and not exchange.streaming):
@@ -136,7 +138,7 @@ class Front(Shared):
                 await self._attempt(exchange, decode)
                 return
             except AttemptFailed as failed:
-                if failed.failure is not Failure.PREFILL:  # that one was noted where it happened
+                if failed.failure is not Failure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
                 delay = self.again(exchange, decode, failed.failure)
                 if delay is None:
@@ -156,7 +158,7 @@ class Front(Shared):
             await relay.refuse(exchange, answer)
 
     async def _goes_on(self, exchange: Exchange, decode: Instance, broke: resuming.StreamBroke) -> bool:
-        """Whether another D is to be asked for the rest; else the stream has its end."""
+        """Return whether another D is to be asked for the rest; if not, end the stream."""
         kept = exchange.kept
         if kept is None:
             raise RuntimeError("only a stream that is kept breaks this way")
@@ -169,7 +171,7 @@ class Front(Shared):
         try:
             if broke.final:
                 raise NotContinued(broke.final)
-            if kept.times == resuming.MOST_TIMES:
+            if kept.times == resuming.MAX_TIMES:
                 raise NotContinued(f"it was continued {kept.times} times")
             point = kept.point()
             exchange.request = kept.next_request(await self._room(exchange, kept))
@@ -181,8 +183,8 @@ class Front(Shared):
         METRICS.resumes.labels(broke.cause).inc()
         return True
 
-    async def _room(self, exchange: Exchange, kept: Kept) -> int:
-        """What `Kept.next_request` needs. Raises NotContinued."""
+    async def _room(self, exchange: Exchange, kept: StreamState) -> int:
+        """Return the `room` that `StreamState.next_request` needs. Raise NotContinued."""
         if kept.terms.limit is not None:
             return 0
         for _ in range(self.settings.retry.attempts):
@@ -197,7 +199,7 @@ class Front(Shared):
         raise NotContinued("it names no limit of tokens, and no D tells the model's")
 
     def again(self, exchange: Exchange, decode: Instance, failure: Failure, repeatable: bool = True) -> float | None:
-        """How long to wait before another attempt, on another D if D failed and there is one; None: this was the last."""
+        """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
         delay = self.settings.retry.again(
             failure, exchange.number - exchange.before, repeatable, self.budget, random.random()
         )
@@ -215,7 +217,7 @@ class Front(Shared):
         request, tried = exchange.request, frozenset(exchange.tried)
         cost, marks, serves = request.decode_tokens, request.marks, self.fleet.serving(request.model)
         if request.remote:
-            # One that a P fits comes before one that would have to prefill by itself; during a rollout there may be both.
+            # A D that a P fits comes before one that would have to prefill by itself. A rollout may have both.
             prefills = self.fleet.prefilling(request.model, exchange.prefills)
             has_prefill = both(serves, self.fleet.has_prefill(frozenset(exchange.bad_prefills), prefills))
             fits = both(has_prefill, lambda decode: decode.name not in tried)
@@ -247,7 +249,7 @@ class Front(Shared):
             self._close(attempt, well)
 
     def _params(self, attempt: Attempt) -> dict[str, Any] | None:
-        """What D is told about its prefill; None: it prefills by itself. Raises AttemptFailed."""
+        """Return D's parameters for its prefill; None: it prefills by itself. Raise AttemptFailed."""
         exchange = attempt.exchange
         request = exchange.request
         there = attempt.decode.sent(request.marks)
@@ -273,7 +275,7 @@ class Front(Shared):
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
         if request.send_tokens:
             params["send_tokens"] = True
-        # An attempt that failed may have failed for it: without it D takes what any P can give.
+        # An earlier prefill may have failed because of the first token; without it D can use any P.
         if not exchange.bad_prefills and self.fleet.tell(
             fits if exchange.pinned is None else among(frozenset((exchange.pinned[0].name,)))
         ):
@@ -281,11 +283,11 @@ class Front(Shared):
         return params
 
     def _close(self, attempt: Attempt, well: bool) -> None:
-        """The attempt is over. A prefill still under way is cut, or after a good end given a moment to finish."""
+        """End the attempt. A prefill in progress is cut; after a good end it first gets some time to finish."""
         self.journal.close(attempt)
         if attempt.watch is not None:
             attempt.watch.cancel()
-        for trial in attempt.trials.values():  # should D never tell, another request is to try that P
+        for trial in attempt.trials.values():  # if D never reports, another request tries that P
             asyncio.get_running_loop().call_later(_LATE_REPORT_S, trial.returned)
         if not attempt.legs:
             return
@@ -295,7 +297,7 @@ class Front(Shared):
             attempt.cancel_legs()
 
     async def drain(self) -> None:
-        """Take nothing new; let what is under way finish; cut what is left when the grace is over."""
+        """Take no new requests, let those in progress finish, and cut what is left after the grace period."""
         self.closing = True
         self.turnstile.close()
         end = time.monotonic() + self.settings.grace_s

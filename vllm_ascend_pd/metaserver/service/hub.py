@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's line to its supervisor: its reports go up, the others' reports and the admin's operations come down.
+"""A worker's line to its supervisor: its reports go up, the others' reports and the admin API's operations come down.
 
 An operation goes up first and is applied when it comes down, so that all workers apply all operations in one order.
-A worker that is alone has no line and applies at once.
+A single worker has no line and applies an operation at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.instances_file import Members
 
 log = logging.getLogger(__name__)
-CANARY_WORKER = 0  # one worker sends the canaries; what any worker has proven all know
+CANARY_WORKER = 0  # one worker sends the canaries; all workers share their proofs
 REPORT_EVERY_S = 0.25
 MAX_LINE_BYTES = 16 << 20
 _ECHO_S = 5.0
@@ -43,16 +43,16 @@ class Hub:
         self._watched_until = 0.0
 
     def attach(self, fleet: Members, canary: Canary, report: Callable[[bool], dict[str, Any]]) -> None:
-        """`report(details)` is what this worker tells about itself."""
+        """Connect the hub to its worker. `report(details)` returns the worker's own report."""
         self._fleet, self._canary, self._report = fleet, canary, report
 
     def others(self) -> list[dict[str, Any]]:
-        """The others' last reports. Who asks is watching: they tell more for a while."""
+        """Return the others' last reports, and ask the others to report details for a while."""
         self._write({"watch": True})
         return list(self._others.values())
 
     async def perform(self, operation: admin.Operation) -> None:
-        """Apply an operation everywhere; returns when this worker has applied it."""
+        """Apply an operation in all workers; return when this one has applied it."""
         if self._writer is None:
             admin.apply(self._fleet, operation)
             return
@@ -72,7 +72,7 @@ class Hub:
         reader, self._writer = await asyncio.open_connection(sock=self._line, limit=MAX_LINE_BYTES)
         reporting = asyncio.create_task(self._report_up(), name="worker reports")
         try:
-            with contextlib.suppress(ConnectionError):  # killed with news unread: not an end but a reset
+            with contextlib.suppress(ConnectionError):  # a supervisor killed with unread data: a reset, no end of file
                 while line := await reader.readline():
                     self._heard(msgspec.json.decode(line))
             log.error("the supervisor is gone: this worker ends")
@@ -84,7 +84,7 @@ class Hub:
     async def _report_up(self) -> None:
         while self._writer is not None:
             self._write({"report": self._report(time.monotonic() < self._watched_until)})
-            with contextlib.suppress(ConnectionError):  # the reader sees the end of the line and acts on it
+            with contextlib.suppress(ConnectionError):  # `run` sees the end of the line and acts on it
                 await self._writer.drain()
             await asyncio.sleep(REPORT_EVERY_S)
 
@@ -97,7 +97,7 @@ class Hub:
             operation = message["operation"]
             try:
                 admin.apply(self._fleet, operation)
-            except ValueError as problem:  # the file named it in the other role meanwhile
+            except ValueError as problem:  # meanwhile the instances file has it in the other role
                 log.error("an operation of the admin API is not applied: %s", problem)
             echo = self._echoes.get(operation.get("mark", ""))
             if echo is not None and not echo.done():
@@ -108,17 +108,16 @@ class Hub:
             self._others.pop(message["gone"], None)
             self._count()
         elif message["worker"] != self.worker:
-            self._others[message["worker"]] = message["report"]
+            report = self._others[message["worker"]] = message["report"]
             self._count()
+            lives = {name: Life.of(*life) for name, life in report["lives"].items()}
+            self._fleet.learn(lives, (Proof(*proof) for proof in report["proofs"]))
 
     def _count(self) -> None:
-        """Take the others' load, and what is proven, into our own view."""
+        """Take in the others' load."""
         load: dict[str, float] = {}
         for report in self._others.values():
             for facts in report["instances"]:
                 load[facts["name"]] = load.get(facts["name"], 0.0) + facts["tokens_in_flight"]
         for instance in self._fleet:
             instance.load_elsewhere = load.get(instance.name, 0.0)
-        for report in self._others.values():
-            lives = {name: Life.of(*life) for name, life in report["lives"].items()}
-            self._fleet.learn(lives, (Proof(*proof) for proof in report["proofs"]))

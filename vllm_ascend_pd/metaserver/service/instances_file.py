@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instances there are by flags and file, in a form in which a supervisor tells its workers.
+"""Instances from flags and file, and the operation by which a supervisor sends them to its workers.
 
 The file is YAML, read again when it changes; one that cannot be used changes nothing:
 
@@ -29,11 +29,11 @@ from vllm_ascend_pd.metaserver.service.settings import Settings
 
 log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
-_NOT_A_VALUE = (LookupError, AttributeError)  # what PyYAML says to `!!bool maybe`, `!!int ""` and `!!timestamp soon`
+_NOT_A_VALUE = (LookupError, AttributeError)  # what PyYAML raises for `!!bool maybe`, `!!int ""` and `!!timestamp soon`
 
 
 def read(path: str) -> list[Spec]:
-    """Raises ConfigError with what is wrong."""
+    """Return the instances in the file. Raise ConfigError with what is wrong."""
     try:
         return _specs(_content(path))
     except (OSError, yaml.YAMLError, ValueError) as problem:
@@ -42,7 +42,7 @@ def read(path: str) -> list[Spec]:
 
 def _content(path: str) -> object:
     file = Path(path)
-    if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+    if not stat.S_ISREG(file.stat().st_mode):  # to read a pipe would block
         raise ValueError("it is not a regular file")
     try:
         return yaml.safe_load(file.read_text())
@@ -78,12 +78,12 @@ def _specs(content: object) -> list[Spec]:
 
 
 class Members(Fleet):
-    """A fleet, and how its file is: what all workers must know alike, whenever they came."""
+    """A fleet and the problem of its file: what all workers must have alike, whenever they started."""
 
     file_problem = ""
 
     def told(self) -> dict[str, Any]:
-        """As an operation that makes another's members these."""
+        """Return an operation that gives these members to another process."""
         instances = [
             {
                 "role": i.role.value,
@@ -97,7 +97,7 @@ class Members(Fleet):
         return {"op": "members", "file_problem": self.file_problem, "instances": instances}
 
     def become(self, told: dict[str, Any]) -> None:
-        """Those that stay keep their state."""
+        """Apply the operation that `told` returned. Instances that stay keep their state."""
         self.file_problem = told["file_problem"]
         specs = [parse_spec(Role(facts["role"]), facts["url"], facts["weight"]) for facts in told["instances"]]
         roles = {spec.name: spec.role for spec in specs}
@@ -116,7 +116,7 @@ class InstancesFile:
         self._mark: tuple[int, int, int] | None = None
 
     def load(self) -> None:
-        """Raises ConfigError, and has changed nothing then."""
+        """Read the file. Raise ConfigError and change nothing if it cannot be used."""
         self._mark = self._look()
         specs = read(self._path)
         try:
@@ -125,7 +125,7 @@ class InstancesFile:
             raise ConfigError("PD-CONF-007", path=self._path, why=str(problem)) from problem
 
     async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` hears of each change, also of one that cannot be used."""
+        """Read the file whenever it changes. Call `changed` each time, also if the file cannot be used."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             if self._look() == self._mark:
@@ -140,7 +140,7 @@ class InstancesFile:
             changed()
 
     def _look(self) -> tuple[int, int, int] | None:
-        """Inode too: editors and config maps replace the file."""
+        """Return what shows a change; the inode too, since editors and config maps replace the file."""
         try:
             facts = Path(self._path).stat()
         except OSError:
@@ -149,7 +149,7 @@ class InstancesFile:
 
 
 def configured(settings: Settings, members: Members) -> InstancesFile | None:
-    """Take in what flags and file name. Raises ConfigError."""
+    """Add the instances of flags and file; return the file, if there is one. Raise ConfigError."""
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for text in texts:
             for spec in parse_specs(role, text):

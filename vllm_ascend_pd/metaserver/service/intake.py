@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers send, bounded in size, in time and all together, before anything is done about it.
+"""Limits of what callers send, before anything is done with it: in size, in time and all together.
 
-The HTTP server has no limits of its own for the head of a request: one that never ends would be kept in memory, one that
-never comes would keep its connection for ever.
+The HTTP server has no limits of its own for the head of a request. A head that never ends would be kept in memory, and
+one that never comes would keep its connection for ever.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from vllm_ascend_pd.metaserver.within import within
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-CONNECTION = "vllm_ascend_pd.connection"  # among the extensions of a request's scope: the Protocol below
+CONNECTION = "vllm_ascend_pd.connection"  # key of the `Protocol` below among the extensions of a request's scope
 HEAD_S = 20.0  # from the first byte of a request, or from the connection, to the end of the head
-HEAD_BYTES = 256 << 10  # of a head, counted by what was read and led to nothing
+HEAD_BYTES = 256 << 10  # of a head: bytes read since the last complete head or piece of a body
 BODY_S = 120.0  # from the first piece of a body to its last
 BODIES_BYTES = 512 << 20  # of all bodies together, until their exchanges end
 CONNECTIONS = 8192  # of callers, busy and idle, at most; fewer where the process may open few files
 
 
 class Refused(Exception):
-    """What came in is not taken; `answer` says why."""
+    """A request that is not taken; `answer` says why."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.status)
         self.answer = answer
 
 
-class CutOff(Exception):
-    """The caller went before its body was complete: what came is not its request."""
+class CallerLeft(Exception):
+    """A caller that left before its body was complete."""
 
 
 class Body:
@@ -54,12 +54,12 @@ class Body:
         self.release()
 
     def release(self) -> None:
-        """Nobody needs it any more. Idempotent."""
+        """Stop counting the body, which is not needed any more. Idempotent."""
         self._intake.held -= self._size
         self._size = 0
 
     async def read(self, receive: Receive, most: int) -> bytes | memoryview:
-        """The whole of it. Raises Refused and CutOff."""
+        """Return the whole body. Raise Refused or CallerLeft."""
         first, more = self._take(await receive(), most)
         if not more:
             return first
@@ -80,9 +80,9 @@ class Body:
         return gathered.whole()
 
     def _take(self, message: MutableMapping[str, Any], most: int) -> tuple[bytes, bool]:
-        """A piece, and whether there are more."""
+        """Return a piece, and whether there are more. Raise Refused or CallerLeft."""
         if message["type"] == "http.disconnect":
-            raise CutOff
+            raise CallerLeft
         piece: bytes = message.get("body", b"")
         self._size += len(piece)
         self._intake.held += len(piece)
@@ -105,21 +105,23 @@ class Intake:
 
 
 def most_connections() -> int:
-    """A part of what this process may open: engines, logs and the workers' lines need files as well."""
+    """Return how many callers may connect: half of the files that may be open, as engines, logs and lines need some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, min(CONNECTIONS, soft // 2))
 
 
 def _refused(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Refused:
-    """The rest of the body would be taken for the next request's, so the connection goes."""
+    """Return a refusal that closes the connection: the rest of the body would be taken for the next request."""
     answer = known(status, code, retry_after_s, **values)
     answer.headers.append((b"connection", b"close"))
     return Refused(answer)
 
 
 class HeadWithBody:
-    """A transport on which the head of an answer leaves with the first piece of its body, as ASGI allows: uvicorn writes them
-    one after the other, a system call and a packet more for each answer."""
+    """A transport that sends the head of an answer with the first piece of its body, as ASGI allows.
+
+    uvicorn writes them one after the other: a system call and a packet more for each answer.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -137,7 +139,7 @@ class HeadWithBody:
         self._transport.write(data)
 
     def flush(self) -> None:
-        """No body follows."""
+        """Send the head alone: no body follows."""
         if self._head:
             self.write(b"")
 
@@ -147,15 +149,17 @@ class HeadWithBody:
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, with limits for the head of a request, and a word when its caller has gone: to wait for that as ASGI has it
-    takes a task for each request, a tenth of what it costs to relay it."""
+    """uvicorn's protocol, with limits for the head of a request and a callback when the caller is gone.
+
+    To wait for that in ASGI's way takes a task for each request, a tenth of the cost of its relay.
+    """
 
     most_connections = CONNECTIONS
     _gone = False
     _when_gone: Callable[[], None] | None = None
 
     def watch(self, when_gone: Callable[[], None]) -> None:
-        """Call it once if the caller of the request under way goes, or has gone."""
+        """Call `when_gone` once if the caller of the request in progress leaves, or has left."""
         self._when_gone = when_gone
         if self._gone:
             when_gone()
@@ -191,7 +195,7 @@ class Protocol(HttpToolsProtocol):
             self._wait_for_head()
 
     def _make_room(self) -> None:
-        """Among so many the one that has asked nothing for longest goes; it could not be told from an attack's."""
+        """Close the connection that is idle for longest; it could not be told from an attacker's."""
         idle = [c for c in self.connections if isinstance(c, Protocol) and c.idle]
         if idle:
             min(idle, key=lambda c: c._idle_since).transport.abort()

@@ -13,7 +13,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 30
 
 
 class Children:
-    """A metric family whose children are looked up by a dict: `labels` of the library costs several times as much."""
+    """A metric family whose children are looked up in a dict: the library's `labels` costs several times as much."""
 
     def __init__(self, family: Any) -> None:
         self._family = family
@@ -27,8 +27,11 @@ class Children:
 
 
 class Metrics:
-    """One per process. An engine's label is `engine`: `instance` is what Prometheus calls the scraped address, and a label
-    of that name it renames. Label values are routes, instances and words of this package: a client cannot make new ones."""
+    """The metrics of one process.
+
+    An engine's label is `engine`: Prometheus uses `instance` for the scraped address and renames a label of that name.
+    Label values are routes, instances and fixed names: a client cannot make new ones.
+    """
 
     def __init__(self) -> None:
         self._shared = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
@@ -75,7 +78,7 @@ class Metrics:
         return _family(gauge, labels)
 
     def instance(self, name: str, role: str) -> None:
-        """Show an instance from its first moment on; and as gone when it is removed."""
+        """Set an instance's gauges to 0: it is new, or removed."""
         for gauge in (self.tokens, self.up, self.circuit):
             gauge.labels(role, name).set(0)
 

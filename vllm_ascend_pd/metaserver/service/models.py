@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that engines list, and the list of all that clients get."""
+"""The models that engines list, and the list of all of them that clients get."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _List(msgspec.Struct):
 
 
 def cards_of(body: bytes) -> dict[str, msgspec.Raw]:
-    """What an engine says of each model, by its name; nothing where that is not understood."""
+    """Return the entries of an engine's model list by name; none if the list is not understood."""
     try:
         cards = msgspec.json.decode(body, type=_List).data
         return {msgspec.json.decode(card, type=_Card).id: msgspec.Raw(bytes(card)) for card in cards}
@@ -33,7 +33,7 @@ def cards_of(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def listed(decodes: Iterable[Instance]) -> bytes:
-    """One list of what all D's that are up serve, in the words of the first that lists it."""
+    """Return one list of all models of the D's that are up, each with the entry of the first D that lists it."""
     cards: dict[str, msgspec.Raw] = {}
     for decode in decodes:
         if decode.condition() in _UP:

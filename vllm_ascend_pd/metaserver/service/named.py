@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The P's that requests name themselves, where a picker elsewhere chooses: a sidecar of one D has no list of its own.
+"""P's that requests name in a header: the sidecar of one D has no list of its own, a picker elsewhere chooses.
 
-The header is llm-d's. Nobody but its picker should set it, but anybody who reaches the sidecar can: it is believed for allowed
-addresses only.
+The header is llm-d's. Only its picker should set it, but every client that reaches the sidecar can. So it is believed
+for allowed addresses only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
 from vllm_ascend_pd.metaserver.service.intake import Refused
 
 HEADER = b"x-prefiller-host-port"
-SOURCE = "header"  # whose instances these are
-MOST_OF_ONE = 16  # that a request may name
-MOST = 1024  # that are known at a time
-KEPT_S = 600.0  # after the last request that named it: who is known is probed
+SOURCE = "header"  # of these instances
+MAX_OF_ONE = 16  # P's that a request may name
+MAX_PREFILLS = 1024  # P's that are kept at a time
+KEPT_S = 600.0  # after the last request that named a P; a P that is kept is probed
 _LOOK_EVERY_S = 10.0
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -33,7 +33,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Addresses, all of a network or one host, on every port or one."""
+    """Allowed addresses: a network or one host, with every port or one."""
 
     network: Network | None
     host: str
@@ -41,7 +41,7 @@ class Allowed:
 
     @classmethod
     def parse(cls, text: str) -> Allowed:
-        """`host`, `host:port`, `10.0.0.0/8`, `10.0.0.0/8:8000`, `[fd00::/8]:8000`. Raises ValueError."""
+        """Parse `host`, `host:port`, `10.0.0.0/8`, `10.0.0.0/8:8000`, `[fd00::/8]:8000`. Raise ValueError."""
         host, port = text, ""
         if text.startswith("["):
             host, _, port = text[1:].partition("]")
@@ -68,11 +68,11 @@ class Allowed:
         try:
             return ipaddress.ip_address(spec.origin.host) in self.network
         except ValueError:
-            return False  # a name: who looks it up finds what its name server says
+            return False  # a name: it may resolve to any address
 
 
 class Named:
-    """P's by request. What a request names is an instance as any other, until nobody names it any more."""
+    """P's that requests name. Each is an ordinary instance, until no request has named it for `KEPT_S`."""
 
     def __init__(self, fleet: Fleet, allowed: Iterable[str]) -> None:
         self._fleet = fleet
@@ -80,9 +80,9 @@ class Named:
         self._last: OrderedDict[str, float] = OrderedDict()  # when each was named last
 
     def of(self, headers: Headers) -> frozenset[str]:
-        """Those that a request names; none: its D is to prefill by itself. Raises Refused."""
+        """Return the P's that a request names; none: its D prefills by itself. Raise Refused."""
         texts = [one.strip() for name, value in headers if name == HEADER for one in value.decode("latin-1").split(",")]
-        return frozenset(self._known(text) for text in texts[:MOST_OF_ONE] if text)
+        return frozenset(self._known(text) for text in texts[:MAX_OF_ONE] if text)
 
     def _known(self, text: str) -> str:
         try:
@@ -96,12 +96,12 @@ class Named:
             raise Refused(known(400, "PD-META-012", why=f"{HEADER.decode()}: {one_line(str(problem), 200)}")) from None
         self._last[spec.name] = time.monotonic()
         self._last.move_to_end(spec.name)
-        while len(self._last) > MOST:
+        while len(self._last) > MAX_PREFILLS:
             self._fleet.remove(self._last.popitem(last=False)[0])
         return spec.name
 
     async def run(self) -> None:
-        """Forget who is not named any more."""
+        """Remove P's that are not named any more."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             before = time.monotonic() - KEPT_S

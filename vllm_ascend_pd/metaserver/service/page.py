@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status page at `/`: one HTML file that asks `/status` every second. It holds no data and loads nothing else.
 
-With an admin token the page is given to everybody, asks for the token, and sends it with each of its own requests; without
-one it is for this host only, as everything of the admin API. What a page of another origin could do with it: nothing, since
-the token is never sent by the browser on its own account, and the policy below lets only this very script run.
+With an admin token the page is open to all; it asks for the token and sends it with each of its own requests. Without
+one it is for this host only, like the rest of the admin API. A page of another origin cannot misuse it: the browser
+never sends the token by itself, and the policy below lets only this script run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from vllm_ascend_pd.observe.timeline import Trace, picture, skipped
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-_MOST_TRACE_BYTES = 256 << 20
+_MAX_TRACE_BYTES = 256 << 20
 
 
 def _hash(tag: str) -> str:
@@ -35,11 +35,11 @@ HEADERS = {
 
 
 def timeline(directory: str, transfer: str) -> dict[str, Any]:
-    """What the trace files in `directory` tell of a transfer, or why they tell nothing. Reads files: not for the loop."""
+    """Return a transfer's timeline by the trace files in `directory`, or why there is none. Not for the event loop."""
     if not directory:
         return {"why": "The metaserver was started without --trace-dir, so it has no engine's trace."}
     size = sum(path.stat().st_size for path in Path(directory).rglob("*.jsonl"))
-    if size > _MOST_TRACE_BYTES:
+    if size > _MAX_TRACE_BYTES:
         return {
             "why": f"{directory} holds {size >> 20} MiB: use vllm-ascend-pd trace {directory} --transfer {transfer}"
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every other `/v1/*` route: handed to a D as it is, without `kv_transfer_params`, and its answer handed back.
+"""Every other `/v1/*` route: passed to a D as it is, without `kv_transfer_params`, and its answer passed back.
 
-It takes its turn, is seen and is waited for at the end like a generation. Only what an engine had to compute says
-anything about it: a wedged engine still lists its models.
+Such a request waits for admission, is shown on the status page and is drained like a generation. Only a request that an
+engine must compute says anything about the engine: a wedged one still lists its models.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _COMPUTED = frozenset(
     )
 )
 _NAMED = _COMPUTED | {models.ROUTE, bodies.COMPLETIONS, bodies.CHAT}
-_DECLINED = (429, 503)  # it says that it did not do it
+_DECLINED = (429, 503)  # the engine says that it did not execute the request
 _EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is passed on, besides its headers."""
+    """A request that is passed on, without its headers."""
 
     method: str
     path: str
     target: bytes  # path and query as they came: decoded they could hold a line end
     body: bytes | memoryview = b""
-    model: str = ""  # that it is for, where that matters and is known
+    model: str = ""  # that it is for, if that matters and is known
 
     @property
     def route(self) -> str:
@@ -52,12 +52,12 @@ class Call:
 
     @property
     def reads(self) -> bool:
-        """May be repeated on another D; anything else only if it surely was not executed."""
+        """True if it may be repeated on another D. Any other may be only if it surely was not executed."""
         return self.method in ("GET", "HEAD", "OPTIONS")
 
     @property
     def cheap(self) -> bool:
-        """Costs D nothing and is polled: it waits behind no generation, and is not kept among the last requests."""
+        """True if it costs D nothing and is polled: it does not wait and is not kept among the last requests."""
         return self.method == "OPTIONS" or (self.reads and (self.path + "/").startswith(models.ROUTE + "/"))
 
     @property
@@ -65,7 +65,7 @@ class Call:
         return self.method == "GET" and self.path == models.ROUTE
 
     def evidence(self, status: int) -> Evidence | None:
-        """What an answer with this status says about the engine."""
+        """Return what an answer with this status says about the engine; None if nothing."""
         if self.method != "POST" or self.path not in _COMPUTED:
             return None
         if status in _EXECUTED_AND_FAILED:
@@ -73,12 +73,12 @@ class Call:
         return Evidence.SERVED if 200 <= status < 300 else None
 
     def request(self) -> bodies.Request:
-        """As the journal keeps it."""
+        """Return it as the journal keeps it."""
         return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
 
 
 def plain(path: str) -> bool:
-    """Whether nothing on the way to the engine's routes can take it for another path."""
+    """Return whether nothing on the way to the engine's routes can take it for another path."""
     return "\\" not in path and not {"", ".", ".."} & set(path.removesuffix("/").split("/")[1:])
 
 
@@ -89,7 +89,7 @@ def call(scope: Mapping[str, Any], stripped: bytes | memoryview = b"", model: st
 
 
 def model_of(path: str, body: Buffer) -> Steps[str]:
-    """Which model a call is for; empty where neither path nor JSON says it (a form with a sound file has it elsewhere)."""
+    """Return the model that a call is for; empty if neither path nor JSON names it (a form with audio does not)."""
     if path.startswith(models.ROUTE + "/"):
         return path.removeprefix(models.ROUTE + "/")
     try:
@@ -126,7 +126,7 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                     declined = reply.status in _DECLINED
                     delay = front.again(exchange, decode, Failure.REFUSED, call.reads) if declined else None
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
-                        await _all_models(front, exchange, decode)  # this D has seen the caller's key
+                        await _all_models(front, exchange, decode)  # this D has accepted the caller's key
                         return
                     if delay is None:
                         await _relay(front, exchange, decode, reply, first, call)
@@ -143,7 +143,7 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
 
 
 async def _all_models(front: Front, exchange: Exchange, decode: Instance) -> None:
-    """One list in place of this D's, which does not know what the others serve."""
+    """Send one list of all models in place of this D's, which does not know what the others serve."""
     exchange.committed, exchange.status = True, 200
     head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
     await send_whole(exchange.send, 200, head, models.listed(front.fleet.of(Role.DECODE)))
@@ -152,7 +152,7 @@ async def _all_models(front: Front, exchange: Exchange, decode: Instance) -> Non
 
 
 async def _first(front: Front, call: Call, reply: Reply) -> bytes:
-    """The client sees nothing before the first piece: until then another D can be asked."""
+    """Return the first piece of the answer. Until then the client sees nothing, and another D can be asked."""
     first = await reply.read(front.settings.first_byte_timeout_s)
     if not first and reply.status == 200 and call.method in ("GET", "POST"):
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
@@ -166,7 +166,7 @@ def _broke(front: Front, exchange: Exchange, decode: Instance, problem: Upstream
 
 
 async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Reply, first: bytes, call: Call) -> None:
-    """A break after the head cannot be told in words here: an answer without its end is cut short by the server."""
+    """Relay the answer. No error can be sent after the head: the server cuts an answer that has no end."""
     seen = call.evidence(reply.status)
     send, answered = exchange.send, f"{call.route} answered {reply.status}"
     exchange.committed, exchange.status = True, reply.status

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks every instance for its health, all the time, each on its own schedule; and now and then for the models that it serves."""
+"""Probes of every instance, each on its own schedule: often of its health, less often of the models that it serves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 log = logging.getLogger(__name__)
-MODELS_EVERY_S = 10.0  # adapters come and go in an engine that stays the same
+MODELS_EVERY_S = 10.0  # adapters come and go while an engine runs
 _MODELS_BYTES = 1 << 20
 
 
@@ -29,7 +29,7 @@ class Prober:
         self._upstream = upstream
 
     async def run(self) -> None:
-        """One task per instance; a slow one delays no other."""
+        """Probe all instances, without end. Each has its own task, so that a slow one delays no other."""
         await attend_each(self._fleet, "probe", self._watch)
 
     async def _watch(self, instance: Instance) -> None:
@@ -62,14 +62,14 @@ class Prober:
                 # An engine that shuts down may keep the connection of a request that it will never answer.
                 self._upstream.hurry(instance.origin, self._settings.forsaken_s)
             elif instance.circuit.state is CircuitState.UNREACHABLE:
-                # Frozen, or its host is: nobody will ever close the connections.
+                # The engine or its host is frozen: its connections would never be closed.
                 self._upstream.hurry(instance.origin, self._settings.vanished_s)
             return
         self._upstream.calm(instance.origin)
         if any(name == OWN_MARK for name, _ in reply.headers):
             self._fleet.seen(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
         elif reply.status == 200:
-            # Its models before it takes requests, so that none for another engine's model goes there.
+            # Learn its models before it takes requests, so that it gets none for another engine's model.
             unheard = await self._models(instance) if instance.cards is None else ""
             evidence = Evidence.PROBE_FAILED if unheard else Evidence.PROBE_OK
             self._fleet.seen(instance, evidence, unheard)
@@ -77,7 +77,7 @@ class Prober:
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health answered {reply.status}")
 
     async def _models(self, instance: Instance) -> str:
-        """Learn what it serves; why it did not answer, if so. One that does not tell keeps what it told before."""
+        """Learn an instance's models; return why it did not answer, or nothing. An empty list leaves the last one."""
         token, timeout = self._settings.engine_token, self._settings.probe_timeout_s
         headers = [(b"authorization", b"Bearer " + token.encode())] if token else []
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's leg: the request goes out, what comes back goes to the client as it arrives, untouched.
+"""D's leg: the request goes out, and D's answer goes to the client as it arrives.
 
 The head waits for the first byte of the body: until then the client has seen nothing and another attempt can be made.
-Only that first piece is looked at, never the ones after it.
+Later pieces are only searched for signs that D ended the request early.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENT = b'data: {"error"'
 _OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
-# vLLM answers 200 to a request that it ends itself, as it does with new ones once it shuts down. Unescaped quotes: no
-# model can write this into its text.
+# vLLM answers 200 to a request that it ends itself, for example to a new one while it shuts down. The quotes are not
+# escaped, so no model's text can contain this.
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
-# vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete, and says so here alone.
+# vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete; only this field shows it.
 _DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
 _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _REPORT_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
-_HELD_BYTES = 1 << 20  # of an event of a stream whose end has not come
-OWN_MARK = b"x-ascend-pd-metaserver"  # on every request and health answer of a metaserver: one is no engine of another
-# Its stream of a request that it ends before the first token: nothing but its end, and the usage if that was asked for.
+_HELD_BYTES = 1 << 20  # of an incomplete event that are held back
+OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
+# vLLM's stream of a request that it ends before the first token: only the end, and the usage if that was asked for.
 _NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
 
 
 async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
-    """Raises AttemptFailed as long as the client has seen nothing."""
+    """Send the request to D and relay its answer. Raise AttemptFailed as long as the client has seen nothing."""
     exchange = attempt.exchange
     sent = time.monotonic()
     reply, first = await _open(shared, attempt, params, headers)
@@ -67,7 +67,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         if exchange.streaming and not streams:
             answer = fault(502, f"The decode instance answered {reply.status}.", "PD-META-007")
             raise AttemptFailed(Failure.SERVER, answer, f"answered {reply.status}")
-        if exchange.request.copies == 1:  # the others' posts may still come
+        if exchange.request.copies == 1:  # else D may still post for the other copies
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
             await resuming.relay(shared, attempt, kept, reply, first)
@@ -90,7 +90,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
 async def _open(
     shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers
 ) -> tuple[Reply, Payload]:
-    """D's answer once there is something for the client: all of it, or the first piece of a stream."""
+    """Return D's reply, and the first piece of a stream or any other answer as a whole. Raise AttemptFailed."""
     instance, exchange = attempt.decode, attempt.exchange
     timeout = shared.settings.first_byte_timeout_s
     body = bodies.for_decode(exchange.request, params)
@@ -130,7 +130,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
     if said.startswith(_ERROR_EVENT):
-        # vLLM says 200 to a stream, and who speaks, before the request has run; this is the failure that came after.
+        # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise await _refused(shared, attempt, 500, body, [])
     if reply.status != 200:
@@ -148,50 +148,52 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
 
 
 def _stripping(shared: Shared, answer: Buffer) -> Steps[Payload]:
-    """A whole answer without what the engines say to each other; D's report in it is taken."""
+    """Return a whole answer without `kv_transfer_params`, and take D's report from there."""
     if not (yield from outline.holds(answer, lambda part: _PARAMS in part)):
         return answer
     try:
         fields = yield from bodies.fields_of(answer)
     except bodies.BodyError:
-        return answer  # no object, so no such field of it
+        return answer  # no object, so it has no such field
     said = fields.get(bodies.FORBIDDEN, msgspec.Raw(b"null"))
     if bytes(memoryview(said)[:5]) == b"null":
-        return answer  # as vLLM says it without a connector
+        return answer  # as vLLM writes it without a connector
     try:
         load, _ = read_answer(msgspec.json.encode({bodies.FORBIDDEN: said}))
         if load is not None:
             shared.loaded(load)
-    except bodies.UNREADABLE as problem:  # another version's: it says nothing, and the client gets none of it either
+    except bodies.UNREADABLE as problem:  # another version's: ignored, and not for the client
         log.warning("a decode engine's report is not understood: %s", problem)
     fields[bodies.FORBIDDEN] = msgspec.Raw(b"null")
     return bodies.object_of(fields, len(answer))
 
 
 def _first_said(stream: bytes) -> bytes:
-    """The first event that is there whole, after who speaks (a chat's stream begins with that, and what follows is on its
-    way); nothing if there is none yet. TCP cuts where it likes: half an event says nothing yet."""
+    """Return the first complete event of a stream; empty if there is none yet, as TCP may cut inside an event.
+
+    The role at the beginning of a chat's stream does not count: the next event is on its way.
+    """
     events = stream.split(b"\n\n")[:-1]
     return next((event for event in events if event.strip() and not _OPENING.search(event)), b"")
 
 
 def _cut_short(answer: bytes) -> bool:
-    """Either of the next two."""
+    """Return whether `aborted` or `dropped` is true of an answer."""
     return _CUT_SHORT.search(answer) is not None
 
 
 def aborted(answer: bytes) -> bool:
-    """Whether an engine's 200 says that it has ended the request by itself."""
+    """Return whether an engine's 200 says that it has ended the request by itself."""
     return _ABORTED.search(answer) is not None
 
 
 def dropped(answer: bytes) -> bool:
-    """Whether D says that it has ended the request halfway, for lack of blocks, and wants it sent again."""
+    """Return whether D says that it has ended the request halfway, for lack of blocks, and wants it sent again."""
     return _DROPPED.search(answer) is not None
 
 
 async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
-    """D said no, in words that the client gets if no other attempt is made."""
+    """Return the failure for D's error, whose body the client gets if no other attempt is made."""
     instance = attempt.decode
     kept = [(name, value) for name, value in headers if name == b"retry-after"]
     passed = (
@@ -204,7 +206,7 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
         METRICS.legs.labels("decode", instance.name, "refused").inc()
         return AttemptFailed(Failure.REFUSED, passed, said)
     await attempt.explained(_REPORT_S)
-    if attempt.load_failed:  # with policy "fail" D cannot but say so: no evidence against D
+    if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
         METRICS.legs.labels("decode", instance.name, "no prefill").inc()
         return AttemptFailed(Failure.PREFILL, passed, said)
     METRICS.legs.labels("decode", instance.name, "broke").inc()
@@ -252,7 +254,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
             raise
         uncancel(interrupt.task)
         problem = "" if over else "The metaserver is shutting down."
-    if held and not problem:  # it ended without the empty line; half an event that broke off would only confuse
+    if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
     if problem and not interrupt.closing and attempt.exchange.unkept:
         problem = PdError("PD-META-024", problem=problem, why=attempt.exchange.unkept).sentence
@@ -266,12 +268,12 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
 
 
 def _said_all(piece: bytes) -> bool:
-    """Whether a stream's last word is out: nothing may follow it, however its connection ends."""
+    """Return whether a stream's last event is out: nothing may follow it, however its connection ends."""
     return piece.endswith(b"data: [DONE]\n\n")
 
 
 def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
-    """What is complete, and the beginning of an event whose end is still to come: it may be one that must not go out."""
+    """Return the complete events, and the beginning of an incomplete one, as that may be one that must not go out."""
     if stream.endswith(b"\n\n") or len(stream) > _HELD_BYTES:
         return stream, b""
     end = stream.rfind(b"\n\n") + 2
@@ -279,7 +281,7 @@ def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
 
 
 def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:
-    """The events before the one that says so. No event has an empty line in it."""
+    """Return the events before the one that matches `words`. No event has an empty line in it."""
     found = words.search(stream)
     return (
         stream[: stream.rfind(b"\n\n", 0, found.start()) + 2] if found and b"\n\n" in stream[: found.start()] else b""
@@ -287,7 +289,7 @@ def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:
 
 
 def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:
-    """An engine's headers for the client: without those that belong to the connection, and pointing back to us."""
+    """Return an engine's headers for the client, without those of the connection, and with redirects back to us."""
     named = [value for name, value in headers if name == b"connection"]
     drop = (
         OWN_HEADERS.union(*(value.lower().replace(b" ", b"").split(b",") for value in named)) if named else OWN_HEADERS
@@ -302,7 +304,7 @@ def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:
 
 
 def _from_here(location: bytes, engine: Instance) -> bytes:
-    """A client that followed an engine's own address would go past us, if it got there at all."""
+    """Return a redirect's target without the engine's own address, which would lead the client past the metaserver."""
     own = f"{engine.origin.scheme}://{engine.origin.netloc}/".encode()
     return b"/" + location.removeprefix(own) if location.startswith(own) else location
 
@@ -318,7 +320,7 @@ async def send_whole(send: Send, status: int, head: Headers, body: Payload) -> N
 
 
 async def refuse(exchange: Exchange, answer: Answer) -> None:
-    """Our own word, or an engine's error, to a client that has seen nothing yet."""
+    """Send our own or an engine's error to a client that has seen nothing yet."""
     exchange.committed, exchange.status = True, answer.status
     exchange.stage("refused", str(answer.status))
     head = [(b"content-type", answer.content_type), (b"x-request-id", exchange.request_id.encode("latin-1"))]

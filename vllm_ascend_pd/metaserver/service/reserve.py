@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/metaserver`: D brings its reservation, P is asked to prefill, D hears how it goes.
+"""`/v1/metaserver`: D posts its reservation, P is asked to prefill, D is notified of the progress.
 
 The answer is a stream of JSON lines: `accepted`, a heartbeat every two seconds, then `prefilled` or `failed`. When D
 closes the call, the prefill is cancelled: P sees its connection close and drains.
@@ -31,28 +31,28 @@ from vllm_ascend_pd.observe.trace import emit
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
-_MOST_ENVELOPE = 1 << 20  # bytes of what D posts beside the prompt; it names a request's blocks
-_REPORT_S = 1.0  # D's report of KV that is there already, when P's leg has failed
+_MAX_ENVELOPE = 1 << 20  # bytes of D's post beside the prompt; it names a request's blocks
+_REPORT_S = 1.0  # wait for D's report that the KV is there, after P's leg has failed
 
 
 class Reservation(msgspec.Struct):
-    """What D posts. The envelope is P's to open, and the prompt is P's to read; here they are only carried."""
+    """D's post. The sealed `reservation` and the prompt are for P: here they are only passed on."""
 
     ticket: str
     transfer: str
     reservation: str
     decode: str = ""  # D's incarnation
-    fingerprint: Fingerprint = ""  # and which P's it can be a pair with
-    first_token: dict[str, msgspec.Raw] | None = None  # how P is to choose it, if D starts with P's
+    fingerprint: Fingerprint = ""  # decides which P's it can pair with
+    first_token: dict[str, msgspec.Raw] | None = None  # fields by which P chooses it, if D starts with P's
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    tokens: int = 0  # how many those are, counted here
+    tokens: int = 0  # number of those ids, counted here
 
 
 _DECODER = msgspec.json.Decoder(Reservation)
 
 
 class PrefillFailed(Exception):
-    """`brief`: for the status page, without P's words."""
+    """A failed prefill leg. `brief`: for the status page, without P's own text."""
 
     def __init__(self, failure: Failure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
         super().__init__(why)
@@ -62,7 +62,7 @@ class PrefillFailed(Exception):
 
 
 class Heart:
-    """Beats for all open reservations at once, so that none of them needs a timer."""
+    """Sender of heartbeats to all open reservations at once, so that none of them needs a timer."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -97,7 +97,7 @@ class Reservations:
         self._heart = heart
 
     async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: Send) -> None:
-        """Answer one POST. Interrupted when D closes it or the client's request ends."""
+        """Answer one POST. It is interrupted when D closes it or the client's request ends."""
         try:
             posted = await self._front.turns.take(reading(body, self._front.journal.tickets))
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
@@ -124,7 +124,7 @@ class Reservations:
         await _line(send, last, more=False)
 
     async def report(self, body: bytes | memoryview, send: Send) -> None:
-        """D's report of a load that is over."""
+        """Take in D's report of a load that is over."""
         try:
             if len(body) > MAX_REPORT_BYTES:
                 raise msgspec.DecodeError(f"longer than {MAX_REPORT_BYTES} bytes")
@@ -141,7 +141,7 @@ class Reservations:
     async def _prefilled(
         self, attempt: Attempt, posted: Reservation, interrupt: Interrupt, send: Send
     ) -> dict[str, str]:
-        """The last line."""
+        """Run the prefill and return the last line of the answer."""
         code, why, told, first = "PD-META-006", "", "", ""
         try:
             first = await self._prefill(attempt, posted, send)
@@ -169,8 +169,10 @@ class Reservations:
         return {"event": "prefilled", "first": first} if first else {"event": "prefilled"}
 
     def _restart(self, attempt: Attempt, transfer: str, why: str) -> None:
-        """Where another P is there, a new attempt beats what D does about the failure; else D's own policy decides. But D may
-        have the KV although P's answer broke: its report, which comes at once then, is waited for a moment."""
+        """Give up the attempt for a new one if another P is there; else D's own policy for failed loads decides.
+
+        D may have the KV although P's answer broke. It reports at once then, so its report is awaited for a moment.
+        """
         exchange = attempt.exchange
         fleet = self._front.fleet
         serves = fleet.prefilling(exchange.request.model, exchange.prefills)
@@ -190,7 +192,10 @@ class Reservations:
             attempt.exchange.interrupt.give_up(failed)
 
     async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> str:
-        """The prefill leg; tries another P only where this one surely did nothing. Raises PrefillFailed."""
+        """Run the prefill leg; return P's first token. Raise PrefillFailed.
+
+        Try another P only if the last one surely did nothing.
+        """
         front, exchange = self._front, attempt.exchange
         cost = float(posted.tokens or exchange.request.prefill_tokens)
         number = 0
@@ -234,7 +239,7 @@ class Reservations:
         return prefill
 
     async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> str:
-        """P's first token, as P sealed it for D; empty where it tells none."""
+        """Ask one P to prefill. Return its first token, sealed for D; empty if it sends none. Raise PrefillFailed."""
         front, exchange = self._front, attempt.exchange
         params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
         ids = posted.prompt_token_ids if posted.tokens else None
@@ -255,7 +260,7 @@ class Reservations:
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
             METRICS.legs.labels("prefill", prefill.name, "served").inc()
-            return _check_push(prefill, text, sent)  # whether it served D as well, D will say
+            return _check_push(prefill, text, sent)  # whether D got the KV, D's report will say
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused = reply.status in (429, 503)
         METRICS.legs.labels("prefill", prefill.name, "refused" if refused else "broke").inc()
@@ -268,15 +273,18 @@ class Reservations:
 
 
 def reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[Reservation]:
-    """Anybody can post, so the prompt is not looked at before the ticket is known. Raises BodyError and msgspec's errors."""
+    """Read a reservation. Raise BodyError or msgspec's errors.
+
+    Every client can post, so the prompt is only examined if the ticket is known.
+    """
     if len(body) <= outline.SLICE:
         posted = _DECODER.decode(body)
         ids = memoryview(posted.prompt_token_ids)
     else:
         fields = yield from bodies.fields_of(body)
         ids = memoryview(fields.pop("prompt_token_ids", b""))
-        if sum(len(memoryview(value)) for value in fields.values()) > _MOST_ENVELOPE:
-            raise msgspec.DecodeError(f"longer than {_MOST_ENVELOPE} bytes beside the prompt")
+        if sum(len(memoryview(value)) for value in fields.values()) > _MAX_ENVELOPE:
+            raise msgspec.DecodeError(f"longer than {_MAX_ENVELOPE} bytes beside the prompt")
         posted = _DECODER.decode(msgspec.json.encode(fields))
     posted.prompt_token_ids, posted.tokens = msgspec.Raw(), 0
     if bytes(ids[:5]) in (b"", b"null") or posted.ticket not in tickets:
@@ -293,8 +301,11 @@ def _no_ids(text: bytes) -> bool:
 
 
 def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
-    """Its first token. P may answer well although it refused to push (another prompt, another model) or ended the request by itself (it
-    shuts down); it says so in its answer."""
+    """Return P's first token from its answer. Raise PrefillFailed if P did not push.
+
+    P may answer 200 although it refused to push (another prompt, another model) or ended the request by itself (it
+    shuts down): its answer says so.
+    """
     if aborted(text):
         raise PrefillFailed(Failure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream that outlives its D: what is kept of it, its relay, and its end where no other D can go on.
+"""Streams that another D can continue: what is kept of a stream, its relay, and its end if no other D can go on.
 
-`Front` makes the attempts; a stream that broke is one more attempt, with another request, to a client that has seen a part of the
-answer. What is kept and what is said is decided in `metaserver/resume.py`.
+`Front` makes the attempts. For a stream that broke it makes one more, with another request, for a client that has seen
+a part of the answer. `metaserver/resume.py` decides what is kept and what is sent.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
 from vllm_ascend_pd.metaserver.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver.resumable import NotContinued, terms_of
-from vllm_ascend_pd.metaserver.resume import Cut, Kept
+from vllm_ascend_pd.metaserver.resume import Cut, StreamState
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Exchange
 from vllm_ascend_pd.metaserver.service.faults import error_frame
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.shared import Shared
 
-MOST_TIMES = 8  # that one stream is continued: what kills each D must not go through all of them for ever
-_EVENT_BYTES = 16 << 20  # the first one has the ids of the prompt
+MAX_TIMES = 8  # that one stream is continued: a request that kills each D must not go on for ever
+_EVENT_BYTES = 16 << 20  # the first event has the ids of the prompt
 _MODELS_BYTES = 1 << 20
 _MODELS_S = 10.0
 
 
 class StreamBroke(Exception):
-    """D went in the middle of a stream that is kept. `cause` is a label; `final`: no other D can do better."""
+    """A kept stream that D broke off. `cause`: label of a metric; `final`: why no other D can continue it, if so."""
 
     def __init__(self, problem: str, cause: str, code: str = "PD-META-007", final: str = "") -> None:
         super().__init__(problem)
@@ -41,7 +41,7 @@ class StreamBroke(Exception):
 
 
 async def keep(shared: Shared, exchange: Exchange) -> None:
-    """From the start, for later: D is asked for token ids if this stream can be continued."""
+    """Prepare a stream to be continued, if it can be: D is asked for token ids from the start."""
     settings, request = shared.settings, exchange.request
     try:
         if request.prefill_tokens > settings.resume_tokens:
@@ -50,18 +50,18 @@ async def keep(shared: Shared, exchange: Exchange) -> None:
     except NotContinued as why:
         exchange.unkept = str(why)
         return
-    exchange.kept = Kept(terms, settings.resume_tokens)
+    exchange.kept = StreamState(terms, settings.resume_tokens)
     fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
     exchange.request = msgspec.structs.replace(request, fields=fields)
 
 
 def let_go(shared: Shared, exchange: Exchange) -> None:
-    """Nothing is kept any more."""
+    """Free what is kept of a stream."""
     shared.kept_bytes -= exchange.kept_bytes
     exchange.kept_bytes, exchange.kept = 0, None
 
 
-def _count(shared: Shared, exchange: Exchange, kept: Kept) -> None:
+def _count(shared: Shared, exchange: Exchange, kept: StreamState) -> None:
     size = kept.size
     shared.kept_bytes += size - exchange.kept_bytes
     exchange.kept_bytes = size
@@ -69,8 +69,8 @@ def _count(shared: Shared, exchange: Exchange, kept: Kept) -> None:
         kept.give_up("too much is kept for other streams")
 
 
-async def relay(shared: Shared, attempt: Attempt, kept: Kept, reply: Reply, first: bytes) -> None:
-    """D's answer, or the rest of it. Raises StreamBroke."""
+async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Reply, first: bytes) -> None:
+    """Relay D's answer, or the rest of it. Raise StreamBroke."""
     exchange = attempt.exchange
     try:
         await _relay(shared, exchange, kept, reply, first)
@@ -78,7 +78,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: Kept, reply: Reply, firs
         shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
         if not kept.done:
             raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
-        await _end(exchange)  # its last word is out: nothing may follow it
+        await _end(exchange)  # its last event is out: nothing may follow it
     except NotContinued as why:
         raise StreamBroke("The decode instance broke off.", "differs", final=str(why)) from why
     if kept.done:
@@ -92,7 +92,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: Kept, reply: Reply, firs
     raise StreamBroke(f"The decode instance broke off: {said}.", "broken" if kept.cut is not Cut.ABORTED else "ended")
 
 
-async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, first: bytes) -> None:
+async def _relay(shared: Shared, exchange: Exchange, kept: StreamState, reply: Reply, first: bytes) -> None:
     piece, held, send = first, b"", exchange.send
     while piece:
         whole, held = _whole_events(held + piece if held else piece)
@@ -115,13 +115,13 @@ async def _relay(shared: Shared, exchange: Exchange, kept: Kept, reply: Reply, f
 
 
 async def _end(exchange: Exchange, last: bytes = b"") -> None:
-    """The end of a stream that is kept, with what is left to say."""
+    """Send the end of a kept stream, with what is left to send."""
     exchange.streaming = False
     await exchange.send({"type": "http.response.body", "body": last})
 
 
 def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
-    """What is complete, and the beginning of an event. Raises UpstreamError for one that does not end."""
+    """Return the complete events, and the beginning of the next. Raise UpstreamError for one that does not end."""
     end = stream.rfind(b"\n\n") + 2
     if end > 1:
         return stream[:end], stream[end:]
@@ -139,7 +139,7 @@ class _Models(msgspec.Struct):
 
 
 async def room(shared: Shared, exchange: Exchange, decode: Instance) -> int:
-    """Tokens that the model takes in all, as a D tells. Raises UpstreamError and NotContinued."""
+    """Return how many tokens the model takes in all, by a D's model list. Raise UpstreamError or NotContinued."""
     reply = await shared.upstream.send(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
     async with reply:
         said = await reply.rest(_MODELS_BYTES, _MODELS_S)
@@ -149,14 +149,14 @@ async def room(shared: Shared, exchange: Exchange, decode: Instance) -> int:
         raise NotContinued("it names no limit of tokens, and no D tells the model's") from problem
 
 
-async def finish(exchange: Exchange, kept: Kept) -> None:
-    """Every token has gone out before D went: what is missing is known."""
+async def finish(exchange: Exchange, kept: StreamState) -> None:
+    """End a stream whose tokens were all out before D broke off: what is missing is known."""
     exchange.stage("end")
     await _end(exchange, kept.ending())
 
 
 async def break_off(shared: Shared, exchange: Exchange, problem: str, code: str, decode: str = "") -> None:
-    """The honest end of a stream that nobody goes on with."""
+    """End a stream that no D continues, with an error."""
     if exchange.said_all:
         await _end(exchange)
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker as a process: its sockets, its HTTP server, its end.
+"""One worker as a process: its sockets, its HTTP server, its shutdown.
 
-The end is in two steps: nothing new is taken while what is under way finishes (D's posts for it still come in, so the
-sockets stay open), then the server stops. A second signal stops it at once.
+Shutdown has two steps. First no new request is taken while those in progress finish; the sockets stay open, as D still
+posts for these. Then the server stops. A second signal stops it at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal."""
+        """Drain at the first signal, stop at once at the second."""
         if self._loop is None or self._draining is not None:
             self.should_exit = self.force_exit = True
         else:
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
 
 
 def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None = None) -> int:
-    """Until a signal. The last socket is the one that this worker's requests carry."""
+    """Run a worker until a signal. Its requests carry the address of the last socket."""
     _raise_file_limit()
     host = callable_host(settings.advertise_host or settings.host)
     worker = Worker(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
@@ -92,9 +92,9 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises ConfigError when the port is taken."""
+    """Return a listening socket. Raise ConfigError if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio turns Nagle's algorithm off only where it is; accepted sockets inherit both.
+    # asyncio turns Nagle's algorithm off only if the protocol is named. Accepted sockets inherit it and the options.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -111,15 +111,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _spare_the_collector() -> None:
-    """What is there now stays: each full collection would look through it, for tens of milliseconds. And what requests leave
-    behind is looked through when most of it has gone by itself, which the usual 700 objects are too few for."""
+    """Spare the garbage collector work.
+
+    Objects that are there now stay: each full collection would scan them for tens of milliseconds. Objects of requests
+    are scanned when most of them are freed already; the usual threshold of 700 is too low for that.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def _raise_file_limit() -> None:
-    """Each request has up to five connections; the usual soft limit of 1,024 files would be 200 requests."""
+    """Raise the limit of open files: a request has up to five connections, so the usual 1,024 would be 200 requests."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # a container may forbid it
@@ -127,14 +130,14 @@ def _raise_file_limit() -> None:
 
 
 def callable_host(host: str) -> str:
-    """An address that D can call: this machine's own where it listens on all of them."""
+    """Return an address that D can call: this machine's own if `host` stands for all of them."""
     if host in ("0.0.0.0", "::", ""):
         return _outward_address()
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _outward_address() -> str:
-    """The address that packets to elsewhere would leave from; connecting a datagram socket sends nothing."""
+    """Return the address that packets to other hosts would leave from. To connect a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # an address reserved for documentation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything an operator can set about the metaserver, with its defaults. The flags of `cli/metaserver.py` say what each means."""
+"""All settings of the metaserver with their defaults. The flags of `cli/metaserver.py` say what each means."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from vllm_ascend_pd.secret_files import read_private
 class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
-    advertise_host: str = ""  # what D calls back; empty: made from `host`
+    advertise_host: str = ""  # host that D calls back; empty: made from `host`
     workers: int = 1
-    worker_port: int = 0  # worker i listens on this + i too; 0: port + 1 + i, and nothing more with one worker
+    worker_port: int = 0  # worker i also listens on this + i; 0: on port + 1 + i, but a single worker on none
     grace_s: float = 30.0
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     instances_file: str = ""
-    members: bytes = b""  # of a worker: all that its supervisor knows, in place of these three
+    members: bytes = b""  # of a worker: the supervisor's instances, in place of these three
 
     sidecar: bool = False  # of one D: requests name their P's themselves
-    prefill_allowed: tuple[str, ...] = ()  # which those may be
+    prefill_allowed: tuple[str, ...] = ()  # addresses that those P's may have
     without_prefill: str = "local"  # no usable P: "local" (D prefills) or "refuse" (503)
-    prefix_tokens: int = (
-        500_000  # of prompts that each engine's prefix cache is thought to hold; 0: the choice is by load alone
-    )
-    kv_events: tuple[str, ...] = ()  # where engines say what it holds
-    decode_alone: int = 0  # a prompt of which D lacks at most so many tokens is computed by D; 0: P prefills each
+    prefix_tokens: int = 500_000  # that each engine's prefix cache is thought to hold; 0: choose by load alone
+    kv_events: tuple[str, ...] = ()  # where engines publish what it holds
+    decode_alone: int = 0  # D computes a prompt of which it lacks at most so many tokens; 0: P prefills each
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     circuit: CircuitPolicy = field(default_factory=CircuitPolicy)
     canary: bool = True
@@ -44,12 +42,12 @@ class Settings:
     probe_every_s: float = 1.0
     probe_timeout_s: float = 2.0
     forsaken_s: float = 5.0  # silence of a request whose engine refuses connections
-    vanished_s: float = 20.0  # and of one whose engine answers no probe either
+    vanished_s: float = 20.0  # and of one whose engine is unreachable
     heartbeat_s: float = 2.0
 
-    resume_tokens: int = 131_072  # of prompt and answer of a stream that another D can go on with; 0: none can
-    resume_bytes: int = 256 << 20  # of all that is kept for it
-    resume_ceiling: int = 0  # tokens of an answer that the engines allow at most; 0: as many as are asked for
+    resume_tokens: int = 131_072  # of prompt and answer of a stream that another D can continue; 0: none can
+    resume_bytes: int = 256 << 20  # kept of all such streams
+    resume_ceiling: int = 0  # most tokens of an answer that the engines allow; 0: as many as are asked for
 
     max_body_bytes: int = 64 << 20
     max_running: int = 4096
@@ -69,12 +67,12 @@ class Settings:
         return "https" if self.tls_cert else "http"
 
     def engine_tls(self) -> ssl.SSLContext | None:
-        """For https engines; None: the system's certificates."""
+        """Return the TLS context for https engines; None: the system's certificates."""
         return ssl.create_default_context(cafile=self.engine_ca) if self.engine_ca else None
 
 
 def read_token(path: str) -> str:
-    """The secret of a token file. It must not be readable by others."""
+    """Return the secret in a token file, which must not be readable by other users."""
     if not path:
         return ""
     token = read_private(path, "PD-SEC-004")

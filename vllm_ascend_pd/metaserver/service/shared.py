@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all requests of this process share, and what D's reports change of it."""
+"""State that all requests of this process share, and what D's reports change in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ascend_pd.metaserver.service.turns import Turns
 
 
 class Shared:
-    """The engines, the way to them, and the journal of what is under way."""
+    """The engines, the connections to them, and the journal of requests."""
 
     def __init__(
         self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
@@ -31,8 +31,11 @@ class Shared:
         self.kept_bytes = 0  # of all streams that could be continued
 
     def loaded(self, report: LoadReport) -> bool:
-        """D says how the KV of a transfer came: what is proven, and whose failure it was, follows from this and from nothing
-        else. False if nothing is known of the request. The same report may come twice: in an answer and by itself."""
+        """Take in D's report on how the KV of a transfer came. Return False if the request is not known.
+
+        Only these reports prove a pair, and they say whether a failed load counts against P. The same report may come
+        twice: in an answer and by itself.
+        """
         attempt = self.journal.attempt(report.ticket)
         if attempt is None or report.transfer not in attempt.seen:
             return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans: one for a client's request, and below it one for each leg, whose context the engine is given.
+"""OpenTelemetry spans: one for a client's request, and below it one for each leg, whose context the engine gets.
 
-Off, nothing of OpenTelemetry is imported and the client's own `traceparent` goes to both engines as it came. On (with the
-flag that vLLM has too), vLLM's `llm_request` span of either engine hangs below the leg that caused it.
+If they are off, nothing of OpenTelemetry is imported, and the client's own `traceparent` goes to both engines as it
+came. If they are on (the flag is the same as vLLM's), vLLM's `llm_request` span of either engine is a child of its leg.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _CONTEXT = (b"traceparent", b"tracestate")
 
 
 class NoSpans:
-    """Nobody wants them."""
+    """Spans that are off."""
 
     def request(self, exchange: Exchange) -> AbstractContextManager[None]:
         return nullcontext()
 
     def leg(self, exchange: Exchange, kind: str, instance: str, **facts: str | int) -> AbstractContextManager[Headers]:
-        """A request to an engine, with the headers that it is to be sent with."""
+        """Return the context of a request to an engine, with the headers to send."""
         return nullcontext(exchange.headers)
 
     def close(self) -> None:
-        """Blocks until what is left has been sent, for seconds at most."""
+        """Send what is left. Block for seconds at most."""
 
 
 class Spans(NoSpans):
@@ -57,7 +57,7 @@ class Spans(NoSpans):
         finally:
             span.set_attribute("http.response.status_code", exchange.status)
             span.set_attribute("ascend_pd.attempts", exchange.number)
-            for name, at, _ in exchange.stages:  # the words of a stage are for the status page
+            for name, at, _ in exchange.stages:  # a stage's details are only for the status page
                 span.add_event(name, timestamp=int((exchange.started_wall + at) * 1e9))
             if exchange.status >= 500:
                 span.set_status(self._trace.StatusCode.ERROR)
@@ -89,7 +89,7 @@ def make(endpoint: str) -> NoSpans:
 
 
 def _provider(endpoint: str) -> tuple[Any, Any, Any]:
-    """Raises ConfigError where OpenTelemetry, which vLLM brings, is not installed."""
+    """Return provider, propagator and trace API. Raise ConfigError if OpenTelemetry, which vLLM brings, is missing."""
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource

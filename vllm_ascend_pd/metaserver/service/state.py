@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker knows, as plain data, and the sum over the workers."""
+"""The state of one worker as plain data, and the sum over the workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUMMED = ("tokens_in_flight", "requests", "served", "broke")
 
 
 def own(worker: int, front: Front, canary: Canary, file_problem: str, details: bool) -> dict[str, Any]:
-    """This worker's report. `details`: with the requests under way and the last ones."""
+    """Return this worker's report. `details`: with the requests in progress, the last ones, and recent troubles."""
     report: dict[str, Any] = {
         "worker": worker,
         "url": front.own_url,
@@ -43,7 +43,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
 
 
 def total(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The sum. The first report is the asked worker's own: membership and what is proven are taken from it."""
+    """Return the sum. The first report is the asked worker's own: membership and what is proven are taken from it."""
     mine, *others = reports
     everyone = [mine, *others]
     instances = [dict(facts) for facts in mine["instances"]]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several workers on one port: starts them, starts them again when they die, and carries their news to each other.
+"""Supervisor of several workers on one port: starts them, restarts them when they die, and passes on their messages.
 
-All workers accept on one inherited socket; each listens on a port of its own too, which its requests carry, so that
+All workers accept on one inherited socket. Each also listens on a port of its own, which its requests carry, so that
 D's posts reach the process that holds the request.
 """
 
@@ -30,13 +30,13 @@ from vllm_ascend_pd.metaserver.service.server import listen
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 log = logging.getLogger(__name__)
-_RESTART_S = 1.0  # between the deaths of a worker and its next life
+_RESTART_S = 1.0  # between a worker's death and its restart
 _OVERTIME_S = 10.0  # beyond the grace, before a worker that does not end is killed
 
 
 @dataclass(slots=True)
 class Seat:
-    """A worker's place: its number and its own socket outlive the process in it."""
+    """Place of a worker: its number and its own socket outlive the process."""
 
     worker: int
     own: socket.socket
@@ -72,11 +72,11 @@ class Supervisor:
             under_way.add(asyncio.create_task(self._file.watch(self._tell_members), name="instances file"))
         ended, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
         for one in ended:
-            one.result()  # the watch over the file has no end but a failure
+            one.result()  # watching the file ends by failure only
         return max(keeping.result())
 
     async def _keep(self, seat: Seat) -> int:
-        """Worker after worker on this seat, until the end. A worker that never came up ends everything."""
+        """Run worker after worker on this seat, until the end. A first one without usable settings ends everything."""
         lives = 0
         while True:
             code = await self._live(seat)
@@ -85,7 +85,7 @@ class Supervisor:
             lives += 1
             log.error("worker %d ended with %d and is started again", seat.worker, code)
             if code == 2 and lives == 1:
-                self._end(signal.SIGTERM)  # a configuration that cannot be used: no second try makes it better
+                self._end(signal.SIGTERM)  # an unusable configuration: no second try makes it better
                 return code
             await asyncio.sleep(_RESTART_S)
             if self._ending:
@@ -95,7 +95,7 @@ class Supervisor:
         mine, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
             reader, seat.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
-            members.write(msgspec.json.encode(self._members.told()))  # what comes after this waits in the line
+            members.write(msgspec.json.encode(self._members.told()))  # later changes wait in the line
             members.seek(0)
             fds = (self._public.fileno(), seat.own.fileno(), theirs.fileno(), members.fileno())
             seat.process = await asyncio.create_subprocess_exec(
@@ -103,7 +103,7 @@ class Supervisor:
                 "--as-worker",
                 ":".join(map(str, (seat.worker, *fds))),
                 pass_fds=fds,
-                start_new_session=True,  # ctrl-C is ours to pass on
+                start_new_session=True,  # the supervisor passes ctrl-C on
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
             )
         listening = asyncio.create_task(self._listen(reader), name=f"news of worker {seat.worker}")
@@ -133,7 +133,7 @@ class Supervisor:
             _write(seat, message)
 
     def _end(self, sig: int) -> None:
-        """The first time: each worker drains. After the grace, or the second time: no more patience."""
+        """Drain the workers at the first call. Kill them after the grace period, or at the second call."""
         patience = 0.0 if self._ending else self._settings.grace_s + _OVERTIME_S
         if not self._ending:
             self._signal(signal.SIGTERM)
@@ -148,11 +148,11 @@ class Supervisor:
 
 
 def _write(seat: Seat, message: dict[str, Any]) -> None:
-    """A worker that does not read for long is not told any more; it is stuck or ending."""
+    """Send a message to a worker, unless it has not read for long: then it is stuck or ending."""
     if seat.writer is not None and seat.writer.transport.get_write_buffer_size() < 2 * MAX_LINE_BYTES:
         seat.writer.write(msgspec.json.encode(message) + b"\n")
 
 
 def worker_command(argv: Sequence[str]) -> list[str]:
-    """This same command again, for a worker."""
+    """Return this command again, for a worker."""
     return [sys.executable, "-m", "vllm_ascend_pd.cli", *argv]

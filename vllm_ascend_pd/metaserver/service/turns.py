@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long work in small steps on the loop: one step to a turn, whoever's it is, so that nothing else waits for more than that."""
+"""Long work in small steps on the event loop: one step of all work in a turn, so that all else waits no longer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Turns:
-    """What takes more than one step waits for what came before it: many at once would make a turn as long as all their steps."""
+    """Queue of work with more than one step: one runs at a time, as several would make a turn as long as their sum."""
 
     def __init__(self) -> None:
         self._lane = asyncio.Lock()
 
     async def take(self, steps: Steps[T]) -> T:
-        """The result of `steps`, and whatever they raise."""
+        """Run `steps`; return their result and raise their errors."""
         try:
             next(steps)
             async with self._lane:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From claims to batches: which claims are written together, and the absolute spans of each.
+"""Turn claims into batches: choose the claims that are written together, and compute the absolute spans of each.
 
 One batch holds everything that goes to one D rank for one layer; neighbouring layers that are ready together share one.
 """
@@ -47,7 +47,7 @@ class Batch:
     submitted_at: float = 0.0
 
     def facts(self) -> Mapping[str, Any]:
-        """For the trace."""
+        """Facts for the trace."""
         units = [unit_of(claim) for claim in self.claims]
         return {
             "peer": str(self.peer),
@@ -60,7 +60,7 @@ class Batch:
 
 
 def unit_of(claim: Claim) -> Unit:
-    """The machine hands units back as it got them."""
+    """Return the claim's unit, which the protocol's machine hands back as it received it."""
     if not isinstance(claim.unit, Unit):
         raise TypeError(f"{claim.unit!r} is not a unit of this runtime")
     return claim.unit
@@ -69,9 +69,10 @@ def unit_of(claim: Claim) -> Unit:
 def grouped(
     claims: list[Claim], pushes: Mapping[str, Push], fuse: int, session_of: Callable[[Claim], str | None]
 ) -> list[tuple[Endpoint, list[Claim]]]:
-    """Claims by destination, in layer order; up to `fuse` units of one destination go together.
+    """Group claims by destination and session, in layer order, up to `fuse` units in a group.
 
-    A rank that revoked has a new session. What was told the old one stays with it: through the new one it would land.
+    A D rank that has revoked access has a new session. Claims that were made under the old session stay with it:
+    through the new one their writes would land.
     """
     by_session: dict[tuple[Endpoint, str | None], list[Claim]] = {}
     for claim in claims:
@@ -89,7 +90,7 @@ def grouped(
 
 
 def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Triples]:
-    """The absolute spans of a claim, by component: out of the cache, or out of a staging slot."""
+    """Return the absolute spans of a claim, by component: from the cache, or from a staging slot."""
     unit = unit_of(claim)
     if unit.part:
         piece = staged(push, claim)
@@ -108,7 +109,7 @@ def staged(push: Push, claim: Claim) -> Piece:
 
 
 def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> list[Triples]:
-    """Spans with their bases added. Raises PD-WIRE-003 if one leaves D's layer: the last guard before bytes move."""
+    """Add the base addresses to spans. Raise PD-WIRE-003 if one leaves D's layer: the last check before bytes move."""
     kind = push.d_kind(unit.layer)
     blocks, bases = theirs.blocks[kind.group], theirs.bases[push.place_of[unit.layer][1]]
     parts: list[Triples] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks the step that is planned computes: what a request finds in them is not there yet.
+"""Blocks that the planned step computes: a request that finds them in the prefix cache cannot push them yet.
 
-vLLM puts blocks into its prefix cache when it schedules the step that computes them, so another request of the same step finds them.
-What earlier steps compute is behind this step's beginning in the order of the device.
+vLLM puts blocks into its prefix cache when it schedules the step that computes them, so another request of the same
+step finds them. What earlier steps compute is complete before this step begins, in the order of the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from vllm_ascend_pd.geometry.layout import Group
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A step computes tokens [computed, computed + count) of a request; `new` are its new blocks of each group, or all."""
+    """Tokens [computed, computed + count) of a request, which a step computes.
+
+    `new` are the request's new blocks of each group, or all of them if it `replaces`.
+    """
 
     request_id: str
     computed: int
@@ -25,15 +28,15 @@ class Chunk:
 
 
 class Computing:
-    """Block tables of all requests that run on this engine, whoever they are for."""
+    """Block tables of all requests that run on this engine, pushed or not."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
         self._chunks: Sequence[Chunk] = ()
-        self._hot: dict[int, set[int]] = {}  # by group, what the step computes into, once it was asked for
+        self._hot: dict[int, set[int]] = {}  # by group, blocks that the step computes into; made on demand
 
     def step(self, chunks: Sequence[Chunk], over: Iterable[str]) -> None:
-        """A step is planned; requests that are `over` run no more."""
+        """Handle a planned step; requests that are `over` run no more."""
         for request_id in over:
             self._tables.pop(request_id, None)
         for chunk in chunks:
@@ -46,7 +49,7 @@ class Computing:
         self._chunks, self._hot = chunks, {}
 
     def ready(self, request_id: str, computed: int, groups: Sequence[Group]) -> int:
-        """How many of the `computed` tokens that a request begins with earlier steps have computed, and not this one."""
+        """Return how many of a request's first `computed` tokens were computed by earlier steps, not by this one."""
         table = self._tables.get(request_id, ())
         for index, (group, ids) in enumerate(zip(groups, table, strict=False)):
             if group.stateful:

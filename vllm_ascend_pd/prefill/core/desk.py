@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P's scheduler does with requests, over its books of pushes and of sources and targets.
+"""Handling of requests by P's scheduler, on top of its two books: pushes, and sources and targets.
 
-The adapter in scheduler.py translates vLLM's objects and D's messages, and holds a lock; the simulator calls the same.
+The adapter in scheduler.py translates vLLM's objects and D's messages, and holds a lock. The simulator calls this too.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ class Asked:
     request_id: str
     prompt: tuple[int, str]  # its length, and a hash of all that its KV depends on
     push: str
-    reservation: Reservation | None = None  # None: a target may come by itself
+    reservation: Reservation | None = None  # None: it may come as an offer
     meets: str = ""
     uuid: str = ""
-    tells: Seed | None = (
-        None  # for a D that can begin with nothing else: how its first token will be chosen; None: it is not told
-    )
+    # For a D that can begin only with P's first token: how that token is chosen here. None: it is not sent.
+    tells: Seed | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a request ended, for its answer."""
+    """End of a request, for its answer."""
 
-    held: bool  # its blocks
-    source: Record | None = None  # for a target that may still come
+    held: bool  # whether its blocks are
+    source: Record | None = None  # what is held for a target that may still come
     pushed: bool = False
-    refusal: PdError | None = None  # why it was not
-    first: First | None = None  # its token, for a D that asks for it and hears P's answer
+    refusal: PdError | None = None  # why it was not pushed
+    first: First | None = None  # its token, for a D that asks for it and receives P's answer
 
 
 def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation | Gone:
-    """What an offer has sealed, or what is answered to it."""
+    """Return the reservation that an offer has sealed, or the answer that refuses the offer."""
     try:
         reservation = unseal(offer.reservation)
         if reservation.transfer != offer.transfer:
@@ -58,24 +57,28 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
 
 
 class Desk:
-    """Without `computing` nothing of a prompt that is cached leaves before the forward: what a step begins with may come while it runs."""
+    """Requests of P's scheduler.
+
+    Without `computing` the cached part of a prompt is not pushed before the forward pass: its KV may arrive while the
+    step runs.
+    """
 
     def __init__(self, book: PushBook, meetings: Meetings, computing: Computing | None = None) -> None:
         self.book, self.meetings, self.computing = book, meetings, computing
 
     @property
     def engine(self) -> CacheGeometry | None:
-        """This engine's cache, once its workers have told it."""
+        """Geometry of this engine's cache, once its workers have reported it."""
         return self.meetings.engine
 
     # -- requests
 
     def knows(self, request_id: str) -> bool:
-        """Whether it was taken or refused: vLLM tells of a request again when it comes back."""
+        """Return whether the request was taken or refused: vLLM announces it again when it resumes."""
         return self.book.knows(request_id) or self.meetings.knows(request_id)
 
     def take(self, now: float, asked: Asked) -> PdError | None:
-        """Once for each request: a refusal is returned, and the request is prefilled all the same."""
+        """Take a request, once. A refusal is returned, and the request is prefilled all the same."""
         engine = self.engine
         if asked.reservation is not None:
             if WHOLE in asked.reservation.needs and asked.tells != asked.reservation.seed:
@@ -90,12 +93,14 @@ class Desk:
         return None
 
     def cuts(self, request_id: str) -> bool:
-        """Whether the last token of its prompt is not computed here: D must find what it needs to run that one, but where it begins
-        with this engine's token."""
+        """Return whether the prompt's last token is not computed here.
+
+        D computes that token and needs the cache as it was before it, unless D begins with this engine's first token.
+        """
         return self.ends(request_id) and not self.book.whole(request_id)
 
     def ends(self, request_id: str) -> bool:
-        """Whether nothing may be computed behind its prompt: a state would change in its place."""
+        """Return whether nothing may be computed behind the prompt: a state would be overwritten in place."""
         return self.engine is not None and self.engine.leaves_last and self.book.tracks(request_id)
 
     def step(
@@ -104,7 +109,10 @@ class Desk:
         over: Iterable[str],
         tables: Callable[[str], Sequence[Sequence[int]]],
     ) -> None:
-        """A step computes these. Entries of states move in their table, so of these it is the table as it is now."""
+        """Handle the chunks that a step computes.
+
+        In groups of states, entries move within the block table; `tables` returns the tables as they are now.
+        """
         if self.computing is not None:
             self.computing.step(chunks, over)
         for chunk in chunks:
@@ -143,7 +151,7 @@ class Desk:
         why: str,
         sampled: Callable[[], Sample | None] = lambda: None,
     ) -> Ending:
-        """The request ended, with its blocks or without; `well`: its prompt was computed. `sampled` is asked where D may want it."""
+        """Handle a request's end. `well`: its prompt was computed. `sampled` is called if D may want the token."""
         refusal, pushed = self.book.refusal(request_id), self.book.tracks(request_id)
         met, collected, well = (
             self.meetings.knows(request_id),
@@ -160,10 +168,10 @@ class Desk:
             refusal = PdError("PD-META-028", count=self.meetings.counts()["held"])
         return Ending(held, pushed=pushed, refusal=refusal, first=first)
 
-    # -- what D's schedulers say
+    # -- messages of D's schedulers
 
     def heard(self, now: float, peer: Hashable, message: Meeting, reservation: Reservation | None = None) -> None:
-        """`reservation` is what an offer has sealed."""
+        """Handle a message of D. `reservation` is what an offer has sealed."""
         if isinstance(message, Gone):
             self.meetings.withdrawn(now, peer, message.transfer)
         elif isinstance(message, Unwanted):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of one P worker: plans over paged blocks that are made at a step's order, in every layer.
+"""Exchanges of one P worker: planned over paged blocks, ordered by a step, and made in every layer.
 
-Everything that decides whether a rank takes part comes from the step's metadata, so all ranks call the same collectives
-in the same order: steps, layers in registered order, sub-steps. Most are ordered by the step that computes their tokens.
-What a rank knows by itself (a failed push, a destination without a slot) only decides whether it keeps the bytes. Bytes
-that found no slot are still owed: the scheduler orders the same exchange again (`again`) once there is room.
+Everything that decides whether a rank takes part comes from the step's metadata. So all ranks call the same collectives
+in the same order: by step, by layer in registered order, by sub-step. Most exchanges are ordered by the step that
+computes their tokens. What only one rank knows (a failed push, a destination without a slot) only decides whether that
+rank keeps the bytes. Bytes that found no slot are still owed: the scheduler orders the same exchange again (`again`)
+once there is room.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from vllm_ascend_pd.prefill.core.push import Push, Share, Unit
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.shared.event import Event
 
-MOST_CATCH_UPS = 64  # asked for in one step
+MAX_CATCH_UPS = 64  # asked for in one step
 
 
 @dataclass(slots=True, eq=False)
 class SubStep:
-    """One exchange of every layer of a kind: its plan, the push behind each of its jobs, and what of it is owed."""
+    """One exchange, made in every layer of a kind: its plan, the push of each of its jobs, and the shares owed."""
 
     number: int  # from 1; 0 is what is pushed directly
-    layers: tuple[int, ...]  # own ones
+    layers: tuple[int, ...]  # this worker's
     plan: RegroupPlan
     jobs: list[Job]
     members: list[Push]
     shares: list[Share]  # one for each of the plan's slots
-    rows: Any = None  # the plan, made ready for the device by whoever runs the exchange
+    rows: Any = None  # the plan, prepared for the device (`Exchanger.prepare`)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One exchange to be made, for everything of it that is not here."""
+    """One exchange to make in one layer, for all of it that is not here yet."""
 
     unit: Unit
     part: SubStep
-    first: bool = False  # of what a step's metadata ordered: destinations are waited for anew
-    again: bool = False  # for the trace: by the order of a later step
+    first: bool = False  # the first one of a step: the patience for slots starts anew
+    again: bool = False  # for the trace: ordered again by a later step
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """An exchange is done once `event` is: these slots hold what this rank owns of it."""
+    """An exchange that is done once `event` is. Its slots then hold what this rank owns of it."""
 
     event: Event
     run: Run
@@ -60,7 +61,7 @@ class Staged:
     error: Exception | None = None
 
     def strangers(self) -> list[list[int]]:
-        """By slot: the ranks that did not give what they should have to it."""
+        """Return, by slot, the ranks that did not send their part of it."""
         rows = self.run.part.rows.slots
         looked = self.error is None
         return [
@@ -69,7 +70,7 @@ class Staged:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """For the trace."""
+        """Facts for the trace."""
         part = self.run.part
         filled = [planned for planned, slot in zip(part.plan.slots, self.slots, strict=True) if slot]
         transfers = {part.members[member].transfer for slot in filled for member in slot.writes}
@@ -84,18 +85,18 @@ class Staged:
 @dataclass(slots=True)
 class _Step:
     parts: list[SubStep]
-    pushes: set[Push]  # of which some are not over
+    pushes: set[Push]  # that are not over
 
 
 @dataclass(slots=True)
 class Exchanges:
-    """`room` is what slots and buffers of this engine hold."""
+    """Exchanges of one worker. `room` is the capacity of this engine's slots and buffers."""
 
     planners: list[RegroupPlanner]  # by kind of layer
-    layers: list[tuple[int, ...]]  # own ones of each kind
+    layers: list[tuple[int, ...]]  # this worker's, of each kind
     staging: Staging
     room: Room
-    count: int = 0  # made
+    count: int = 0  # of exchanges made
     missed: Missed = field(default_factory=Missed)
     _steps: dict[int, _Step] = field(default_factory=dict)
 
@@ -110,7 +111,7 @@ class Exchanges:
         parts: list[SubStep] = []
         for kind, some in sorted(work.items()):
             if not self.layers[kind]:
-                continue  # other stages have them
+                continue  # other stages have these layers
             planner, pushes = self.planners[kind], [push for push, _ in some]
             for cut in sub_steps(planner, [job for _, job in some], self.room.slot, self.room.send, step):
                 plan, number = planner.plan(cut.jobs, cut.rotation), len(parts) + 1
@@ -123,7 +124,7 @@ class Exchanges:
     def _share(self, step: int, part: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
         theirs = [members[member] for member in slot.writes]
         wanting = [push for push in theirs if push.live]
-        one = theirs[0]  # they go to one D: all want the same
+        one = theirs[0]  # all go to one D engine and want the same layers
         layers = {layer: False for layer in self.layers[kind] if one.wants(layer)}
         destinations = {layer: one.endpoint(one.worker(layer, slot.d_rank)) for layer in layers}
         share = Share(step, part, wanting, destinations, layers)
@@ -132,7 +133,7 @@ class Exchanges:
         return share
 
     def again(self, units: Iterable[Unit]) -> list[Run]:
-        """The scheduler orders these exchanges again."""
+        """Return the runs of exchanges that the scheduler orders again."""
         runs: list[Run] = []
         for unit in units:
             step = self._steps.get(unit.step)
@@ -143,7 +144,7 @@ class Exchanges:
         return runs
 
     def over(self, pushes: Iterable[Push]) -> None:
-        """The scheduler has done with these pushes; a step without pushes is forgotten."""
+        """Forget pushes that the scheduler is done with, and steps that have no push left."""
         ended = set(pushes)
         for push in ended:
             self.forget(push)
@@ -154,7 +155,7 @@ class Exchanges:
                 self.missed.forget_step(number)
 
     def forget(self, push: Push) -> None:
-        """Nothing that exchanges bring is wanted for it any more: it has failed, or it starts over."""
+        """Drop all that exchanges owe a push, which has failed or starts over."""
         for share in push.owed:
             share.pushes.remove(push)
             if not share.pushes:
@@ -163,18 +164,20 @@ class Exchanges:
         push.owed.clear()
 
     def wanted(self) -> list[Unit]:
-        """Exchanges that were missed here and have room now; each is asked for once. A thread may wait a little for the
-        slots of the first ones to come back, so it asks for more."""
+        """Return exchanges that were missed here and have room now; each is asked for once.
+
+        Where an exchange can wait for slots to come back, twice as many are asked for as have room now.
+        """
         ahead = 2 if self.staging.waits else 1
-        return self.missed.wanted(lambda destination: ahead * self.staging.room(destination), MOST_CATCH_UPS)
+        return self.missed.wanted(lambda destination: ahead * self.staging.room(destination), MAX_CATCH_UPS)
 
     def patience(self, now: float, run: Run, index: int) -> float:
-        """For how many seconds to wait before `slot` is asked."""
+        """Return for how many seconds to wait before `slot` is called."""
         share, layer = run.part.shares[index], run.unit.layer
         return self.staging.patience(now, share.destinations[layer]) if share.wants(layer) else 0.0
 
     def slot(self, run: Run, index: int) -> StagingSlot | None:
-        """A slot for what this exchange brings, if somebody wants it. Taken first: what finds none is missed."""
+        """Take a slot for what this exchange will bring, if a push wants it. Without a slot it counts as missed."""
         share, layer = run.part.shares[index], run.unit.layer
         if not share.wants(layer):
             return None
@@ -191,7 +194,7 @@ class Exchanges:
         self.missed.made(run.unit)
 
     def arrived(self, share: Share, layer: int) -> None:
-        """What it brought was offered."""
+        """Record that a layer of a share has arrived. A share with no layer left is no longer owed."""
         del share.layers[layer]
         if not share.layers:
             for push in share.pushes:

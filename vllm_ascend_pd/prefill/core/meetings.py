@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's book of sources and targets: requests that are computed before anybody has reserved for them, and reservations that
-come before their request. Each binds one of the other at most, once; from then on it is a push like any other.
+"""P's book of sources and targets.
 
-The table at the end is what runs. `now` is an argument; whoever calls holds its lock, and sends what `take` brings.
+A source is a request that is computed before D has sent a reservation for it. A target is a reservation that comes
+before its request. Each is bound to at most one of the other, once; from then on it is a push like any other.
+
+The table at the end defines all transitions. `now` is an argument; the caller holds its own lock, and sends the
+messages that `take` returns.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ REMEMBERED = 4096  # bound transfers of requests that have ended
 
 
 class MeetingState(Named):
-    OVER = "over"  # or never heard of
+    OVER = "over"  # or unknown
     WAITING = "waiting"  # a target without a source
     COLLECTING = "collecting"  # a source without a target, of a request that runs
     HELD = "held"  # the same, and the request has ended
@@ -50,7 +53,7 @@ class MeetingEvent(Named):
     ENDED_TOO_MANY = "ended_too_many"  # the same, and no more can be held
     ABORTED = "aborted"
     # from D
-    WITHDRAWN = "withdrawn"  # GONE, or the end of its process
+    WITHDRAWN = "withdrawn"  # GONE, or the end of D's process
     UNWANTED = "unwanted"  # no offer will come for a source
     # time
     HELD_TOO_LONG = "held_too_long"
@@ -59,7 +62,7 @@ class MeetingEvent(Named):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """D's side: its reservation, and by which name the channel knows its scheduler."""
+    """D's side: its reservation, and the name by which the channel knows its scheduler."""
 
     peer: Hashable
     reservation: Reservation
@@ -85,8 +88,8 @@ class Record:
     blocks: list[list[int]] = field(default_factory=list)  # by group
     computed: int = 0
     sample: Sample | None = None  # the first token, once the request has ended
-    until: float | None = None  # held, or waiting
-    timed: SourceId | TransferId | None = None  # by which the agenda knows it
+    until: float | None = None  # when holding or waiting ends
+    timed: SourceId | TransferId | None = None  # its key in the agenda
 
     def __repr__(self) -> str:
         """<Record held, source p-1/3/u of r, 40 of 40 tokens, until 20.0>"""
@@ -112,7 +115,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What may be held for nobody yet, and how long."""
+    """Limits: how much is held for later targets, how long (`hold_s`), and how long targets wait (`meet_s`)."""
 
     sources: int = 256
     blocks: int = 1 << 30
@@ -121,8 +124,11 @@ class Holding:
 
 
 def not_held(engine: CacheGeometry) -> str:
-    """Why sources of this cache are not held, or nothing. A step that no target waits for is not watched: nobody would know
-    that the draft model did not run in it; and of a window P lets go of what a later target would want."""
+    """Return why sources of this cache are not held; empty if they are.
+
+    A step without a push is not watched: if the draft model did not run in it, this would go unnoticed. And P frees
+    blocks behind a window that a later target would want.
+    """
     if engine.drafts:
         return "its cache has layers of a draft model"
     return "its cache lets go of tokens that are behind a window" if engine.leaves_last else ""
@@ -133,7 +139,7 @@ def failure_of(error: PdError) -> Failure:
 
 
 class Meetings:
-    """`book` has the pushes, and what they are compared with."""
+    """Sources and targets of one P scheduler. `book` has the pushes, and decides what fits."""
 
     table: ClassVar[Table[MeetingState, MeetingEvent]]  # below
 
@@ -142,9 +148,9 @@ class Meetings:
         self.engine: CacheGeometry | None = None
         self.counters: Counter[str] = Counter()
         self._n = 0
-        self._requests: dict[str, Record] = {}  # that have a source here and run, or are held
+        self._requests: dict[str, Record] = {}  # with a source here, running or held
         self._sources: dict[SourceId, Record] = {}
-        self._names: dict[str, Record] = {}  # what is met under a name
+        self._names: dict[str, Record] = {}  # by the name under which the two meet
         self._targets: dict[TransferId, Record] = {}  # waiting or bound
         self._ended: dict[TransferId, Bound] = {}  # bound, and the request has ended; oldest first
         self._agenda: Agenda[SourceId | TransferId] = Agenda()
@@ -153,7 +159,7 @@ class Meetings:
         self._said: list[tuple[Hashable, Meeting]] = []
 
     def take(self) -> list[tuple[Hashable, Meeting]]:
-        """What is to be sent, in order, each once."""
+        """Return the messages to send, in order, each once."""
         said, self._said = self._said, []
         return said
 
@@ -162,7 +168,7 @@ class Meetings:
     def source(
         self, now: float, request_id: str, push: str, meets: str, uuid: str, prompt: tuple[int, str], groups: int
     ) -> SourceId:
-        """A request without a reservation is scheduled. One whose name is taken is found by its source alone."""
+        """Add a request that is scheduled without a reservation. If its name is taken, only its source id finds it."""
         self._n += 1
         waiting = self._names.get(meets) if meets else None
         source = SourceId(self._incarnation, self._n, uuid)
@@ -183,7 +189,7 @@ class Meetings:
         return source
 
     def knows(self, request_id: str) -> bool:
-        """Whether it has a source here, or had one when it was bound."""
+        """Return whether the request has a source here, bound or not."""
         return request_id in self._requests
 
     def collects(self, request_id: str) -> bool:
@@ -191,21 +197,23 @@ class Meetings:
         return record is not None and record.state is MeetingState.COLLECTING
 
     def computes(self, request_id: str, computed: int, blocks: Iterable[Sequence[int]], *, replaces: bool) -> None:
-        """A step computes tokens up to `computed` of a request that is collected; `blocks` are new, or all."""
+        """Record that a step computes a collected request up to `computed`. `blocks` are new; all if `replaces`."""
         record = self._requests[request_id]
         for known, more in zip(record.blocks, blocks, strict=True):
             known[:] = [*([] if replaces else known), *more]
         record.computed = computed
 
     def preempted(self, request_id: str) -> None:
-        """It lost its blocks, and comes back."""
+        """Forget the blocks of a request that lost them, and will resume."""
         if self.collects(request_id):
             record = self._requests[request_id]
             record.computed, record.blocks = 0, [[] for _ in record.blocks]
 
     def finished(self, now: float, request_id: str, *, well: bool, sample: Sample | None = None) -> bool:
-        """The request has ended, with its blocks or, if not `well`, as good as without: whether they are held here for a
-        target that may still come."""
+        """Handle the end of a request. Return whether its blocks are held here for a target that may still come.
+
+        Not `well`: it has no blocks, or they are of no use.
+        """
         record = self._requests.get(request_id)
         if record is None:
             return False
@@ -217,7 +225,7 @@ class Meetings:
         return record.state is MeetingState.HELD
 
     def told(self, request_id: str) -> Record | None:
-        """What P's answer tells: whatever is held."""
+        """Return the record that P's answer names: that of a held request."""
         record = self._requests.get(request_id)
         return record if record is not None and record.state is MeetingState.HELD else None
 
@@ -230,7 +238,7 @@ class Meetings:
     # -- from D
 
     def offer(self, now: float, peer: Hashable, offer: Offer, reservation: Reservation) -> None:
-        """`reservation` is what the offer has sealed."""
+        """Handle an offer. `reservation` is what it has sealed."""
         bound = self._ended.get(offer.transfer)
         if bound is not None:
             self._said.append((peer, bound))
@@ -260,19 +268,19 @@ class Meetings:
         return self._sources.get(source) if source is not None else self._names.get(meets)
 
     def withdrawn(self, now: float, peer: Hashable, transfer: TransferId) -> None:
-        """D wants it no more."""
+        """Record that D does not want a transfer any more."""
         record = self._targets.get(transfer)
         if record is not None and record.target is not None and record.target.peer == peer:
             self._on(now, record, MeetingEvent.WITHDRAWN)
 
     def unwanted(self, now: float, source: SourceId | None, meets: str) -> None:
-        """D has what it needs, or its request has ended."""
+        """Record that no offer will come: D has what it needs, or its request has ended."""
         record = self._meant(source, meets)
         if record is not None and record.target is None:
             self._on(now, record, MeetingEvent.UNWANTED)
 
     def gone(self, now: float, peer: Hashable) -> None:
-        """The process of that D scheduler has ended."""
+        """Withdraw the targets of a D scheduler whose process has ended."""
         for record in [r for r in self._targets.values() if r.target is not None and r.target.peer == peer]:
             self._on(now, record, MeetingEvent.WITHDRAWN)
 
@@ -287,7 +295,7 @@ class Meetings:
     def next_wake(self) -> float | None:
         return self._agenda.next()
 
-    # -- what is held, for whoever looks
+    # -- counts, for metrics and tests
 
     def counts(self) -> Mapping[str, int]:
         return {
@@ -320,7 +328,7 @@ class Meetings:
                 self._due(record)
 
     def _due(self, record: Record, key: SourceId | TransferId | None = None, at: float | None = None) -> None:
-        """When its time is over; without a key never."""
+        """Set when a record's time is over; without a key, never."""
         if record.timed is not None:
             self._agenda.set(record.timed, None)
             self._timed.pop(record.timed, None)
@@ -330,7 +338,7 @@ class Meetings:
             self._timed[key] = record
 
     def _forget(self, record: Record) -> None:
-        """Nothing finds it any more."""
+        """Remove a record from all indexes."""
         if self._names.get(record.meets) is record:
             del self._names[record.meets]
         if record.target is not None and self._targets.get(record.target.transfer) is record:
@@ -350,8 +358,8 @@ class Meetings:
         return None
 
     def collect(self, now: float, record: Record) -> None:
-        """Its blocks are noted from now on."""
-        if record.target is not None:  # one that did not fit has heard so
+        """Note the request's blocks from now on."""
+        if record.target is not None:  # it did not fit, and D was answered so
             self._targets.pop(record.target.transfer, None)
             record.target = None
 
@@ -362,17 +370,17 @@ class Meetings:
         self._say(record, Waits(target.transfer))
 
     def answer(self, now: float, record: Record, target: Target) -> None:
-        """The same once more."""
+        """Repeat the last answer."""
         waits = record.state is MeetingState.WAITING
         self._say(record, Waits(target.transfer) if waits else self._bound(record))
 
     def bind(self, now: float, record: Record, *more: Any) -> None:
-        """The request runs: what is computed of it is pushed with the next step, and the rest as it comes."""
+        """Bind a running request: the next step pushes what is computed of it, later steps push the rest."""
         self._attach(record)
         self._say(record, self._bound(record))
 
     def bind_held(self, now: float, record: Record, target: Target) -> None:
-        """The request has ended: all of it is pushed with the next step, and then its blocks go back."""
+        """Bind a request that has ended: the next step pushes all of it, and then its blocks are freed."""
         self._attach(record)
         self.end(now, record)
         self._book.finished(record.request_id, holds_blocks=True, why="it is not sealed")
@@ -387,11 +395,11 @@ class Meetings:
         self._due(record, record.source, now + self._holding.hold_s)
 
     def release(self, now: float, record: Record) -> None:
-        """Nobody comes for it."""
+        """Free the blocks that no target came for."""
         self._book.free(record.request_id)
 
     def end(self, now: float, record: Record) -> None:
-        """The prompt is computed: D waits for the workers alone now, and may ask once more."""
+        """Answer that the prompt is computed. From now on D waits for the workers only; it may repeat its offer."""
         first = self._book.first(record.request_id, record.sample)
         bound = Bound(record.bound_to.transfer, record.push, ended=True, first=first)
         self._ended[bound.transfer] = bound

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker missed: layers of shares for which it had no staging slot, until another exchange finds one for them."""
+"""Layers of shares for which a worker had no staging slot, until another exchange finds one for them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Missed:
         return sum(map(len, self._waiting.values()))
 
     def miss(self, share: Share, layer: int) -> None:
-        """There was no slot, for the first time or once more."""
+        """Record that there was no slot, for the first time or again."""
         self.total += 1
         self._waiting.setdefault(share.destinations[layer], {})[share, layer] = None
 
     def drop(self, share: Share, layer: int) -> None:
-        """A slot was found for it, or nobody wants it any more."""
+        """Remove a layer for which a slot was found, or that no push wants any more."""
         destination = share.destinations[layer]
         waiting = self._waiting.get(destination)
         if waiting is not None:
@@ -35,7 +35,7 @@ class Missed:
                 del self._waiting[destination]
 
     def wanted(self, room: Callable[[Hashable], int], most: int) -> list[Unit]:
-        """Exchanges to ask for: of each destination that has room the oldest, `most` at a time; each is asked once."""
+        """Return exchanges to ask for: the oldest of each destination that has room, `most` at a time, each once."""
         found: dict[Unit, None] = {}
         for destination, waiting in self._waiting.items():
             left = room(destination)
@@ -50,7 +50,7 @@ class Missed:
         return list(found)
 
     def made(self, unit: Unit) -> None:
-        """The exchange was made: what was missed again may be asked for again."""
+        """Record that an exchange was made: what was missed again may be asked for again."""
         self._asked.discard(unit)
 
     def forget_step(self, step: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a reservation before anything is computed: whom this worker writes to, and whether by exchange.
+"""Orders of pushes, made from a reservation before anything is computed: the D workers to write to, and the mode.
 
-Everything here depends on the two geometries and the configuration only, so every rank of P comes to the same result.
+All of it depends on the two geometries and the configuration only, so every rank of P comes to the same result.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vllm_ascend_pd.protocol.push import Destination, PushOrder
 log = logging.getLogger(__name__)
 
 DIRECT = "direct"
-MAX_MODES = 256  # decode engines of so many different caches; who makes them up must not fill our memory
+MAX_MODES = 256  # remembered, one for each D geometry; bounded, because a peer can make geometries up
 
 
 class OrderBook:
-    """One worker's view of its engine's geometry. `room` is what slots and buffers hold, None without them."""
+    """Orders of one worker. `room` is the capacity of slots and buffers, None without them."""
 
     def __init__(
         self, engine: CacheGeometry, own: CacheGeometry, me: Contributor, config: RegroupConfig, room: Room | None
@@ -40,7 +40,10 @@ class OrderBook:
         self._modes: dict[CacheGeometry, str] = {}
 
     def take(self, now: float, start: PushStart) -> tuple[Push, PushOrder, tuple[Mismatch, ...]]:
-        """The record and the order of a push; where the geometries do not fit, an order without destinations, and why."""
+        """Return the record and the order of a push, and mismatches of the geometries.
+
+        With mismatches the order has no destinations.
+        """
         reservation = start.reservation
         d = reservation.geometry
         found = mismatches(self.engine, d)

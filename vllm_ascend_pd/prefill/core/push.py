@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One push as P's worker knows it: the request's blocks, its pairs, what is planned, staged and missing of it.
+"""One push on a worker of P: the request's blocks, its pairs, and what is planned, staged and missing.
 
 Plans are byte offsets made once per step; a layer only adds its base addresses.
 """
@@ -35,16 +35,16 @@ class Unit(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What this worker owns of an exchange for one D rank: in each layer one staging slot, of which pushes have parts.
+    """The part of an exchange that this worker owns for one D rank: one staging slot per layer, divided among pushes.
 
-    It is owed from the moment it is planned; which step makes the exchange that brings a layer does not matter.
+    It is owed from the moment it is planned, whichever step makes the exchange that brings a layer.
     """
 
     step: int
     part: int
     pushes: list[Push]  # that want it
     destinations: dict[int, Endpoint]  # by layer: the worker of D that has it
-    layers: dict[int, bool]  # that are not here: whether an exchange has found a slot and is bringing them
+    layers: dict[int, bool]  # layers not here yet: whether an exchange has found a slot and is bringing them
 
     def unit(self, layer: int) -> Unit:
         return Unit(self.step, layer, self.part)
@@ -55,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A push's share of a staging slot: its writes, as offsets into the slot, and its checksum where one is wanted."""
+    """A push's part of a staging slot: its writes, as offsets into the slot, and its checksums if they are wanted."""
 
     slot: StagingSlot
     writes: tuple[Spans, ...]
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """A request's blocks of one group, as far as the workers were told of them."""
+    """A request's blocks of one group, as far as steps have brought them to the workers."""
 
     ids: NDArray[np.int32]
     known: int = 0
@@ -89,30 +89,30 @@ class Table:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Push:
-    """Remembered until it has closed here and the scheduler has said that it is over."""
+    """One push, remembered until it has closed here and the scheduler has reported that it is over."""
 
     name: str
     request_id: str
     reservation: Reservation
     pairings: tuple[Pairing, ...]  # none if the two geometries do not match; equal on all ranks
-    exchanged: frozenset[int]  # of those, by place: the ranks of P regroup before they write; equal on all ranks
-    layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: it is not D's
-    pairing_of: tuple[int, ...]  # own layer → its place in `pairings`; of one that is not D's nothing
-    place_of: tuple[tuple[int, int], ...]  # own layer → D's stage, and its place there; of one that is not D's nothing
+    exchanged: frozenset[int]  # indexes of pairings that P's ranks regroup before they write; equal on all ranks
+    layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: D has no such layer
+    pairing_of: tuple[int, ...]  # own layer → index in `pairings`; -1: D has no such layer
+    place_of: tuple[tuple[int, int], ...]  # own layer → D's stage, and index there; (-1, -1): D has no such layer
     firsts: tuple[int, ...]  # by pairing: the first token, or entry of a state, that D wants of its layers
     d_blocks: tuple[NDArray[np.int32], ...]  # by group of D
     tables: tuple[Table, ...]  # by group of P
     opened: float
     sealed_at: float = 0.0  # when the last layer was announced
-    final_step: int | None = None  # after which nothing comes any more; unknown again after a restart
+    final_step: int | None = None  # the last one that computes tokens of it; unknown until then, and after a restart
     pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D worker; the protocol's own records
     plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
     pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D worker and unit
-    owed: set[Share] = field(default_factory=set)  # exchanges that have not brought everything yet
+    owed: set[Share] = field(default_factory=set)  # shares of exchanges that have not brought everything yet
     held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
     sealing: bool = False  # the last layer was announced, but exchanges are still owed
-    closed: bool = False  # here: nothing of it is out, and nothing will be
-    over: bool = False  # everywhere: the scheduler has done with it
+    closed: bool = False  # on this worker: no write of it is in flight, and none will be
+    over: bool = False  # on all workers: the scheduler is done with it
 
     @classmethod
     def of(
@@ -167,38 +167,38 @@ class Push:
 
     @property
     def out(self) -> int:
-        """Writes that have not come home."""
+        """Number of writes in flight, or claimed."""
         return sum(len(pair.coverage.out) for pair in self.pairs.values())
 
     @property
     def live(self) -> bool:
-        """Whether anything that is computed or exchanged for it is still of use here."""
+        """True while what is computed or exchanged for it is of use here."""
         return not self.closed and all(pair.push.failure is None for pair in self.pairs.values())
 
     def wants(self, layer: int) -> bool:
-        """Whether D has this layer: not one of a draft model that is on P alone."""
+        """Return whether D has this layer. It lacks the layers of a draft model that only P has."""
         return self.layer_index[layer] is not None
 
     def index(self, layer: int) -> int:
-        """Of an own layer in D's list."""
+        """Return the index of an own layer in D's list."""
         index = self.layer_index[layer]
         if index is None:
             raise LocalProtocolError(f"push {self.name} has nothing of layer {layer}")
         return index
 
     def worker(self, layer: int, rank: int) -> int:
-        """Which of D's workers has an own layer, of those with this rank in their stage."""
+        """Return D's worker that has an own layer and this rank in its stage."""
         return self.reservation.geometry.worker(self.place_of[layer][0], rank)
 
     def rank_of(self, worker: int) -> int:
-        """In its stage; plans are made by it."""
+        """Return the rank of D's worker in its stage; plans are made by that rank."""
         return self.reservation.geometry.place_of(worker)[1]
 
     def endpoint(self, worker: int) -> Endpoint:
         return self.reservation.endpoints[worker]
 
     def extend(self, step: int, piece: PushSlice) -> None:
-        """Take in a step's new blocks. Those of before a preemption were forgotten (`Pushes.preempt`)."""
+        """Add a step's new blocks. Those from before a preemption were forgotten (`Pushes.draining`)."""
         if piece.restart and any(table.known for table in self.tables):
             raise LocalProtocolError(f"push {self.name} starts over, but nobody was told that it had lost its blocks")
         for table, more in zip(self.tables, piece.new_blocks, strict=True):
@@ -207,15 +207,15 @@ class Push:
             self.final_step = step
 
     def plan(self, step: int, layer: int) -> JobPlan | None:
-        """Of what is pushed directly of a layer; None where nothing is, or not any more."""
+        """Return the plan of what is pushed directly of a layer; None if nothing is, or not any more."""
         return self.plans.get((step, self.pairing_of[layer]))
 
     def d_kind(self, layer: int) -> CacheGeometry:
-        """How an own layer lies on D."""
+        """Return the kind of an own layer on D."""
         return self.pairings[self.pairing_of[layer]].d
 
     def forget(self) -> None:
-        """The blocks are lost: what was planned with them must not be read."""
+        """Forget the blocks, which are lost, and the plans that would read them."""
         for table in self.tables:
             table.known = 0
         self.final_step = None
@@ -223,20 +223,20 @@ class Push:
         self.plans.clear()
 
     def table(self, layer: int) -> NDArray[np.int32]:
-        """The blocks of an own layer."""
+        """Return the blocks of an own layer."""
         return self.tables[self.pairings[self.pairing_of[layer]].p.group].told
 
     def lost(self, pairing: int, lo: int, hi: int) -> bool:
-        """Whether P itself has let go of some of tokens [lo, hi), or of the state, that is kept no block for them."""
+        """Return whether P keeps no block for some of tokens [lo, hi), or for the state."""
         p = self.pairings[pairing].p
         if not p.own.partial:
             return False
-        begin, stop = lo // p.block_size, -(-hi // p.block_size)
+        begin, stop = lo // p.covers, -(-hi // p.covers)
         kept = self.tables[p.group].told[begin:stop]
         return len(kept) < stop - begin or not kept.all()
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
-        """Of the layers of one pairing. `instance` tells D engines of equal geometry apart within a step."""
+        """Return the job of one pairing's layers. `instance` distinguishes D engines of equal geometry in a step."""
         pair = self.pairings[pairing]
         return Job(
             d=pair.d,

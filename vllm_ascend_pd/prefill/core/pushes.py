@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every push of one P worker as one machine: events in, effects out.
+"""All pushes of one P worker as one machine: events in, effects out.
 
-It plans steps, offers computed and staged bytes to the protocol's machine, seals, turns claims into batches, and knows
-which pushes have closed. `now` is an argument; whoever calls it holds its lock, takes the effects, and acts on them
-once the lock is free. Nothing here waits.
+It plans steps, offers computed and staged bytes to the protocol's machine, seals, turns claims into batches, and keeps
+track of pushes that have closed. `now` is an argument; the caller holds its own lock, takes the effects, and acts on
+them once the lock is free. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from vllm_ascend_pd.transport.base import WriteState
 log = logging.getLogger(__name__)
 
 IN_FLIGHT = 2  # batches per destination: one on the wire, one behind it
-MOST_WORDS = 200  # of another library's error that D is told
+MAX_CHARACTERS = 200  # characters of another library's error that are sent to D
 
-Sums = Mapping[int, tuple[int, ...]]  # by member of an exchange; of each component
-Digest = Callable[
-    [Push, Unit, int], tuple[int, ...]
-]  # by component, of what a push's unit reads from the cache for a D worker
+Sums = Mapping[int, tuple[int, ...]]  # checksums of each component, by member of an exchange
+# Returns the checksums, by component, of what a push's unit reads from the cache for a D worker.
+Digest = Callable[[Push, Unit, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A fact for the metric of that name."""
+class MetricValue:
+    """A value for the metric of that name."""
 
     metric: str
     value: float
@@ -53,15 +52,15 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Writable:
-    """The writer must look: it may write what it did not know of."""
+    """Request that the writer looks again: something may have become writable."""
 
 
-Effect: TypeAlias = act.Action | Told | Writable
+Effect: TypeAlias = act.Action | MetricValue | Writable
 
 
 @dataclass(frozen=True, slots=True)
 class PushSite:
-    """Who this worker is."""
+    """Identity of this worker."""
 
     incarnation: str
     contributor: Contributor
@@ -69,29 +68,30 @@ class PushSite:
 
     @property
     def leads(self) -> bool:
-        """Whether this worker tells the times of a push for all."""
+        """True for the one worker that reports the times of a push for all."""
         return self.contributor == Contributor(0, 0)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a step's layers will bring, and which exchanges are made again before them."""
+    """Plan of a step: what its layers will push, and the exchanges that are made again before them."""
 
     number: int
     direct: bool = False
     parts: list[SubStep] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)  # of which this step computes tokens
-    final: list[Push] = field(default_factory=list)  # of those, whose last tokens
+    final: list[Push] = field(default_factory=list)  # those of which it computes the last tokens
     again: list[Run] = field(default_factory=list)
-    before: StepPlan | None = None  # of what earlier steps have computed
+    before: StepPlan | None = None  # for what earlier steps have computed
 
 
 class Pushes:
-    """`staging` and `room` are what exchanges use, None without them. `digest` is asked with `verify: full` only."""
+    """Pushes of one worker. `staging` and `room` are for exchanges, else None; `digest` is for `verify: full`."""
 
-    # What the simulator replaces when it takes a rule out.
+    # The simulator replaces these to run without one of the rules.
     sender_type = Sender
     orders_type = OrderBook
+    planner_type = StepPlanner
 
     def __init__(
         self,
@@ -106,15 +106,15 @@ class Pushes:
     ) -> None:
         self._config, self._site, self._own, self._bases = config, site, own, bases
         self._staging, self._room, self._digest = staging, room, digest
-        self._tracing = tracing  # whether anybody reads the notes that cost something
+        self._tracing = tracing  # whether the notes that cost time are read
         self._pushes: dict[str, Push] = {}
         self._reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
         self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
-        self._freed: set[str] = set()  # requests that were held for nobody, not reported yet
-        self._failures: list[tuple[str, str]] = []  # transfer and code, not told to the scheduler yet
-        self._preempted: list[str] = []  # pushes that are drained
+        self._freed: set[str] = set()  # requests that were held and never pushed, not reported yet
+        self._failures: list[tuple[str, str]] = []  # transfer and code, not reported to the scheduler yet
+        self._preempted: list[str] = []  # pushes that are being drained
         self._drained_by = 0.0  # at the latest
-        self._direct: dict[int, list[Push]] = {}  # by step: whose layers are pushed without an exchange
+        self._direct: dict[int, list[Push]] = {}  # by step: pushes with layers that go without an exchange
         self._effects: list[Effect] = []
         self._sender: Sender | None = None
         self._planners: list[StepPlanner] = []  # by kind of layer
@@ -124,7 +124,7 @@ class Pushes:
         self.dead = ""  # why nothing can be written any more
 
     def take_effects(self) -> list[Effect]:
-        """In order, each once."""
+        """Return the effects, in order, each once."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -139,7 +139,7 @@ class Pushes:
         for start in step.starts:
             self._start(now, start)
         before = self._plan(now, step.before, step.computed) if step.computed else None
-        plan = self._plan(now, step.rotation, step.slices) if step.slices else StepPlan(step.rotation)
+        plan = self._plan(now, step.number, step.slices) if step.slices else StepPlan(step.number)
         plan.before = before
         self._freed.update(step.freed)
         over = self._named(step.ended)
@@ -149,22 +149,24 @@ class Pushes:
             self._forget_if_done(push)
         if self.exchanges is not None:
             self.exchanges.over(over)
-            # Layers are told apart by their place in the whole engine: each stage makes its own exchanges again.
+            # Layers are numbered through the whole engine here; a stage makes only its own exchanges again.
             units = [Unit(number, layer - self._first_layer, part) for number, layer, part in step.catch_ups]
             plan.again = self.exchanges.again(self._due(units))
-            if plan.again and self._site.contributor.rank == 0:  # each stage makes its own
-                self._effects.append(Told("exchanges_repeated", len(plan.again)))
+            if plan.again and self._site.contributor.rank == 0:  # one rank counts for its stage
+                self._effects.append(MetricValue("exchanges_repeated", len(plan.again)))
         return plan
 
     def preempt(self, now: float, names: Iterable[str]) -> None:
-        """The blocks of these pushes will be overwritten: nothing of them is submitted until they start over."""
+        """Submit nothing more of these pushes until they start over: their blocks will be overwritten."""
         self._preempted, self._drained_by = list(names), now + self._config.timers.preempt_drain_s
         for push in self._open(self._preempted):
             push.held = True
 
     def draining(self, now: float) -> float:
-        """For how many seconds at most to wait for a write that reads what was preempted; then ask again. 0: the pushes
-        have started over or failed, and their blocks may be overwritten."""
+        """Return for how many seconds at most to wait for writes that read preempted blocks; then call again.
+
+        0: the pushes have started over or failed, and their blocks may be overwritten.
+        """
         left = self._drained_by - now
         if left > 0 and any(push.out for push in self._open(self._preempted)):
             return left
@@ -173,11 +175,11 @@ class Pushes:
         return 0.0
 
     def _start_over(self, now: float, names: Iterable[str]) -> None:
-        """The blocks are lost: what was pushed is pushed again. A push that still writes fails instead."""
+        """Push again what was pushed from blocks that are lost now. A push with writes in flight fails instead."""
         for push in self._named(names):
             push.held = False
             self._let_go(push)
-            push.forget()  # also of one that has closed here: it takes part in what is planned
+            push.forget()  # also if it has closed here: it still takes part in plans
             if push.out:
                 self.abort(now, push.name, "PD-XFER-001", "writes did not return before preemption")
             elif not push.closed:
@@ -192,7 +194,10 @@ class Pushes:
             self.abort(now, name, code, detail)
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
-        """Requests whose pushes are closed, each once; `ended` are requests that vLLM has finished."""
+        """Return requests whose blocks may be freed, each once; `ended` are requests that vLLM has finished.
+
+        Their pushes have closed here, or they were held and never pushed.
+        """
         self._ended.update(request for request in ended if request in self._reported_to)
         ready = {request for request in self._ended if self._reported_to[request].closed}
         self._ended -= ready
@@ -202,24 +207,24 @@ class Pushes:
         return ready | freed
 
     def take_failures(self) -> list[tuple[str, str]]:
-        """Transfers whose push failed here, with the code, since the last call."""
+        """Return transfers whose push failed here since the last call, with the code."""
         failures, self._failures = self._failures, []
         return failures
 
     def take_missed(self) -> list[Exchanged]:
-        """Exchanges that this worker wants to be made again."""
+        """Return exchanges that this worker wants to be made again."""
         wanted = self.exchanges.wanted() if self.exchanges is not None else []
         return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in wanted]
 
     def check(self) -> None:
-        """Raise PD-XFER-007 once a dead writer has left nothing open: blocks are free, and nothing can be pushed again."""
+        """Raise PD-XFER-007 if the writer is dead and all pushes have closed: nothing can be pushed any more."""
         if self.dead and all(push.closed for push in self._pushes.values()):
             raise PdError("PD-XFER-007", why=self.dead)
 
     # -- what was computed and exchanged, in the order of the device
 
     def computed(self, now: float, step: int, layer: int) -> None:
-        """A layer of a step is in the cache: offer it to every destination of the step's pushes."""
+        """Offer a layer of a step, which is in the cache now, to every destination of the step's direct pushes."""
         unit = Unit(step, layer)
         for push in self._direct.get(step, ()):
             plan = push.plan(step, layer)
@@ -229,20 +234,22 @@ class Pushes:
                     self._do(now, self._machine.offer(now, push.name, worker, unit, plan.nbytes(rank)))
 
     def uncomputed(self, now: float, plan: StepPlan, layer: str) -> None:
-        """A layer was not computed in a step: what the step computed of its pushes is incomplete, also where it is pushed later."""
+        """Abort all pushes of a step in which a layer was not computed, also those that it would push later."""
         for push in plan.pushes:
             self.abort(now, push.name, "PD-GEO-004", layer)
 
     def staged(self, now: float, item: Staged, strangers: Sequence[list[int]], sums: Sequence[Sums]) -> None:
-        """An exchange is done; bytes of pushes that ended or started over meanwhile are dropped. By slot: `strangers`
-        are the ranks that did not give their part, `sums` the checksums of what came, where they are wanted."""
+        """Offer what an exchange has brought; drop bytes of pushes that have ended or started over meanwhile.
+
+        By slot: `strangers` are the ranks that did not send their part, `sums` the checksums of what came, if wanted.
+        """
         if self.exchanges is None:
             return
         run = item.run
         if self._site.leads:
-            self._effects.append(Told("regroup_time_seconds", item.waited))
+            self._effects.append(MetricValue("regroup_time_seconds", item.waited))
         if item.error is not None:
-            self._fail_exchanged(now, run.part.members, str(item.error)[:MOST_WORDS])
+            self._fail_exchanged(now, run.part.members, str(item.error)[:MAX_CHARACTERS])
         for index, (slot, ranks) in enumerate(zip(item.slots, strangers, strict=True)):
             if slot is None:
                 continue
@@ -259,7 +266,7 @@ class Pushes:
         self._note("staged", item.facts)
 
     def sealed(self, now: float, step: int, names: Iterable[str], announced_at: float) -> None:
-        """Every layer of a step was offered to what is pushed directly; these pushes get nothing more after this step."""
+        """End a step whose direct layers were all offered. It was the last of these pushes: seal them once complete."""
         self._direct.pop(step, None)
         for push in self._open(names):
             if push.final_step == step:  # else it was preempted and starts over
@@ -269,24 +276,24 @@ class Pushes:
     # -- exchanges, before they are made
 
     def patience(self, now: float, run: Run, index: int) -> float:
-        """For how many seconds to wait before `slot` is asked."""
+        """Return for how many seconds to wait before `slot` is called."""
         return self.exchanges.patience(now, run, index) if self.exchanges is not None else 0.0
 
     def slot(self, run: Run, index: int) -> StagingSlot | None:
         return self.exchanges.slot(run, index) if self.exchanges is not None else None
 
     def made(self, run: Run) -> None:
-        """The exchange was called; what it brought comes as `staged`."""
+        """Record that an exchange was called; what it brought comes as `staged`."""
         if self.exchanges is not None:
             self.exchanges.made(run)
 
     # -- writing
 
-    def claim(self, now: float, flying: Sequence[Batch]) -> list[Batch]:
-        """What may be written now, by destination and layer; destinations with enough in flight wait."""
+    def claim(self, now: float, in_flight: Sequence[Batch]) -> list[Batch]:
+        """Return what may be written now, by destination and layer. Destinations with enough in flight wait."""
         if self._sender is None or not self._sender.anything_claimable:
             return []
-        busy: Counter[object] = Counter(batch.peer for batch in flying)
+        busy: Counter[object] = Counter(batch.peer for batch in in_flight)
         claims: list[Claim] = []
         for claim in self._sender.claim(now, lambda peer: busy[peer] < IN_FLIGHT):
             if self._pushes[claim.push].held:
@@ -305,12 +312,12 @@ class Pushes:
         self._note("layer_submitted", batch.facts)
 
     def finished(self, now: float, batch: Batch, state: WriteState) -> None:
-        """The transport has an outcome. Of what was never issued nothing can land: no block waits for it."""
+        """Handle a batch's outcome. Writes that were never issued cannot land: no block waits for them."""
         landed = state is WriteState.LANDED
         self._note("layer_pushed", lambda: {"ok": landed, "took": now - batch.submitted_at, **batch.facts()})
         if landed:
-            self._effects.append(Told("bytes_transferred", sum(batch.size)))
-            self._effects.append(Told("num_descriptors", len(batch.size)))
+            self._effects.append(MetricValue("bytes_transferred", sum(batch.size)))
+            self._effects.append(MetricValue("num_descriptors", len(batch.size)))
         for claim in batch.claims:
             if state is WriteState.UNISSUED:
                 self._do(now, self._machine.returned(now, claim))
@@ -322,17 +329,17 @@ class Pushes:
                 self.abort(now, name, "PD-XFER-003", f"{batch.peer} does not take writes, nothing was sent")
 
     def died(self, now: float, why: str) -> None:
-        """The writer has ended by an error: fail every push, and every later one."""
+        """Fail every push, and every later one: the writer has ended with an error."""
         self.dead = why
-        self._effects.append(Told("writers_dead", 1))
+        self._effects.append(MetricValue("writers_dead", 1))
         self.abort_all(now, "PD-XFER-003", f"the writer died: {why}")
 
     # -- the side channel and time
 
     def message(self, now: float, peer: Endpoint, message: Message) -> None:
-        if self._sender is not None:  # else it is for whoever lived at our address before
+        if self._sender is not None:  # else it is for an earlier process at our address
             self._do(now, self._sender.message(now, peer, message))
-            if self._sender.anything_claimable:  # READY may have said so
+            if self._sender.anything_claimable:  # READY may have granted authority
                 self._effects.append(Writable())
 
     def unreachable(self, now: float, peer: Endpoint, detail: str) -> None:
@@ -343,20 +350,20 @@ class Pushes:
             self._do(now, self._sender.tick(now))
 
     def next_wake(self) -> float | None:
-        """When `tick` must be called at the latest."""
+        """Return when `tick` must be called at the latest."""
         return self._sender.next_wake() if self._sender is not None else None
 
     def heard(self, peer: Endpoint) -> float | None:
-        """When `peer` last said anything."""
+        """Return when `peer` last sent anything."""
         return self._machine.heard(peer)
 
-    # -- what is held, for whoever looks
+    # -- what is held, for metrics and tests
 
     def pushes(self) -> list[Push]:
         return list(self._pushes.values())
 
     def stats(self) -> dict[str, int]:
-        """Of the exchanges: counts since the start, and what is held at this moment. Empty without them."""
+        """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
         if self.exchanges is None:
             return {}
         pushes = self._pushes.values()
@@ -378,7 +385,7 @@ class Pushes:
         me = self._site.contributor
         self._first_layer = engine.first_layer(me.stage)
         self._orders = self.orders_type(engine, self._own, me, self._config.regroup, self._room)
-        self._planners = [StepPlanner(kind, me.rank) for kind in engine.kinds]
+        self._planners = [self.planner_type(kind, me.rank) for kind in engine.kinds]
         if self._staging is not None and self._room is not None:
             self.exchanges = Exchanges.of(engine, self._own, me.rank, self._staging, self._room)
         self._sender = self.sender_type(
@@ -406,7 +413,7 @@ class Pushes:
             self.abort(now, push.name, "PD-XFER-003", f"the writer died: {self.dead}")
 
     def _plan(self, now: float, number: int, slices: Iterable[PushSlice]) -> StepPlan:
-        """Plan a step once for all its pushes; the plans wait for the layers."""
+        """Plan a step once for all its pushes; its layers use the plans as they are computed."""
         planned = StepPlan(number)
         direct: dict[int, list[tuple[Push, int, Job]]] = {}  # by P's kind of layer
         exchanged: dict[int, list[tuple[Push, Job]]] = {}
@@ -425,7 +432,7 @@ class Pushes:
                 tokens = max(tokens, hi - lo)
                 if hi == lo:
                     continue
-                if push.lost(index, lo, hi):  # on every rank: they were told the same blocks
+                if push.lost(index, lo, hi):  # the same on every rank: all have the same blocks
                     what = f"some of tokens [{lo}, {hi}), of {pair.p.own}" if not pair.p.own.stateful else "a state"
                     why = f"prefill keeps no block for {what}"
                     self.abort(now, push.name, "PD-XFER-002", why)
@@ -451,18 +458,22 @@ class Pushes:
         return planned
 
     def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
-        """Which tokens of the layers of one pairing leave in a step. A state leaves once, after the last."""
+        """Return the tokens [lo, hi) of one pairing's layers that leave in a step. A state leaves once, at the end."""
         if push.pairings[pairing].d.own.stateful:
             return 0, int(piece.final)
-        size = push.pairings[pairing].d.block_size
+        size = push.pairings[pairing].d.covers
         return push_range(push.firsts[pairing], push.reservation.end, piece.before, piece.after, size)
 
     def _takes_part(self, push: Push) -> bool:
-        """Whatever this rank knows of the push: ranks share the tokens of all jobs, so all must plan the same jobs."""
+        """Return whether the push is planned.
+
+        This must not depend on what only this rank knows of it: ranks divide the tokens of all jobs among themselves,
+        so all ranks must plan the same jobs.
+        """
         return bool(push.pairings)
 
     def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Of what the scheduler orders again: all, also what this rank has, because other ranks need its part."""
+        """Return which of the exchanges ordered again to make: all, because other ranks need this rank's part."""
         return units
 
     # -- offering and sealing
@@ -482,7 +493,7 @@ class Pushes:
             self.abort(now, push.name, "PD-XFER-006", why)
 
     def _seal(self, now: float, pushes: Iterable[Push]) -> None:
-        """Seal what is complete: a push that is owed something by exchanges waits for it."""
+        """Seal the pushes that are complete; one that exchanges still owe something waits for it."""
         for push in pushes:
             if push.sealing and not self._owes(push):
                 push.sealing = False
@@ -497,7 +508,7 @@ class Pushes:
         return self._machine.session(claim)
 
     def _batch(self, now: float, peer: Endpoint, claims: list[Claim]) -> Batch | None:
-        """The spans of these claims as one batch. A claim that cannot be written fails its push."""
+        """Return these claims as one batch. A claim that cannot be written fails its push."""
         parts: list[Triples] = []
         taken, session = [], ""
         for claim in claims:
@@ -510,9 +521,9 @@ class Pushes:
             except PdError as error:
                 self._unwritten(now, claim, error.code, error.sentence)
                 continue
-            except Exception as error:  # of one request's plan or memory: the others go on
+            except Exception as error:  # concerns one request's plan or memory: the others go on
                 log.exception("a write for push %s cannot be prepared", claim.push)
-                self._unwritten(now, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MOST_WORDS])
+                self._unwritten(now, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MAX_CHARACTERS])
                 continue
             parts += spans
             session = theirs.session
@@ -532,7 +543,7 @@ class Pushes:
             self._machine.checksum(claim.push, claim.d_rank, push.index(unit.layer), values)
 
     def _unwritten(self, now: float, claim: Claim, code: str, why: str) -> None:
-        """Nothing of the claim is out: its push fails, and waits for nothing."""
+        """Hand back a claim that was not submitted, and fail its push, which need not wait for it."""
         self._do(now, self._machine.returned(now, claim))
         self.abort(now, claim.push, code, why)
 
@@ -546,7 +557,7 @@ class Pushes:
                 self._staging.release(piece.slot)
 
     def _let_go(self, push: Push) -> None:
-        """Nothing of it is exchanged any more, and what is staged is dropped, but for what is being written."""
+        """Stop exchanges for a push, and drop what is staged for it, except what is being written."""
         if self.exchanges is not None:
             self.exchanges.forget(push)
         for worker, unit in list(push.pieces):
@@ -566,7 +577,7 @@ class Pushes:
             self._effects.append(act.Note(stage, facts()))
 
     def _do(self, now: float, actions: Iterable[act.Action]) -> None:
-        """The protocol's actions are effects; what it says of this worker's own records is done at once."""
+        """Add the protocol's actions to the effects; apply at once what they change in this worker's own records."""
         for action in actions:
             self._effects.append(action)
             if isinstance(action, act.Note):
@@ -580,7 +591,7 @@ class Pushes:
         elif note.stage == "ready" and self._site.leads:
             waited = note.facts.get("waited")
             if isinstance(waited, float):
-                self._effects.append(Told("ready_wait_seconds", waited))
+                self._effects.append(MetricValue("ready_wait_seconds", waited))
 
     def _close(self, now: float, closed: act.Closed) -> None:
         push = self._pushes.get(closed.push)
@@ -597,11 +608,11 @@ class Pushes:
             self._failures.append((push.transfer, why.code))
         elif self._site.leads:
             exposed = max(0.0, now - push.sealed_at) if push.sealed_at else 0.0
-            self._effects.append(Told("xfer_time_seconds", now - push.opened))
-            self._effects.append(Told("exposed_time_seconds", exposed))
+            self._effects.append(MetricValue("xfer_time_seconds", now - push.opened))
+            self._effects.append(MetricValue("exposed_time_seconds", exposed))
 
     def _untold(self, push: Push) -> None:
-        """No blocks are held for it (any more): vLLM must not hear of it, and would stop the engine over it."""
+        """Do not report a push whose request holds no blocks (any more): vLLM would stop the engine over it."""
         self._reported_to.pop(push.request_id, None)
         self._ended.discard(push.request_id)
 

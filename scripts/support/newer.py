@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A release of vLLM of which there is no wheel for CPUs: its Python, from the source distribution, over the compiled parts of the wheel
+that is installed. `python -m scripts.support.newer RELEASE SITE_PACKAGES` puts it there."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from scripts.support import sdist
+
+PINS = {
+    "0.33.0": sdist.Pin("vllm", "0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"),
+}
+# By its name and version vLLM knows for which platform it was made.
+METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+
+
+def install(release: str, site: Path) -> None:
+    pin, spec = PINS[release], find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    with tarfile.open(sdist.ensure(pin)) as archive:
+        inside = [member for member in archive if member.name.startswith(f"{pin.stem}/vllm/")]
+        for member in inside:
+            member.name = member.name.removeprefix(f"{pin.stem}/")
+        archive.extractall(site, inside, filter="data")
+    for compiled in Path(spec.origin).parent.glob("*.so"):
+        shutil.copy(compiled, site / "vllm")
+    info = site / f"vllm-{release}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(METADATA.format(version=release))
+
+
+if __name__ == "__main__":
+    install(sys.argv[1], Path(sys.argv[2]))

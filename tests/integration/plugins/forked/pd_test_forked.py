@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine cores and workers that are forked from the server's process, which has imported torch and vLLM already.
+
+For tests: vLLM's CPU platform has them spawned, and two thirds of a start are then imports that each process repeats. vLLM
+forks on other platforms by itself; engines that the start scripts start, the quickstart and the benchmarks keep what vLLM does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def install() -> None:
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__
+    if hasattr(original, "before"):
+        return
+
+    def and_fork(cls: Any, config: Any) -> None:
+        original(cls, config)
+        os.environ[METHOD] = "fork"
+
+    and_fork.before = original  # type: ignore[attr-defined]
+    platform.check_and_update_config = classmethod(and_fork)
+    os.register_at_fork(after_in_child=close_listeners)
+
+
+def close_listeners() -> None:
+    """The server's port is its own: it must be refused as soon as the server's process is gone."""
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as found:
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and found.family in (socket.AF_INET, socket.AF_INET6):
+                    os.close(fd)
+        except OSError:
+            continue  # the folder's own descriptor, which is gone

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout: an engine of an earlier state of this package beside one of today's, on either side, behind today's metaserver. Until
+there is a release, the state so many commits ago stands for it: PD_PREVIOUS names another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pairs import PairMaker
+
+from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
+from scripts.support.models import ensure
+from scripts.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PREVIOUS = os.environ.get("PD_PREVIOUS", "HEAD~100")
+
+
+def git(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as it was, with today's C++ ops, which must not have changed since."""
+    if git("cat-file", "-e", PREVIOUS).returncode:
+        pytest.skip(f"this checkout has no {PREVIOUS}")
+    if git("diff", "--quiet", PREVIOUS, "--", "csrc").returncode:
+        pytest.skip(f"the C++ ops have changed since {PREVIOUS}")
+    folder = tmp_path_factory.mktemp("previous")
+    files = git("archive", PREVIOUS, "vllm_ascend_pd").stdout
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=files, check=True, timeout=60)
+    for built in (ROOT / "vllm_ascend_pd").glob("_C*.so"):
+        shutil.copy(built, folder / "vllm_ascend_pd")
+    return folder
+
+
+def package_of(engine: Engine) -> Path:
+    """Where an engine's interpreter, started as it was, finds the package."""
+    command = [engine.spec.python, "-c", "import vllm_ascend_pd; print(vllm_ascend_pd.__file__)"]
+    env = engine.spec.environ()
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60)
+    return Path(done.stdout.split()[-1]).parents[1]
+
+
+@pytest.mark.parametrize("older", ["prefill", "decode"])
+def test_an_earlier_package_beside_todays(
+    older: str,
+    previous: Path,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    told: Callable[[str], None],
+) -> None:
+    shape = {"block_size": 32, "chunk": 256}
+    started = cluster.start(
+        *(
+            EngineSpec(
+                f"rollout-{older}-{side}",
+                ensure("gqa"),
+                role=role,
+                extra=cluster.push_config(*urls),
+                plugins=(previous,) if side == older else (),
+                # Not from the working directory, which is this checkout.
+                environment={"PYTHONSAFEPATH": "1"} if side == older else {},
+                **shape,
+            )
+            for side, role, urls in (("prefill", "kv_producer", []), ("decode", "kv_consumer", allowed))
+        )
+    )
+    pair = None
+    try:
+        pair = make_pair(*started)
+        pair.check_lengths(f"older {older}")
+        for engine, side in zip(started, ("prefill", "decode"), strict=True):
+            assert package_of(engine) == (previous if side == older else ROOT), engine.name
+        commit = git("rev-parse", "--short", PREVIOUS).stdout.decode().strip()
+        told(f"figure: {older} of {commit} ({PREVIOUS}): 11 answers")
+    finally:
+        cluster.stop(*((pair.front,) if pair is not None else ()), *started)
