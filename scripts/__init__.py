@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run as modules from the repository: `python -m scripts.quickstart`."""
+"""Modules to run from the repository's root: `python -m scripts.quickstart`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency and rate of the side channel on loopback: two processes, round trips of one small message.
+"""Latency and rate of the side channel on loopback: two processes, round trips of a small message.
 
 python scripts/bench_channel.py [--round-trips 5000] [--secret]
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One prefill engine that pushes to many decode ranks at once, as to a D of DP 32: time, memory, threads, connections.
 
-Real runtimes without vLLM: P's two ranks exchange over gloo in one process group, every decode rank is an engine of its own
-with its own Mooncake over TCP on loopback. Each number of destinations runs in a process of its own, in turns. Every step
-computes one prompt for each destination and is over when all of them have reported; all bytes are compared afterwards.
+Real runtimes without vLLM: P's two ranks exchange over gloo in one process group, every decode rank is an engine with
+its own Mooncake over TCP on loopback. Each number of destinations runs in a process of its own, in turns. Every step
+computes one prompt for each destination and ends when all of them have reported; all bytes are compared afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ COLUMNS = {
 
 
 def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[str, str]) -> dict[str, float]:
-    """Everything in this process. Imports come here: the parent needs none of it."""
+    """Measure one number of destinations in this process.
+
+    The imports are here because the parent does not need them.
+    """
     sys.path[:0] = [str(KIT), str(ROOT / "tests")]
     import psutil
     from regroup_kit import Cache, DecodeSite, Prompt, RankMemory, config
@@ -106,11 +109,11 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--destinations", type=int, nargs="+", default=[4, 32])
-    parser.add_argument("--rounds", type=int, default=3, help="of all of them in turns")
-    parser.add_argument("--steps", type=int, default=10, help="in one process, after the first")
-    parser.add_argument("--tokens", type=int, default=128, help="of each prompt")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all numbers of destinations")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps per process, after the first")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the connector's configuration")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the connector")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     keys = {

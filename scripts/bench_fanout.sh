@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# One prefill engine that pushes to many decode ranks at once: time, memory and connections of 4 beside 32. --help shows the flags.
+# One prefill engine that pushes to 4 or to 32 decode ranks at once: time, memory, connections. --help shows the flags.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one prompt of 1,048,576 tokens costs beside one of 131,072: on D's scheduler, the metaserver, P's scheduler, and in P's plans.
+"""Cost of a prompt of 1,048,576 tokens beside one of 131,072: D's scheduler, metaserver, P's scheduler, P's plans.
 
-One core, no engine. A model of 61 layers, chunks of 8,192 tokens; block ids are random, so nothing merges. The best of the rounds.
+One core, no engine. A model of 61 layers, chunks of 8,192 tokens; block ids are random, so no writes merge. Shows the
+best of the rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 LENGTHS = (131_072, 1_048_576)
 CHUNK = 8192
 LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(61))
-CELL = 256  # bytes: 128 numbers of two
+CELL = 256  # bytes: 128 numbers of two bytes
 LATENT = 1152
 INCARNATION = "0123456789abcdef"
 
@@ -62,7 +63,7 @@ CASES = (
 
 
 class Costs:
-    """Times by name, of several rounds; bytes by name."""
+    """Times of several rounds, and sizes in bytes, by name."""
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
@@ -77,7 +78,7 @@ class Costs:
 
 
 def walk(case: Case, length: int, costs: Costs) -> None:
-    """One request, from D's blocks to P's last chunk."""
+    """Run one request, from D's blocks to P's last chunk."""
     p, d = case.cache(case.p_ranks), case.cache(case.d_ranks)
     secrets = Secrets(b"s" * 32)
     ids = np.random.default_rng(length).integers(0, 150_000, length).tolist()
@@ -116,7 +117,7 @@ def walk(case: Case, length: int, costs: Costs) -> None:
 
 
 def peak(case: Case, length: int) -> int:
-    """Bytes of Python's and NumPy's memory in use at once, the prompt's own ids included."""
+    """Return the peak of Python's and NumPy's memory in bytes, with the prompt's own ids."""
     tracemalloc.start()
     walk(case, length, Costs())
     _, most = tracemalloc.get_traced_memory()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What one prompt of 1,048,576 tokens costs beside one of 131,072: reservation, metaserver, plans, memory.
+# Cost of a prompt of 1,048,576 tokens beside one of 131,072: reservation, metaserver, plans, memory.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver's speed: requests per second, added time to the first byte, CPU per request, memory.
+"""Speed of the metaserver: requests per second, added time to the first byte, CPU per request, memory.
 
-All systems stand before the same instant engines; the measured process has a core of its own, load and engines have
-another; rounds are interleaved and medians are shown. Each round starts the processes anew: one is up to a tenth faster than
-the next, for all its life. The full way of a request is measured (D first, D asks for its
-prefill, P prefills), and the relay alone, where nginx shows what a proxy in C does.
+All systems use the same instant engines; the measured process has a core of its own, load and engines share another.
+Rounds are interleaved and medians are shown. Each round starts the processes anew, because one can be up to a tenth
+faster than another for all its life. Measured are whole requests (D first, D asks for its prefill, P prefills), and the
+relay alone, where nginx stands for a proxy in C.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ http {{
 
 @dataclass
 class System:
-    """Something that is measured; `way` says whether a prefill takes part."""
+    """A measured system; `way` says whether there is a prefill."""
 
     name: str
     way: str
     port: int
     command: list[str]
-    root: Path = ROOT  # whose code it runs
+    root: Path = ROOT  # repository of the measured code
 
 
 def systems(wanted: list[str], directory: str, beside: Path | None) -> list[System]:
@@ -124,7 +124,7 @@ def listening(port: int) -> bool:
 
 
 def cpu(process: psutil.Process) -> float:
-    """Seconds of the process and its children (nginx has a worker)."""
+    """Return the processor seconds of the process and its children (nginx has a worker)."""
     family = [process, *process.children(recursive=True)]
     return sum(sum(p.cpu_times()[:2]) for p in family)
 
@@ -146,7 +146,7 @@ def measured(system: System, process: psutil.Process | None, **flags: float) -> 
 
 Rows = dict[tuple[str, str], dict[str, float]]
 Running = tuple[System, psutil.Process | None]
-Seen = dict[tuple[int, str], dict[tuple[str, str], list[dict[str, float]]]]  # by clients and kind of load
+Seen = dict[tuple[int, str], dict[tuple[str, str], list[dict[str, float]]]]  # by number of clients and kind of load
 
 
 def medians(seen: dict[tuple[str, str], list[dict[str, float]]]) -> Rows:
@@ -157,7 +157,10 @@ def medians(seen: dict[tuple[str, str], list[dict[str, float]]]) -> Rows:
 
 
 def show(title: str, rows: Rows, floor: dict[str, float] | None = None) -> None:
-    """`added`: this percentile less the engine's alone. The tenth is what is left when others disturb the machine."""
+    """Print a table. `added` is a percentile less the engine's own.
+
+    The tenth percentile is least disturbed by other load on the machine.
+    """
     percentiles = ("p10", "p50", "p99")
     heads = ["way", "system", "requests/s", *(f"first byte {p} ms" for p in percentiles)]
     heads += [*(f"added {p} ms" for p in percentiles), "CPU µs/request"]
@@ -182,7 +185,7 @@ def memory(system: System, process: psutil.Process, requests: int) -> None:
 
 
 def serves(port: int) -> bool:
-    """It has seen its engines: a request is answered."""
+    """Return whether a request is answered, so that the metaserver has found its engines."""
     body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 1, "stream": True}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
     try:
@@ -204,7 +207,7 @@ def main() -> None:
         "--beside", type=Path, metavar="DIR", help="another checkout, whose metaserver is measured beside"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the started processes are stopped
     with tempfile.TemporaryDirectory() as directory:
         engines = [sys.executable, str(PARTS / "engines.py"), str(PREFILL), str(DECODE)]
         with started(1, engines, DECODE):
@@ -226,7 +229,7 @@ def bench(args: argparse.Namespace, chosen: list[System]) -> None:
 
 @contextmanager
 def running(chosen: list[System]) -> Iterator[list[Running]]:
-    """All of them, each stopped whatever happens."""
+    """Start all systems, and stop each of them whatever happens."""
     with ExitStack() as stack:
         processes: list[Running] = []
         for system in chosen:
@@ -256,7 +259,8 @@ def tables(args: argparse.Namespace, seen: Seen) -> None:
     for streams in args.streams:
         if results := seen.get((streams, "saturation")):
             rows = medians(results)
-            alone = rows.get(("relay", "engine alone")) if streams == 1 else None  # more wait for each other
+            # with more streams requests wait for each other
+            alone = rows.get(("relay", "engine alone")) if streams == 1 else None
             show(f"Saturation: {streams} clients, one request after the other, 8 pieces at once", rows, alone)
         if results := seen.get((streams, "paced")):
             rows = medians(results)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GB/s of gather and assemble on the CPU, beside memcpy and beside the torch expression that computes the same.
 
-All run in turn within each round, with the same threads over the same number of bytes. A shape is one P rank's part of a step: `blocks` D blocks, K and V (or the MLA latent), D ranks
-and owners as geometry.md divides them, block ids shuffled as a used free list shuffles them.
+All run in turn within each round, with the same threads over the same number of bytes. A shape is one P rank's part of
+a step: `blocks` D blocks, K and V (or the MLA latent), D ranks and owners as geometry.md divides them, block ids
+shuffled as in a used free list.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """P rank `0` holds `held` heads, a D rank wants `wanted`; both sides are token-major."""
+    """Head counts of one P rank and one D rank; both sides are token-major."""
 
     name: str
     held: int
@@ -37,17 +38,17 @@ class Shape:
 
     @property
     def d_ranks(self) -> int:
-        """D ranks among which the rank's heads are dealt (P < D), else 1."""
+        """Return the number of D ranks that divide the rank's heads (P < D), else 1."""
         return max(1, self.held // self.wanted)
 
     @property
     def sources(self) -> int:
-        """Ranks whose heads lie side by side in one D block."""
+        """Return the number of ranks whose heads lie side by side in one D block."""
         return max(1, self.wanted // self.held)
 
     @property
     def gather_slice(self) -> int:
-        """Contiguous bytes that gather copies at once."""
+        """Return the number of contiguous bytes that gather copies at once."""
         return self.cell * min(self.held, self.wanted) if self.d_ranks > 1 else BLOCK * self.cell * self.held
 
     @property
@@ -67,7 +68,7 @@ SHAPES = (
 
 
 class Case:
-    """Tensors and rows of one shape, and the four functions that are compared."""
+    """Tensors and rows of one shape, and the four compared functions."""
 
     def __init__(self, shape: Shape, megabytes: int, seed: int) -> None:
         self.shape = shape
@@ -89,7 +90,10 @@ class Case:
         self.source = torch.zeros(self.bytes, dtype=torch.uint8)
 
     def _gather_rows(self) -> np.ndarray:
-        """Sent (D rank, unit, region), chunk [token, head]; the rows go by block, which is then read from memory once."""
+        """Return gather's rows, ordered by block, so that each is read from memory once.
+
+        The send buffer has the order (D rank, unit, region), each chunk the order [token, head].
+        """
         s = self.shape
         heads = s.held // s.d_ranks
         chunk = BLOCK * heads * s.cell
@@ -102,7 +106,10 @@ class Case:
         return rows
 
     def _assemble_rows(self) -> np.ndarray:
-        """Received (source, unit, region), staged (region, unit): the sources' heads side by side in each token."""
+        """Return assemble's rows: from (source, unit, region) as received to (region, unit) as staged.
+
+        Each token has the sources' heads side by side.
+        """
         s = self.shape
         units = self.units // s.sources
         slice_ = s.cell * s.held
@@ -139,7 +146,7 @@ class Case:
         out.copy_(received.permute(2, 1, 3, 0, 4, 5))
 
     def check(self) -> None:
-        """The compared functions compute the same."""
+        """Check that the compared functions compute the same."""
         self.gather()
         self.torch_gather()
         if not torch.equal(self.send, self.staging):
@@ -174,20 +181,20 @@ class Memcpy:
 
 
 def measure(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each, round by round: within a round all see the same weather."""
+    """Return the seconds of each function by round: within a round all run under the same conditions."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(rounds + 1):
         for name, run in runs.items():
-            time.sleep(0.005)  # threads of the one before may still spin: they must not share cores with this one
+            time.sleep(0.005)  # threads of the function before may still spin on these cores
             start = time.perf_counter()
             run()
-            if round_:  # the first one warms up
+            if round_:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
     return {name: np.array(values) for name, values in seconds.items()}
 
 
 def describe(shape: Shape, size: int, seconds: dict[str, np.ndarray]) -> str:
-    """Rates from the best round, ratios as the median of the rounds' own ratios."""
+    """Return a line: rates from the best round, ratios as the median of the rounds' own ratios."""
     best = {name: size / values.min() / 1e9 for name, values in seconds.items()}
     line = f"{shape.name:24} {best['memcpy']:7.1f}"
     for op, slice_ in (("gather", shape.gather_slice), ("assemble", shape.assemble_slice)):

@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 pd_setup run
 
-# In virtual machines glibc often believes in a last-level cache of hundreds of MiB and then never uses streaming
-# stores: tell it the truth, so that memcpy is as fast as it can be here.
+# In virtual machines glibc often assumes a last-level cache of hundreds of MiB and then never uses streaming stores. A
+# realistic threshold makes memcpy as fast as it can be.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x1000000}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 exec "$PD_PYTHON" scripts/bench_ops.py "$@"

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token, interleaved in one run: (a) one engine of P's TP, (b) a pair with vLLM's in-tree
-MooncakeConnector over TCP, (c) a pair with this package behind its metaserver, (n) a pair with NixlConnector.
+"""Time to the first token of four systems, interleaved in one run.
 
-All run at once and are asked one after another, the same fresh prompt each, in rotating order, each on a machine on which
-everything else has come to rest (in-tree pairs are stopped while they are not asked). vLLM's shared-memory queue spins for a
-second after every message, which on two cores is the largest cost of all; so every table is made twice: `polite` replaces that
-spin in all systems, `as it is` in none (nor does our D nap then).
+(a) one engine of P's TP, (b) a pair with vLLM's in-tree MooncakeConnector over TCP, (c) a pair with this package behind
+its metaserver, (n) a pair with NixlConnector.
 
-With --beside, further pairs with this package have other settings (keys of the connector, or of the environment in capitals).
+All run at once and get the same fresh prompt one after another, in rotating order, each on an idle machine (in-tree
+pairs are stopped while they are not asked). vLLM's shared-memory queue spins for a second after every message, which on
+two cores is the largest cost of all; so every table is made twice: `polite` replaces that spin in all systems, `as it
+is` in none (nor does our D nap then).
 
-With --warm the prompts have 2,048 tokens of which P, and one engine, have 95 % in their prefix caches, and D nothing, half, or as much.
+With --beside, further pairs with this package have other settings (keys of the connector, or of the environment in
+capitals).
+
+With --warm the prompts have 2,048 tokens of which P, and the single engine, have 95 % in their prefix caches, and D
+none, half, or as much.
 """
 
 from __future__ import annotations
@@ -43,35 +47,38 @@ NAMES = {"a": "(a) one engine", "b": "(b) in-tree Mooncake", "n": "(n) in-tree N
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts of one kind, and what is wanted: (c) / (a) by P's TP, and (c) / the better in-tree pair."""
+    """Prompts of one kind, and the wanted ratios: (c) / (a) by P's TP, and (c) / the better in-tree pair."""
 
     length: int
     over_one: tuple[float, float]  # with P of TP 1, of TP 2
     over_in_tree: float
-    on_p: int = 0  # tokens of it in P's prefix cache, and in one engine's
+    on_p: int = 0  # tokens in the prefix cache of P, and of the single engine
     on_d: int = 0
 
     def __str__(self) -> str:
         return f"{self.length}" if not self.on_p else f"{self.length}, {self.on_d} on D"
 
 
-BLOCK = {False: 128, True: 32}  # warm prompts: of smaller blocks, so that 95 % are whole ones
+BLOCK = {False: 128, True: 32}  # smaller for warm prompts, so that 95 % are whole blocks
 COLD = (Case(512, (1.06, 1.20), 1.0), Case(2048, (1.03, 1.10), 1.0))
 WARM = (
     Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32),
     Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32, on_d=32 * 32),
-    # What a pair takes where next to nothing is to be copied: less is not to be had by copying better.
+    # Next to nothing has to be copied here, so the ratio cannot fall by better copying.
     Case(2048, (math.inf, math.inf), math.inf, on_p=61 * 32, on_d=60 * 32),
 )
 
-RESTING = 0.85  # idle share of two processors; whoever spins takes half, whoever naps a hundredth
+RESTING = 0.85  # idle share of two processors; a spinning process takes half, a napping one a hundredth
 REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
 
 
 @dataclass(frozen=True)
 class System:
-    """How one of them is asked, and its engines that prefill and decode. `paused` are stopped (SIGSTOP) while others are asked: after an unequal transfer
-    the in-tree connector's P keeps a core busy for as long as it runs, which would be counted against the others."""
+    """Requests to one system, and its engines for prefill and decode.
+
+    `paused` are stopped (SIGSTOP) while others are asked: after an unequal transfer the in-tree connector's P keeps a
+    core busy forever, which would be counted against the others.
+    """
 
     ask: Ask
     prefill: Engine
@@ -113,7 +120,7 @@ def shape(warm: bool) -> dict[str, Any]:
 def start_all(
     cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool, beside: dict[str, list[str]]
 ) -> dict[str, System]:
-    """The engines of the systems wanted, and our metaservers; returns how each system is asked."""
+    """Start the engines of the wanted systems, and our metaservers. Return how to ask each system."""
     model = ensure(MODEL)
     common = {**shape(warm), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
     systems: dict[str, System] = {}
@@ -142,7 +149,10 @@ def start_ours(
     mark: str = "",
     settings: Sequence[str] = (),
 ) -> System:
-    """A pair with this package behind its metaserver; `settings` are KEY=VALUE of the connector, or of the environment."""
+    """Start a pair with this package behind its metaserver.
+
+    `settings` are KEY=VALUE of the connector, or of the environment if in capitals.
+    """
     port = cluster.port()
     config = cluster.push_config(verify="off", patient=polite, patient_shm="on" if polite else "off")
     environment = {}
@@ -167,8 +177,10 @@ def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: s
 
 
 def rest() -> None:
-    """Wait until the processors are idle. A system that still works after its answer (vLLM's queues spin for a second)
-    would be paid for by the next one asked."""
+    """Wait until the processors are idle.
+
+    Work after an answer (vLLM's queues spin for a second) would delay the next system's answer.
+    """
     limit = time.monotonic() + REST_LIMIT_S
     while time.monotonic() < limit:
         idle, total = processor_ticks()
@@ -235,7 +247,7 @@ def table(
 
 
 def profile(samples: list[Sample], cases: Sequence[Case], trace: Trace) -> list[str]:
-    """Where (c)'s time goes, from the traces: medians of each leg, ms."""
+    """Return the median of each leg of (c) in ms, from the traces."""
     legs: dict[Case, dict[str, list[float]]] = {case: {} for case in cases}
     for sample in (s for s in samples if s.system == "c"):
         transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long it takes to plan a step of 100 requests with 100 new blocks each, in milliseconds per 1,000 blocks.
+"""Time to plan a step of 100 requests with 100 new blocks each, in milliseconds per 1,000 blocks.
 
-One core, no engine. Every case is planned by a P rank as in production; block ids are random, so nothing merges. Shows
+One core, no engine. Every case is planned by a P rank as in production; block ids are random, so no writes merge. Shows
 that the time does not grow with the blocks that earlier steps have sent. `--strict` fails above the wanted figures.
 """
 
@@ -23,12 +23,12 @@ from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 
 Plan = Callable[[list[Job], int], list[JobPlan] | RegroupPlan]
-How = Callable[[CacheGeometry, int], Plan]  # of P, and its rank
+How = Callable[[CacheGeometry, int], Plan]  # P's geometry, and its rank
 
 BLOCK = 128
 CELL = 128 * 2  # head dimension 128, two bytes
 LATENT = 576 * 2
-PREDECESSOR = 10.6  # milliseconds per 1,000 blocks, growing with the blocks already sent
+PREDECESSOR = 10.6  # the predecessor's milliseconds per 1,000 blocks, which grow with the blocks already sent
 
 
 def cache(kind: str, heads: int, tp: int) -> CacheGeometry:
@@ -42,7 +42,10 @@ def cache(kind: str, heads: int, tp: int) -> CacheGeometry:
 
 
 def kinds(components: dict[str, int], windows: tuple[int, ...], heads: int, tp: int, token: bool) -> CacheGeometry:
-    """A cache with a group for each window (0: all tokens), each a layer with all components; token by token, or head by head."""
+    """Return a cache with a group for each window (0: all tokens), each a layer with all components.
+
+    Token by token, or head by head.
+    """
     held = max(1, heads // tp)
     regions = tuple(
         Region(
@@ -61,7 +64,7 @@ def kinds(components: dict[str, int], windows: tuple[int, ...], heads: int, tp: 
 
 
 def step(d: CacheGeometry, requests: int, new: int, sent: int) -> list[Job]:
-    """`requests` requests whose first `sent` blocks have left and whose next `new` blocks leave now."""
+    """Return the jobs of requests whose first `sent` blocks have been sent and whose next `new` blocks are sent now."""
     noise = np.random.default_rng(1)
     pool = 1 << 20
     tables = noise.integers(0, pool, (2, requests, sent + new), dtype=np.int32)
@@ -77,7 +80,7 @@ def regroup(p: CacheGeometry, rank: int) -> Plan:
 
 
 def of_all_kinds(how: How, p: CacheGeometry, d: CacheGeometry) -> Callable[[list[Job], int], None]:
-    """As P plans a step: kind by kind."""
+    """Plan a step as P does: kind by kind."""
     planners = [(how(pair.p, 0), pair.d) for pair in pairings(p, d)]
 
     def plan(jobs: list[Job], rotation: int) -> None:
@@ -88,7 +91,7 @@ def of_all_kinds(how: How, p: CacheGeometry, d: CacheGeometry) -> Callable[[list
 
 
 def descriptors(plan: list[JobPlan] | RegroupPlan) -> int:
-    """Writes of one layer."""
+    """Return the number of writes of one layer."""
     if isinstance(plan, RegroupPlan):
         regions = [regions for slot in plan.slots for regions in slot.writes.values()]
     else:
@@ -107,11 +110,11 @@ CASES = (
 )
 
 
-# Three groups of four components, beside one group of one: at most so many times as long, in one run.
+# Three groups of four components, beside one group of one: the most by which the time may grow, in one run.
 MAX_TIMES = 10.0
 SCALED = {"k": 128, "v": 128, "k_scale": 4, "v_scale": 4}
 SPARSE = {"latent": 1024, "rope": 128, "index": 128, "index_scale": 4}
-WINDOWS = (0, 1 << 20, 1 << 20)  # longer than the prompts: of every group all tokens leave
+WINDOWS = (0, 1 << 20, 1 << 20)  # longer than the prompts, so all tokens of every group are pushed
 BESIDE = (
     # name, how, heads, P ranks, D ranks, components of the plain group, components of each of three groups
     ("8 -> 2, k and v with scales, direct", direct, 8, 8, 2, {"k": CELL, "v": CELL}, SCALED),
@@ -121,7 +124,7 @@ BESIDE = (
 
 
 def beside(args: argparse.Namespace) -> bool:
-    """Whether a case takes more than it may. The two are measured in turns, in the processor's time."""
+    """Return whether a case takes more than it may. The two are measured in turns, in processor time."""
     print(f"\nThree groups of four components beside one plain group; wanted: at most {MAX_TIMES:.0f} times as long")
     print(f"{'P -> D':42} {'plain':>8} {'3 x 4':>8} {'times':>7}   ms of the processor a step, best")
     late = False
@@ -133,7 +136,7 @@ def beside(args: argparse.Namespace) -> bool:
         best = [math.inf, math.inf]
         for _ in range(args.rounds):
             for which, (plan, jobs) in enumerate(plans):
-                began = time.thread_time()  # the longer of the two would be interrupted more often
+                began = time.thread_time()  # processor time: the longer of the two would be interrupted more often
                 plan(jobs, 0)
                 best[which] = min(best[which], time.thread_time() - began)
         times = best[1] / best[0]
@@ -145,7 +148,7 @@ def beside(args: argparse.Namespace) -> bool:
 
 
 def measure(plan: Plan, jobs: list[Job], rounds: int) -> tuple[float, float, int]:
-    """Best and median seconds, and the descriptors of a layer."""
+    """Return the best and the median seconds, and the descriptors of a layer."""
     times = []
     for rotation in range(rounds):
         begin = time.perf_counter()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# How long a step takes to plan: milliseconds per 1,000 blocks, and that it does not grow with blocks already sent.
+# Time to plan a step in milliseconds per 1,000 blocks, which must not grow with the blocks already sent.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

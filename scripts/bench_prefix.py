@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations through two P's and a D, over two metaservers in turns: one chooses by load alone, one by prefix and load.
+"""Conversations through two P's and a D, with the P chosen by load alone, and by prefix and load.
 
-Each turn's prompt is the last one, its answer, and something new. Per metaserver: how much of the prompts P's found in their prefix
-caches, by their own count, and the time to the first token of first and of later turns.
+Two metaservers take turns. Each turn's prompt is the last one, its answer, and new tokens. Shown per metaserver: the
+share of the prompts in the P's prefix caches, by their own count, and the time to the first token of first and of later
+turns.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from scripts.support.spec import EngineSpec
 
 MODEL = "base16"
 KV_BYTES, KV_BYTES_PER_TOKEN = 384 << 20, 32 << 10
-FIRST, NEW, ANSWER = 768, 256, 8  # tokens of a conversation's first prompt, of each further turn, of each answer
+FIRST, NEW, ANSWER = 768, 256, 8  # tokens of the first prompt, of each further turn, of each answer
 _COUNTS = re.compile(r"^vllm:prefix_cache_(queries|hits)_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass
 class System:
-    """What was seen behind one metaserver."""
+    """Results of one metaserver."""
 
     name: str
     url: str
@@ -47,7 +48,7 @@ class System:
 
 
 def counted(prefills: list[Engine]) -> tuple[float, float]:
-    """Prompt tokens that P's looked up in their caches, and those that they found, since they started."""
+    """Return the prompt tokens that the P's have looked up in their caches, and those found."""
     sums = {"queries": 0.0, "hits": 0.0}
     for engine in prefills:
         for what, value in _COUNTS.findall(httpx.get(f"{engine.url}/metrics", timeout=30).text):
@@ -65,10 +66,10 @@ def converse(system: System, seed: int, turns: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="each metaserver in each of them (default: 4)")
-    parser.add_argument("--talks", type=int, default=4, help="conversations of a round (default: 4)")
-    parser.add_argument("--at-once", type=int, default=2, help="of them (default: 2)")
-    parser.add_argument("--turns", type=int, default=6, help="of each, 7 at most (default: 6)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds, each with both metaservers (default: 4)")
+    parser.add_argument("--talks", type=int, default=4, help="conversations per round (default: 4)")
+    parser.add_argument("--at-once", type=int, default=2, help="conversations at once (default: 2)")
+    parser.add_argument("--turns", type=int, default=6, help="turns per conversation, 7 at most (default: 6)")
     args = parser.parse_args()
     with Cluster(fresh_directory("bench-prefix")) as cluster:
         ports = [cluster.port(), cluster.port()]

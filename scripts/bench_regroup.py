@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What regrouping buys: descriptors and bytes per descriptor of the busiest P rank, `never` against `always`.
+"""Benefit of regrouping: descriptors and bytes per descriptor of the busiest P rank, `never` against `always`.
 
-Computed by the planners that run in production, for one layer of one prompt whose blocks lie nowhere near each other.
-Nothing is timed: it says what the wire is given, not how fast it is.
+Computed by the planners that run in production, for one layer of one prompt with scattered blocks. Nothing is timed: it
+shows the transfers, not their speed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def cache(model: Model, tp: int, block: int, layout: str) -> CacheGeometry:
 
 @dataclass(frozen=True)
 class Load:
-    """One rank and one layer."""
+    """Writes of one rank and one layer."""
 
     descriptors: int
     nbytes: int
-    exchanged: int = 0  # sent to other P ranks
+    exchanged: int = 0  # bytes sent to other P ranks
 
     @property
     def span(self) -> int:
@@ -83,7 +83,7 @@ def regrouped(p: CacheGeometry, job: Job) -> Iterator[Load]:
 
 
 def scattered(tokens: int, block: int, seed: int) -> np.ndarray:
-    """A block table without two neighbours."""
+    """Return a block table without two neighbours."""
     count = -(-tokens // block)
     return (2 * np.random.default_rng(seed).permutation(count)).astype(np.int32)
 

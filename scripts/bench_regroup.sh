@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What regrouping buys: writes and bytes per write of the busiest prefill rank, with and without. --help shows the flags.
+# Benefit of regrouping: writes and bytes per write of the busiest prefill rank. --help shows the flags.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How politely D waits: the processor time of all its processes while requests only wait for remote KV, and what the
-politeness costs the first token.
+"""Cost of waiting on D: processor time while requests only wait for remote KV, and time to the first token.
 
-One P and two D's: one as configured by default, one with vLLM's own waiting (`patient` and `patient_shm` off). Waiting is
-measured against a metaserver that accepts reservations and never prefills; the first token with short prompts, asked
-of both D's in turn, so that the handover outweighs the prefill.
+One P and two D's: one as configured by default, one with vLLM's own waiting (`patient` and `patient_shm` off). Waiting
+is measured with a metaserver that accepts reservations and never prefills; the first token with short prompts, asked of
+both D's in turn, so that the handover outweighs the prefill.
 
     python -m scripts.bench_waiting [--seconds 20] [--requests 4] [--rounds 15]
 """
@@ -33,7 +32,7 @@ POLITE, STOCK = "polite", "as vLLM waits"
 
 
 class _Never(BaseHTTPRequestHandler):
-    """Accepts, then only heartbeats: P is forever busy."""
+    """Metaserver that accepts reservations and only sends heartbeats: the prefill never ends."""
 
     protocol_version = "HTTP/1.1"
 
@@ -77,7 +76,7 @@ def never(port: int) -> Iterator[str]:
 
 
 def cores_while_waiting(engine: Engine, url: str, requests: int, seconds: float) -> tuple[float, float]:
-    """Cores used by the engine's processes: idle, and with `requests` waiting."""
+    """Return the cores used by the engine's processes: idle, and with `requests` waiting."""
     idle = _cores(engine, min(seconds, 5.0))
     clients = []
     for number in range(requests):
@@ -99,14 +98,14 @@ def _cores(engine: Engine, seconds: float) -> float:
 
 
 def first_tokens(fronts: dict[str, Metaserver], rounds: int, pause_s: float) -> dict[str, list[float]]:
-    """TTFT in ms of short prompts, D's asked in turn, order swapped every round."""
+    """Return TTFT in ms of short prompts, D's asked in turn, their order swapped every round."""
     found: dict[str, list[float]] = {name: [] for name in fronts}
     for number in range(rounds + 2):
         names = list(fronts) if number % 2 else list(reversed(fronts))
         for name in names:
             time.sleep(pause_s)
             answer = complete(fronts[name].url, body_of(prompt(64, 9000 + number), 4))
-            if number >= 2:  # the first two warm up
+            if number >= 2:  # the first two rounds warm up
                 found[name].append(answer.ttft * 1e3)
     return found
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the ops of the *installed* package once and compares them with plain indexing; prints what it ran on.
+"""Check of an *installed* package's ops: runs them once, compares with plain indexing, prints the platform.
 
 For a wheel that was built with another Python or torch: see "One wheel" in docs/building.md. Run it outside the
-repository's root, else it tests the working tree.
+repository's root, otherwise it tests the working tree.
 """
 
 from __future__ import annotations

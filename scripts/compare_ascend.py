@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package's connector beside vllm-ascend's own two: the same engines, the same requests, the same faults. One table.
+"""Comparison of this package's connector with vllm-ascend's own two: the same engines, requests and faults. One table.
 
-The routers are the ones that belong to each: our metaserver, and the examples in vllm-ascend's source distribution.
+Each connector has its own router: our metaserver, or the examples in vllm-ascend's source distribution.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from scripts.support.spec import EngineSpec, child_environment  # noqa: E402
 
 LENGTHS = (20, 129, 700, 1500)
 TOKENS = 12
-LONG, STREAMED = 1500, 200  # the request that meets a fault: its prompt, and how many tokens it wants when D is killed
-ANSWER_S = 120.0  # what is not there by then never comes, for a client
+LONG, STREAMED = 1500, 200  # the request during a fault: its prompt, and its tokens if D is killed
+ANSWER_S = 120.0  # after that a client gives up
 CLEAN_S = 60.0
 ROUTER_S = 60.0
 EXAMPLES = "examples/disaggregated_prefill_v1"
@@ -47,7 +47,7 @@ EXAMPLES = "examples/disaggregated_prefill_v1"
 class Contender:
     connector: str
     router: str  # an example of vllm-ascend's; "": our metaserver
-    p: dict[str, Any] = field(default_factory=dict)  # more of --kv-transfer-config
+    p: dict[str, Any] = field(default_factory=dict)  # further fields of --kv-transfer-config
     d: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ CONTENDERS = (
 
 @dataclass
 class Row:
-    """What one contender showed."""
+    """Results of one connector."""
 
     connector: str
     right: int = 0
@@ -76,7 +76,7 @@ class Row:
 
 
 class Site:
-    """A contender's engines and its router."""
+    """A connector's engines and its router."""
 
     def __init__(self, contender: Contender, cluster: Cluster, build: HostBuild) -> None:
         self.contender, self.cluster, self.build = contender, cluster, build
@@ -131,7 +131,7 @@ class Site:
             self._router.stop()
 
     def again(self, engine: Engine) -> Engine:
-        """The killed engine, started anew with the same command."""
+        """Start the killed engine anew with the same command."""
         self.cluster.stop(engine)
         (started,) = self.cluster.start(engine.spec)
         return started
@@ -145,14 +145,14 @@ def _answers(url: str) -> bool:
 
 
 def judged(site: Site, row: Row, rounds: int) -> None:
-    """Undisturbed: tokens and the time to the first of them."""
+    """Measure without a fault: right tokens, and the time to the first one."""
     for _ in range(rounds):
         for length in LENGTHS:
             prompt = fresh_prompt(length)
             (want,) = reference_answers(site.p, [prompt], TOKENS)
             try:
                 got = complete(site.url, body_of(prompt, TOKENS))
-            except Exception as error:  # noqa: BLE001 (it is told in the table)
+            except Exception as error:  # noqa: BLE001 (the table shows it)
                 row.wrong.append(f"{length} tokens: {error!r}"[:120])
                 continue
             row.ttft.setdefault(length, []).append(got.ttft)
@@ -163,7 +163,7 @@ def judged(site: Site, row: Row, rounds: int) -> None:
 
 
 def struck(site: Site, victim: Engine, after_s: float, tokens: int) -> str:
-    """What the client of a request gets in which one engine is killed."""
+    """Return the client's result of a request during which one engine is killed."""
     prompt = fresh_prompt(LONG)
     (want,) = reference_answers(site.p, [prompt], tokens)
     clients = Clients(site.url, [body_of(prompt, tokens)])
@@ -187,12 +187,12 @@ def struck(site: Site, victim: Engine, after_s: float, tokens: int) -> str:
 
 
 def cleaned(engine: Engine, before: int) -> str:
-    """Whether the survivor's blocks are free again, and when."""
+    """Return whether the survivor's blocks are free again, and when."""
     began = time.monotonic()
     while time.monotonic() - began < CLEAN_S:
         try:
             left = before - settled_free_blocks(engine)
-        except Exception as error:  # noqa: BLE001 (a survivor that does not answer is what is told)
+        except Exception as error:  # noqa: BLE001 (a survivor that does not answer is a result)
             return f"survivor: {type(error).__name__}"
         if left <= 0:
             return f"its blocks free after {time.monotonic() - began:.0f} s"
@@ -230,7 +230,7 @@ def compare(contender: Contender, build: HostBuild, rounds: int) -> Row:
 def _served(site: Site, prompt: list[int], want: Answer) -> str:
     try:
         got = complete(site.url, body_of(prompt, TOKENS))
-    except Exception as error:  # noqa: BLE001 (it is told in the table)
+    except Exception as error:  # noqa: BLE001 (the table shows it)
         return f"{error!r}"[:80]
     return "right" if got.tokens == want.tokens else "wrong"
 
@@ -252,7 +252,7 @@ def table(rows: list[Row]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="NAME,…", help="only these connectors")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each length is asked (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="requests of each length (default: 3)")
     args = parser.parse_args()
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
     build = HostBuild(INTERPRETER).ensure()
@@ -262,7 +262,7 @@ def main() -> int:
         say(f"{contender.connector}")
         try:
             rows.append(compare(contender, build, args.rounds))
-        except Exception as error:  # noqa: BLE001 (the others are compared all the same)
+        except Exception as error:  # noqa: BLE001 (the others are compared nevertheless)
             failed.append(f"{contender.connector}: {error}")
             say(failed[-1])
     print("\n".join(table(rows)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of caches through this package's connector and vLLM's own two: the same tiny models, the same prompts. One table.
+"""Kinds of caches with this package's connector and vLLM's own two: the same tiny models and prompts. One table.
 
-A pair per cell, one after the other. P says alone what is right. What D answers without having taken the prompt from P is not counted
-as right. Cells that earlier runs of the same commit found are kept (out/compare-kinds.json).
+A pair per cell, one after the other. P alone gives the right answers. An answer that D computed without loading the
+prompt from P does not count as right. Cells from earlier runs of the same commit are kept (out/compare-kinds.json).
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ KINDS = ROOT / "tests" / "integration" / "plugins" / "kinds"
 FOUND = ROOT / "out" / "compare-kinds.json"
 PAGE = ROOT / "docs" / "kinds.md"
 BEGIN, END = "<!-- scripts/compare_kinds.sh --write: begin -->", "<!-- scripts/compare_kinds.sh --write: end -->"
-# 159 and 191: a window of 128 that begins with the last token of a block. 97 and 193: a state that is the last one of its block.
+# 159 and 191: a window of 128 that begins with the last token of a block. 97 and 193: a state that is the last one of
+# its block.
 LENGTHS = (200, 330, 127, 159, 160, 191, 97, 193)
 TOKENS, DRAFTED = 12, 32
-ANSWER_S = 60.0  # what is not there by then never comes, for a client
+ANSWER_S = 60.0  # after that a client gives up
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,13 @@ def tokens_of(case: Case) -> int:
 
 
 def within(seconds: float, ask: Callable[[], Answer]) -> Answer | str:
-    """An answer, or what came instead of one."""
+    """Return an answer, or the reason for none."""
     got: list[Answer | str] = []
 
     def run() -> None:
         try:
             got.append(ask())
-        except Exception as error:  # noqa: BLE001 (it is told in the table)
+        except Exception as error:  # noqa: BLE001 (the table shows it)
             got.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=run, name="asked", daemon=True)
@@ -159,7 +160,10 @@ def told(text: str) -> str:
 
 
 def refusal(problem: Exception) -> str:
-    """The first exception with a sentence in the log of the engine that did not start: what follows it is its consequences."""
+    """Return the first exception with a sentence in the log of an engine that did not start.
+
+    The later exceptions are its consequences.
+    """
     text = str(problem)
     found = re.search(r"the end of (\S+?):\n", text)
     log = Path(found[1]).read_text(errors="replace") if found else text
@@ -187,7 +191,7 @@ def table(found: dict[str, str]) -> list[str]:
 
 
 def commit() -> str:
-    """Of the package: what the scripts found with it says nothing of another one."""
+    """Return the commit of the package, to which the results belong."""
     run = subprocess.run(
         ["git", "rev-parse", "HEAD:vllm_ascend_pd"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -199,7 +203,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="NAME,…", help=f"of {', '.join(CASES)}")
     parser.add_argument("--connector", default="", metavar="NAME,…", help=f"of {', '.join(CONNECTORS)}")
     parser.add_argument("--write", action="store_true", help="put the table into docs/kinds.md")
-    parser.add_argument("--again", action="store_true", help="forget what earlier runs found")
+    parser.add_argument("--again", action="store_true", help="discard the results of earlier runs")
     args = parser.parse_args()
     kept: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() and not args.again else {}
     found: dict[str, str] = kept.get("found", {}) if kept.get("package") == commit() else {}

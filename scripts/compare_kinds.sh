@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Kinds of caches through this package's connector and vLLM's own two, on the same tiny models: right, wrong, or refused.
+# Kinds of caches with this package's connector and vLLM's own two, on the same tiny models: right, wrong, or refused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh

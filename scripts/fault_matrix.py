@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real faults in a real pair: 27 cells, nine stages of a request's way × prefill, decode, metaserver; with --order those behind
-vLLM's own routers, in their orders, each role killed at each stage.
+"""Real faults in a real pair: 27 cells, nine stages of a request × prefill, decode, metaserver.
 
-Each cell sends three requests, kills, stops or lets refuse one role when the first request reaches the stage, and checks:
-right tokens or a clear error in time, nobody else dies, the survivors' blocks are free again, and new requests are
-served by the pair at once, a killed role having been started again on its address.
+With --order the cells behind vLLM's own routers, in their orders, each role killed at each stage.
+
+Each cell sends three requests. When the first one reaches the stage, one role is killed, stopped or made to refuse.
+Checked are: right tokens or a clear error in time, no other process dies, the survivors' blocks are free again, and the
+pair serves new requests at once, a killed role having been restarted on its address.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ def arguments() -> argparse.Namespace:
     names = [cell.name for cell in (*CELLS, *ROUTED)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cell", action="append", choices=names, metavar="CELL", help=f"one of {' '.join(names)}; again for more"
+        "--cell", action="append", choices=names, metavar="CELL", help=f"one of {' '.join(names)}, repeatable"
     )
     by_name = [order.name.replace(" ", "-") for order in ORDERS]
-    parser.add_argument("--order", choices=by_name, default=by_name[0], help=f"behind whom (default: {by_name[0]})")
+    parser.add_argument(
+        "--order", choices=by_name, default=by_name[0], help=f"order of the router (default: {by_name[0]})"
+    )
     parser.add_argument("--stages", default="1-9", help="only these stages: 3, or 1-4")
     parser.add_argument(
         "--p-tp", type=int, default=2, help="tensor parallel size of prefill (default: 2; decode has 1)"
@@ -52,7 +55,7 @@ def arguments() -> argparse.Namespace:
         default="auto",
         help="of prefill: always, so that each push needs exchanges between its ranks (default: auto, which on CPU has none)",
     )
-    parser.add_argument("--list", action="store_true", help="print the cells and end")
+    parser.add_argument("--list", action="store_true", help="print the cells and exit")
     return parser.parse_args()
 
 
@@ -92,7 +95,7 @@ def main() -> int:
                 try:
                     rows.append(Run(site, cell)())
                     say(f"    good: {rows[-1].answers}; {rows[-1].total_s:.1f} s")
-                    say(f"    {table(rows)[-1]}")  # a run that is cut short has shown what it has
+                    say(f"    {table(rows)[-1]}")  # results so far, in case the run is cut short
                 except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:
                     failed.append(f"{cell}: {broken}")
                     say(f"    FAILED: {broken}")

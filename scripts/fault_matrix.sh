@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Kills, stops and lets refuse prefill, decode and metaserver at each stage of a request's way: 27 cells, real engines.
+# Kills, stops, and makes refuse, prefill, decode and metaserver at each stage of a request: 27 cells, real engines.
 # --help shows the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vllm-ascend tests as P and D, and whether it would start with this connector: the tables of docs/field.md.
+"""Tables of docs/field.md: vllm-ascend's tested P/D configurations, and which of them start with this connector.
 
-Started by scripts/field.sh; scripts/support/field.py judges.
+Started by scripts/field.sh; scripts/support/field.py contains the judgement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STARTS = "would start"
 
 
 def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
-    """Of all files that have a producer, in the order of their names."""
+    """Return the verdicts of all files with a producer, sorted by name."""
     found = {}
     for path, text in sorted(texts.items()):
         if "kv_producer" in text:
@@ -57,7 +57,7 @@ def _summary(found: Sequence[Verdict]) -> str:
 
 
 def words(refused: PdError) -> str:
-    """A refusal as a table has it: the code, and what is refused."""
+    """Return a refusal for a table: the code, and what is refused."""
     return f"{refused.code} {_what(refused)}"
 
 
@@ -66,7 +66,7 @@ def _what(refused: PdError) -> str:
 
 
 def _cell(refusals: Iterable[PdError]) -> str:
-    """All refusals, each code once."""
+    """Return all refusals, each code once."""
     by_code: dict[str, list[str]] = {}
     for refused in refusals:
         by_code.setdefault(refused.code, []).append(_what(refused))
@@ -74,7 +74,10 @@ def _cell(refusals: Iterable[PdError]) -> str:
 
 
 def _reasons(found: Sequence[Verdict]) -> str:
-    """The first reason is what an engine says; lifting a reason helps only where it is the only one."""
+    """Return the refusals' counts.
+
+    The first is what an engine raises; lifting one helps only where it is the only one.
+    """
     first: dict[str, Counter[str]] = {side: Counter() for side in ("P", "D")}
     anywhere: Counter[str] = Counter()
     only: Counter[str] = Counter()
@@ -124,13 +127,13 @@ def _unknown(found: Iterable[Verdict]) -> str:
 
 
 def starting(text: str) -> set[str]:
-    """The configurations of a printed table whose P and D would start."""
+    """Return the configurations of a printed table whose P and D would start."""
     rows = (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("|"))
     return {row[0] for row in rows if len(row) == 7 and row[3] == row[5] == STARTS and not row[6].startswith("PD-")}
 
 
 def split(page: str) -> tuple[str, str, str]:
-    """Before, between and after the marks."""
+    """Return the parts before, between and after the marks."""
     before, begun, rest = page.partition(BEGIN + "\n")
     between, ended, after = rest.partition(END)
     if not begun or not ended:
@@ -139,13 +142,13 @@ def split(page: str) -> tuple[str, str, str]:
 
 
 def lost(between: str, printed: str) -> list[str]:
-    """The configurations that would start by what a page said, and no longer do."""
+    """Return the configurations that would start according to the page, and no longer do."""
     gone = sorted(starting(between) - starting(printed))
     return [f"{name} would start, says the page, and no longer does" for name in gone]
 
 
 def compare(between: str, printed: str) -> list[str]:
-    """What is wrong with a page; empty when it is what is printed."""
+    """Return the differences of a page from the printed tables."""
     wrong = lost(between, printed)
     if not wrong and between != printed:
         wrong = ["the page is not what is printed now: scripts/field.sh --write, and say why in the change"]
@@ -163,10 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument(
         "--write", action="store_true", help="write the tables into docs/field.md; exit code 1 when a start is lost"
     )
-    how.add_argument(
-        "--check", action="store_true", help="exit code 1 when a start is lost, or docs/field.md is not this"
-    )
-    parser.add_argument("--sdist", type=Path, metavar="FILE", help="the distribution, fetched before")
+    how.add_argument("--check", action="store_true", help="exit code 1 when a start is lost, or docs/field.md differs")
+    parser.add_argument("--sdist", type=Path, metavar="FILE", help="a downloaded copy of the distribution")
     args = parser.parse_args(arguments)
     try:
         path = sdist.checked(PINNED, args.sdist) if args.sdist else sdist.ensure(PINNED)
@@ -187,5 +188,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.getLogger("vllm_ascend_pd").setLevel(logging.ERROR)  # ignored keys are told in docs/migration.md
+    logging.getLogger("vllm_ascend_pd").setLevel(logging.ERROR)  # ignored keys are described in docs/migration.md
     sys.exit(main())

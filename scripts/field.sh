@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What vllm-ascend tests as P and D: would it start with this connector? docs/field.md is printed by it; --help has the flags.
+# Tables of docs/field.md: vllm-ascend's tested P/D configurations that start with this connector. --help has the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutated bytes for every decoder that reads from a socket.
 
-Each target takes honest examples of what it reads, breaks them, and hands them in. A rule is broken when anything but the
-decoder's own error comes out, when more is kept than the bound allows, when one input takes longer than SLOW_S, or when
-something forged is accepted. With the seed and the number of an input it is found again: `--seed S --target T --only N`.
+Each target takes honest examples, mutates them, and feeds them to its decoder. A rule is broken by any exception but
+the decoder's own, by memory beyond the bound, by an input that takes longer than SLOW_S, or if something forged is
+accepted. Seed and number reproduce an input: `--seed S --target T --only N`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from scripts.support.fuzz_targets import TARGETS, Shape, Target
 
-SLOW_S = 2.0  # for one input; a busy machine is slow too
+SLOW_S = 2.0  # for one input; slack for a busy machine
 GROWTH_BYTES = 300 << 20  # of the whole process, over all inputs of all targets
 LONGEST = 1 << 16
 EXTREME: tuple[Any, ...] = (
@@ -32,12 +32,12 @@ INTERESTING = (0, 1, 0x7F, 0x80, 0xC0, 0xC1, 0xC7, 0xDB, 0xDD, 0xDF, 0xFF, 10, 1
 
 
 class Broken(Exception):
-    """An input that broke a rule."""
+    """An input broke a rule."""
 
 
 @dataclass(slots=True)
 class Mutator:
-    """Changes examples. All randomness is from one generator, so that an input can be made again."""
+    """Mutations of examples. All randomness is from one generator, so that an input can be reproduced."""
 
     examples: list[bytes]
     shape: Shape | None
@@ -52,7 +52,7 @@ class Mutator:
         return bytes(data[:LONGEST])
 
     def reshaped(self, shape: Shape, example: bytes) -> bytes:
-        """Well-formed, with another value somewhere: what a decoder of bytes lets through."""
+        """Return the example, well-formed, with another value somewhere, which a byte-level decoder accepts."""
         value = shape.read(example[shape.skip :])
         for _ in range(self.rng.choice((1, 1, 2, 3))):
             value = self.changed(value)
@@ -107,7 +107,7 @@ class Mutator:
         data[self.at(data) :] = other[at:]
 
     def number(self, data: bytearray) -> None:
-        """A length, a count or an address becomes extreme."""
+        """Set a length, a count or an address to an extreme value."""
         at, size = self.at(data), self.rng.choice((1, 2, 4, 8))
         value = self.rng.choice((0, 1, 2 ** (8 * size) - 1, 2 ** (8 * size - 1), self.rng.getrandbits(8 * size)))
         data[at : at + size] = value.to_bytes(size, "big")
@@ -124,7 +124,7 @@ _WAYS: tuple[Callable[[Mutator, bytearray], None], ...] = (
 
 
 def fuzz(target: Target, inputs: int, seed: int, first: int = 0) -> Counter[str]:
-    """Hand in `inputs` mutations, counted by what became of them. Raises Broken."""
+    """Feed `inputs` mutations, and count their results. Raise Broken for a broken rule."""
     found: Counter[str] = Counter()
     examples = target.examples()
     run = target.start()
@@ -142,7 +142,7 @@ def fuzz(target: Target, inputs: int, seed: int, first: int = 0) -> Counter[str]
 
 
 def run(names: list[str], inputs: int, seed: int, progress_s: float = 5.0) -> dict[str, Counter[str]]:
-    """All targets by their share of the inputs."""
+    """Run all targets with their shares of the inputs."""
     chosen = [target for target in TARGETS if not names or target.name in names]
     weight = sum(target.weight for target in chosen)
     total: dict[str, Counter[str]] = {}
@@ -168,7 +168,7 @@ def peak_bytes() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fuzz.sh", description="Mutated bytes for every decoder behind a socket.")
-    parser.add_argument("--inputs", type=int, default=20_000, help="how many in all (default 20000)")
+    parser.add_argument("--inputs", type=int, default=20_000, help="inputs in all (default 20000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", action="append", default=[], choices=[target.name for target in TARGETS])
     parser.add_argument("--only", type=int, help="with one target: only the input of this number")
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         print(fuzz(target, 1, args.seed, args.only))
         return 0
     try:
-        run(args.target, 200, args.seed + 1)  # what every decoder needs once is there before memory is compared
+        run(args.target, 200, args.seed + 1)  # allocates what every decoder needs once, before memory is measured
         before, cpu = peak_bytes(), time.process_time()
         total = run(args.target, args.inputs, args.seed)
     except Broken as broken:

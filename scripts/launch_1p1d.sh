@@ -44,8 +44,8 @@ TEXT
   options_help
 }
 
-# Where signals may come nothing here waits for a process of its own, a command substitution's neither: bash loses a SIGINT
-# that comes then, if that process ends well.
+# No external process, not even in a command substitution, may run here while signals can arrive: bash loses a SIGINT
+# that arrives then, if the process ends with 0.
 say() {
   local elapsed
   pd_elapsed "$PD_STARTED" elapsed
@@ -114,7 +114,7 @@ make_secret() {
   say "secret created: $file (mode 0600)"
 }
 
-# ---- children: each the leader of its own session, so that its workers can be told from everything else
+# ---- children: each the leader of its own session, which identifies its workers
 
 declare -A PIDS=() LOGS=() PORTS=()
 
@@ -129,7 +129,8 @@ start() { # role
 
 alive() { kill -0 "${PIDS[$1]}" 2>/dev/null; }
 
-# LEFT is what still runs in the role's session. Zombies do not: a container's first process may never reap them.
+# LEFT are the running processes of the role's session, without zombies: a container's first process may never reap
+# them.
 session_pids() { # role
   local stat text fields
   LEFT=()
@@ -156,7 +157,7 @@ wait_gone() { # role seconds
   done
 }
 
-# Ends every child and what it started. Never by name: only sessions that start() made.
+# Ends every child and its descendants. Never by name: only sessions that start() made.
 stop_all() {
   local role leaked=0 roles=()
   trap 'for role in "${roles[@]}"; do session_kill "$role"; done' INT TERM
@@ -234,7 +235,7 @@ wait_answers() { # role… : until the /health of each says 200
   done
 }
 
-# An engine that answers may still not reach the other one: ready is what has moved a block.
+# An engine that answers may still not reach the other one: ready means that a block has been moved.
 wait_ready() {
   local told=$SECONDS why
   until answers "$METASERVER_PORT" /readiness; do

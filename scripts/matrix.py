@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the rows of the matrix (a mode of P and D, tests that show it), or write what came of them on this commit into docs/matrix.md.
+"""Run rows of the matrix (a mode of P and D, tests that show it), or write their results into docs/matrix.md.
 
-Each row is a pytest run of its own with a record in out/matrix, so that what is cut off goes on where it was: without names all rows run that
-have no good record of this commit. A row that has no record of it keeps what the page says.
+Each row is a pytest run of its own with a record in out/matrix, so that an interrupted run can continue: without names
+all rows run that have no good record of this commit. A row without a record of this commit keeps its result on the
+page.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _TOKENS = re.compile(r"(?:tokens|figure: .*): (\d+) answers, (\d+) tokens compar
 @dataclass(frozen=True)
 class Result:
     row: str
-    words: str  # pytest's own: "9 passed"
+    words: str  # from pytest: "9 passed"
     good: bool
     answers: int
     tokens: int
@@ -39,7 +40,7 @@ class Result:
 
 
 def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
-    """What a row's pytest run printed."""
+    """Return the result of a row from pytest's output."""
     last = [
         line for line in output.splitlines() if " in " in line and re.search(r"\d+ (passed|failed|error|skipped)", line)
     ]
@@ -50,12 +51,12 @@ def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
     )
     counts = [(int(a), int(t)) for a, t in _TOKENS.findall(output)]
     answers, tokens = max(counts, default=(0, 0))
-    good = code == 0 and "passed" in words  # what was skipped has shown nothing
+    good = code == 0 and "passed" in words  # a skipped test has shown nothing
     return Result(row.name, words, good, answers, tokens, round(seconds / 60, 1), at)
 
 
 def run(row: Row, folder: Path, at: str) -> Result:
-    """One row to its end; its output is kept beside its record."""
+    """Run one row to its end; its output is kept beside its record."""
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{row.name}.log"
@@ -67,7 +68,7 @@ def run(row: Row, folder: Path, at: str) -> Result:
 
 
 def recorded(row: Row, folder: Path, at: str) -> Result | None:
-    """What came of it on this commit."""
+    """Return the row's recorded result on this commit."""
     try:
         result = Result(**json.loads((folder / f"{row.name}.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -76,7 +77,7 @@ def recorded(row: Row, folder: Path, at: str) -> Result | None:
 
 
 def cells(row: Row, result: Result | None) -> list[str]:
-    """One line of the page."""
+    """Return one line of the page."""
     told = ["has not run", "–", "–", "–"]
     if result is not None:
         compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
@@ -85,13 +86,13 @@ def cells(row: Row, result: Result | None) -> list[str]:
 
 
 def known(page: str) -> dict[str, list[str]]:
-    """The page's lines by mode."""
+    """Return the page's lines by mode."""
     lines = (line.strip().strip("|").split(" | ") for line in page.splitlines() if line.startswith("| "))
     return {line[0].strip(): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
 
 
 def table(page: str, folder: Path, at: str) -> str:
-    """Both tables, as they stand between the page's marks."""
+    """Return both tables as they belong between the page's marks."""
     before = known(page)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
@@ -110,19 +111,19 @@ def written(page: str, folder: Path, at: str) -> str:
 
 
 def between(page: str, made: str) -> str:
-    """The page with this between its marks."""
+    """Return the page with this text between its marks."""
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
 
 
 def combinations(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    """The README's table."""
+    """Return the README's table."""
     first, *rest = ("| " + " | ".join(cells) + " |" for cells in (head, *lines))
     return "\n".join((first, "|" + "---|" * len(head), *rest))
 
 
 def readmes() -> dict[Path, str]:
-    """Each README with the table as it is to be."""
+    """Return each README with its new table."""
     made = {
         ROOT / "README.md": combinations(IN_ENGLISH, [one.english for one in COMBINATIONS]),
         ROOT / "README.zh-CN.md": combinations(IN_CHINESE, [one.chinese for one in COMBINATIONS]),
@@ -134,8 +135,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/matrix.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("row", nargs="*", help="run these alone, also if they were good; default: all")
-    parser.add_argument("--list", action="store_true", help="print the rows, and what is known of them on this commit")
+    parser.add_argument("row", nargs="*", help="run only these, even if they were good; default: all")
+    parser.add_argument("--list", action="store_true", help="print the rows and their records on this commit")
     parser.add_argument(
         "--write",
         action="store_true",

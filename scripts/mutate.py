@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random changes of the package's own code, one at a time, each against the tests that should see it.
+"""Small random changes of the package's own code, one at a time, each against the tests that should detect it.
 
-The changes are drawn by seed from the syntax tree, as many from each folder: a comparison, a number, a call, two arguments, a
-condition, a lock. Each is made in a copy of the tree, never in place. Of the tests of its folder those run that reach its lines,
-until one fails; what they let through meets the simulator. A change that nothing sees asks for a test, or for a line in
-`scripts/mutants_equivalent.txt` with the reason why it changes nothing. `--only N` makes one of them again. With `--keep DIR` a
-run that was ended goes on where it was, and one that is finished asks again about what survived only.
+The changes are drawn by seed from the syntax tree, as many from each folder: a comparison, a number, a call, two
+arguments, a condition, a lock. Each is made in a copy of the tree, never in place. The tests of its folder that reach
+its lines run until one fails; then the simulator runs. A change that nothing detects needs a test, or a line in
+`scripts/mutants_equivalent.txt` with the reason why it changes nothing. `--only N` repeats one of them. With `--keep
+DIR` an interrupted run continues, and a finished one repeats only the changes that survived.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BOOKS = (
     *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", *_BOOKS, "test_regroup_*")
-# By folder or file of the package: the tests that are its own.
+# Tests by folder or file of the package.
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
     "prefill/decisions.py": _PUSHES,
@@ -65,7 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 USUAL = tuple(TESTS)[:8]
 SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill")
-SEEDS = 40  # of the simulator, for what the unit tests let through
+SEEDS = 40  # of the simulator, for changes that the unit tests do not detect
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -91,7 +91,7 @@ _OTHERS = {"max": "min", "min": "max", "any": "all", "all": "any"}
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change of one file: the text between two offsets becomes another."""
+    """One change of one file: the text between two offsets is replaced."""
 
     path: str  # relative to the root
     line: int
@@ -99,13 +99,13 @@ class Mutant:
     end: int
     before: str
     after: str
-    around: str  # the line, or the first of them
+    around: str  # the first line of the change
     column: int
-    lines: tuple[int, int] = (0, 0)  # the statement's first and last, without what is below it
+    lines: tuple[int, int] = (0, 0)  # first and last line of the statement, without nested statements
 
     @property
     def name(self) -> str:
-        """The same as long as the line stays what it is, wherever in the file it moves."""
+        """Return a name that stays the same as long as the line does, wherever it moves in the file."""
         return f"{self.path}: {_flat(self.around)}: {_flat(self.before)} → {_flat(self.after)} at {self.column}"
 
     def applied(self, text: str) -> str:
@@ -147,7 +147,7 @@ class _Source:
         return self.text[begin:end]
 
     def between(self, left: ast.expr, right: ast.expr, word: str, other: str) -> Mutant | None:
-        """The operator between two operands."""
+        """Return the replacement of the operator between two operands."""
         begin, end = self.span(left)[1], self.span(right)[0]
         place = self.text.find(word, begin, end)
         if place < 0:
@@ -159,7 +159,7 @@ class _Source:
 
 
 def mutants_of(path: str, text: str) -> list[Mutant]:
-    """All changes that can be made to a file, in the order of the tree."""
+    """Return all changes that can be made to a file, in the order of the tree."""
     source, tree = _Source(path, text), ast.parse(text)
     lines = _lines_of(tree)
     skipped = {id(inner) for node in ast.walk(tree) for inner in ast.walk(node) if _is_no_code(node)}
@@ -173,7 +173,7 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
 
 
 def _lines_of(tree: ast.Module) -> dict[int, tuple[int, int]]:
-    """By node: those of the innermost statement around it."""
+    """Return for each node the lines of the innermost statement around it."""
     found: dict[int, tuple[int, int]] = {}
     for statement in ast.walk(tree):  # inner ones come later
         if not isinstance(statement, ast.stmt):
@@ -189,7 +189,7 @@ def _lines_of(tree: ast.Module) -> dict[int, tuple[int, int]]:
 
 
 def _is_no_code(node: ast.AST) -> bool:
-    """Types, defaults of types, log lines and the names of a class are not what tests are for."""
+    """Return whether a node is not for tests: types, their defaults, log lines, names of a class."""
     if isinstance(node, ast.AnnAssign | ast.arg | ast.ImportFrom | ast.Import):
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -200,7 +200,10 @@ def _is_no_code(node: ast.AST) -> bool:
 
 
 def _is_another(mutant: Mutant, text: str) -> bool:
-    """Whether it is a program, and more than a record that could be changed now: that nobody does is for the type checker."""
+    """Return whether the mutant is a valid program that differs in more than a record's immutability.
+
+    Writes to immutable records are for the type checker to find.
+    """
     if mutant.around[: mutant.column].endswith(("frozen=", "slots=")):
         return False
     try:
@@ -257,7 +260,7 @@ def _of_call(source: _Source, node: ast.Call) -> Iterator[Mutant]:
 
 
 def drawn(folders: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
-    """One of each folder in turn; the same seed draws the same ones from the same code."""
+    """Return changes of each folder in turn; the same seed draws the same ones from the same code."""
     turns = [_shuffled(folder, seed, root) for folder in folders]
     return list(islice((mutant for turn in zip_longest(*turns) for mutant in turn if mutant is not None), count))
 
@@ -271,7 +274,7 @@ def _shuffled(folder: str, seed: int, root: Path) -> Iterator[Mutant]:
 
 
 def known() -> dict[str, str]:
-    """Changes that change nothing, with the reason."""
+    """Return the changes that change nothing, with their reasons."""
     lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
     pairs = [line.rsplit(" # ", 1) for line in lines if line.strip() and not line.startswith("#")]
     return {name.strip(): reason for name, reason in pairs}
@@ -289,13 +292,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--folder", action="append", choices=sorted(TESTS), help=f"of the package; none: {', '.join(USUAL)}"
     )
-    parser.add_argument("--only", type=int, help="the change of this number alone")
-    parser.add_argument("--keep", type=Path, help="a directory for what was found, to go on from")
+    parser.add_argument("--only", type=int, help="only the change of this number")
+    parser.add_argument("--keep", type=Path, help="directory of results, from which a run continues")
     parser.add_argument(
-        "--limit", type=float, default=600.0, help="seconds for one change's tests; then it counts as seen"
+        "--limit", type=float, default=600.0, help="seconds for one change's tests; then it counts as detected"
     )
-    parser.add_argument("--quick", action="store_true", help="leave out tests that start processes; ask again without")
-    parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out tests that start processes; then run again without it"
+    )
+    parser.add_argument("--list", action="store_true", help="print the drawn changes, and run nothing")
     args = parser.parse_args(argv)
     mutants = list(enumerate(drawn(args.folder or USUAL, args.mutants, args.seed)))
     chosen = [pair for pair in mutants if args.only in (None, pair[0])]
@@ -304,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{number:4} {mutant.path}:{mutant.line}  {_flat(mutant.before)}  →  {_flat(mutant.after)}")
         return 0
     counts = Counter[str]()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its children end with it
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         for number, kind, line in _judged(chosen, Path(directory), args):
             counts[kind] += 1

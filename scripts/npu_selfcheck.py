@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of scripts/npu_selfcheck.sh, each in a process of its own, and the report of what became of them.
+"""Steps of scripts/npu_selfcheck.sh, each in a process of its own, and the report of their results.
 
-A step that fails does not keep later ones from running, except that nothing can be tested without a build. What was
-skipped is said with its reason: it is not proven. Standard library only.
+A failed step does not prevent later ones, except that nothing can be tested without a build. A skipped step is reported
+with its reason as not proven. Standard library only.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ print("figure: kernels: registered for the NPU:", ", ".join(ops.NAMES), "| vecto
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that are run one after the other. `tests`: the last one is pytest."""
+    """Commands that run one after the other. `tests`: the last one is pytest."""
 
     name: str
     what: str
     commands: tuple[tuple[str, ...], ...]
     timeout_s: float
     tests: bool = False
-    needs: str = ""  # the step that must have gone well
+    needs: str = ""  # a step that must have passed before
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def steps(python: str, out: Path, given: bool) -> list[Step]:
-    """`given`: the interpreter is the caller's own, so scripts/setup.sh would install nothing into it."""
+    """Return the steps. `given`: the interpreter is the caller's own, so scripts/setup.sh installs nothing into it."""
 
     def tests(name: str, what: str, *selection: str, timeout_s: float) -> Step:
         command = (python, "-m", "pytest", "-m", "npu", "-rs", f"--junitxml={out / name}.xml", *selection)
@@ -103,7 +103,7 @@ def environment(given: bool) -> dict[str, str]:
 
 
 def run(step: Step, out: Path, env: dict[str, str]) -> Outcome:
-    """Commands in turn until one fails; output goes to a log and to the terminal's progress line."""
+    """Run commands until one fails. Output goes to a log, progress to the terminal."""
     log, begun = out / f"{step.name}.log", time.monotonic()
     why = ""
     with log.open("w") as stream:
@@ -124,7 +124,7 @@ def run(step: Step, out: Path, env: dict[str, str]) -> Outcome:
 
 
 def _call(command: Sequence[str], output: int, env: dict[str, str], timeout_s: float) -> str:
-    """What went wrong, or nothing. A command that takes too long is ended with all that it started."""
+    """Return the reason of a failure, or "". A command that takes too long is ended with its children."""
     try:
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, cwd=ROOT,
@@ -148,7 +148,7 @@ def _call(command: Sequence[str], output: int, env: dict[str, str], timeout_s: f
 
 
 def _read_results(path: Path, outcome: Outcome) -> None:
-    """pytest's own account. A step in which no test ran has proven nothing, whatever the exit code says."""
+    """Read pytest's results. A step in which no test ran has proven nothing, whatever the exit code is."""
     if not path.is_file():
         outcome.verdict, outcome.why = "FAILED", outcome.why or "pytest wrote no results"
         return
@@ -186,7 +186,7 @@ def check(chosen: Sequence[Step], wanted: set[str], out: Path, env: dict[str, st
 
 
 def report(chosen: Sequence[Step], outcomes: dict[str, Outcome], out: Path) -> str:
-    """One page, to be attached to an issue as it is."""
+    """Return one page, ready to be attached to an issue."""
     unproven = [name for name, outcome in outcomes.items() if outcome.verdict != "passed"]
     lines = [
         "# Self-check on Ascend NPUs",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What a person with Ascend NPUs runs first: builds with CANN, runs the tests marked npu, writes one report file.
+# First check on a host with Ascend NPUs: builds with CANN, runs the tests marked npu, writes one report file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
@@ -33,7 +33,7 @@ npu-smi does not tell it. Source CANN's set_env.sh first.
 TEXT
 }
 
-# ascend910b3 and the like, from npu-smi's list of chips.
+# ascend910b3 and similar names, from npu-smi's list of chips.
 soc_version() {
   local chip
   command -v npu-smi >/dev/null || return 1

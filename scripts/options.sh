@@ -86,7 +86,7 @@ options_need_number() { # names
   done
 }
 
-# The command as one line that a shell would read back.
+# The command as one line that a shell can read back.
 options_show() {
   local word line=''
   for word in "$@"; do

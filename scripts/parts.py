@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All tests in parts, each a pytest run of its own, with a record of what ran on which commit: what is cut off goes on where it was.
+"""All tests in parts, each a pytest run of its own with a record by commit, so that an interrupted run can continue.
 
-A part is a folder of tests, or a file of those that start engines. The record is out/all/<commit>/<part>.json, beside the part's output.
+A part is a folder of tests, or a file of those that start engines. The record is out/all/<commit>/<part>.json, beside
+the part's output.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-WHOLE = ("unit", "native", "simulation")  # folders that are one part
+WHOLE = ("unit", "native", "simulation")  # folders that are one part each
 BY_FILE = ("integration", "ascend_host")
 NOTHING = 5  # pytest's exit code where no test was selected
 DEADLINE_MIN = 120.0
@@ -40,7 +41,7 @@ class Result:
 
 
 def parts(tests: Path) -> dict[str, Path]:
-    """What is there, by name, in the order in which it runs."""
+    """Return the parts by name, in the order in which they run."""
     found = {name: tests / name for name in WHOLE if (tests / name).is_dir()}
     for folder in BY_FILE:
         for path in sorted((tests / folder).glob("test_*.py")):
@@ -49,7 +50,7 @@ def parts(tests: Path) -> dict[str, Path]:
 
 
 def commit(root: Path) -> str:
-    """Of the working tree: with what is not committed it is another one."""
+    """Return the commit of the working tree; uncommitted changes make it another one."""
 
     def git(*words: str) -> bytes:
         return subprocess.run(("git", "-C", str(root), *words), check=True, capture_output=True).stdout
@@ -63,7 +64,7 @@ def commit(root: Path) -> str:
 
 
 class Record:
-    """Results by part, in a folder of the commit."""
+    """Results by part, in a folder for the commit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +83,7 @@ class Record:
 
 
 def run(part: str, path: Path, record: Record, words: Sequence[str], deadline_s: float) -> Result:
-    """One part, to its end or its deadline; its output goes into the record."""
+    """Run one part to its end or its deadline; its output goes into the record."""
     log = record.log(part)
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
@@ -96,7 +97,7 @@ def run(part: str, path: Path, record: Record, words: Sequence[str], deadline_s:
 
 
 def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
-    """Run pytest to its end or its deadline, into a log. Returns its exit code; 124: it was ended."""
+    """Run pytest to its end or its deadline, into a log. Return its exit code; 124 after the deadline."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             (sys.executable, "-m", "pytest", "-q", *words),
@@ -115,7 +116,7 @@ def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """As ctrl-C does, so that fixtures stop their engines; what is left after a grace period is killed."""
+    """End pytest as ctrl-C does, so that fixtures stop their engines; kill what is left after a grace period."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(GRACE_S)
@@ -136,9 +137,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/test.sh --parts", description="Runs the parts that have no good result on this commit."
     )
-    parser.add_argument("part", nargs="*", help="of these alone, also if they were good; default: all")
-    parser.add_argument("--list", action="store_true", help="print the parts and what is known of them")
-    parser.add_argument("--minutes", type=float, default=DEADLINE_MIN, help="a part may take (%(default)g)")
+    parser.add_argument("part", nargs="*", help="run only these, even if they were good; default: all")
+    parser.add_argument("--list", action="store_true", help="print the parts and their records")
+    parser.add_argument("--minutes", type=float, default=DEADLINE_MIN, help="longest time of a part (%(default)g)")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "all", help=argparse.SUPPRESS)
     args = parser.parse_args()

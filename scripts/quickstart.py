@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quickstart.sh runs once everything is installed: reference, pair, requests, comparison, table, timeline.
+"""Main part of quickstart.sh, after the installation: reference, pair, requests, comparison, table, timeline.
 
-Exit code 0 only if every token is the single engine's and nothing was left running. 1: a token differs, a request or
-a transfer failed. 3: a process did not end by itself.
+Exit code 0 only if every token is the single engine's and nothing was left running. 1: a token differs, a request or a
+transfer failed. 3: a process did not end by itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 OUT = ROOT / "out" / "quickstart"
 MODEL = "base16"
 LONG = 2048  # tokens of the prompts whose overlap is printed
-CHUNK = 2560  # a step holds the longest prompt whole
+CHUNK = 2560  # a step holds the whole of the longest prompt
 TOKENS = 16
 
 
 @dataclass
 class Case:
-    """One request of the tour, and what became of it."""
+    """One request, and its result."""
 
     name: str
     path: str
@@ -63,7 +63,7 @@ def cases() -> list[Case]:
 
 
 def specs(args: argparse.Namespace, model: Path, front: str, config: dict[str, Any]) -> list[EngineSpec]:
-    """Reference, prefill, decode."""
+    """Return the specifications of reference, prefill, decode."""
     shape: dict[str, Any] = {"max_len": CHUNK + 64, "chunk": CHUNK, "kv_bytes": 256 << 20, "max_seqs": 16}
     prefill = {k: v for k, v in config.items() if k != "metaserver_urls"}
     return [
@@ -91,7 +91,7 @@ def dry_run(args: argparse.Namespace) -> None:
 
 
 def tour(args: argparse.Namespace, cluster: Cluster, tried: list[Case]) -> tuple[list[str], str]:
-    """Start, ask, compare; returns what is wrong, and the metaserver's address."""
+    """Start, ask, compare. Return what is wrong, and the metaserver's address."""
     from scripts.support.models import ensure
 
     model = args.model or ensure(MODEL)
@@ -124,7 +124,7 @@ def _ask(url: str, case: Case) -> Answer:
 
 
 def _warm_up(url: str) -> None:
-    """First contact, lazily made threads and pages: once, outside the table."""
+    """Send a first request outside the table: connections, lazily started threads and pages are slow once."""
     from scripts.support.client import body_of, complete, prompt
 
     begun = time.monotonic()
@@ -134,7 +134,10 @@ def _warm_up(url: str) -> None:
 
 
 def _close_traces(url: str) -> None:
-    """A process writes its trace out with the first event after a second, and may be killed at its end."""
+    """Make each process write its trace, which happens with the first event after a second.
+
+    A process may be killed at its end, before it has written.
+    """
     from scripts.support.client import body_of, complete, prompt
 
     time.sleep(1.1)
@@ -142,7 +145,7 @@ def _close_traces(url: str) -> None:
 
 
 def _compare(case: Case, prefill: Engine) -> list[str]:
-    """The prefill engine, asked directly, is itself one engine of P's TP: it tells the logit gap if tokens differ."""
+    """Compare with the prefill engine, which, asked directly, is a single engine of P's TP and gives the logit gap."""
     from scripts.support.compare import Tally, TokensDiffer
 
     expected, answer = case.expected, case.answer
@@ -172,7 +175,7 @@ def _stay(url: str) -> None:
 
 
 def report(tried: list[Case], trace: Trace, layers: int) -> list[str]:
-    """The table, the overlap, and the timeline of the last long request; returns transfers that failed."""
+    """Print the table, the overlap, and the timeline of the last long request. Return the transfers that failed."""
     from scripts.support.timeline import picture
 
     print(f"\n{'request':24} {'prompt':>6} {'TTFT ms':>8} {'KV bytes':>12} {'descriptors':>11} {'hidden':>7}  tokens")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy streams through a P and two real D's, one of which is killed in each round; every answer compared with one engine's.
+"""Greedy streams through a P and several real D's, one of which is killed in each round.
 
-Prints after each round how many streams were resumed and how long their clients heard nothing. It fails if one is different or broken.
+Every answer is compared with one engine's. Prints after each round how many streams were resumed and the longest gaps
+that their clients saw. Fails if an answer differs or is broken.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from scripts.support.resuming import MAX_AT_ONCE, Resuming
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument("--streams", type=int, default=1000, help="number of streams (default: 1000)")
     parser.add_argument(
-        "--at-once", type=int, default=48, help="in one round, with one killed D; 90 at most (default: 48)"
+        "--at-once", type=int, default=48, help="streams per round, with one killed D; 90 at most (default: 48)"
     )
-    parser.add_argument("--decodes", type=int, default=2, help="D's; those beyond two save waiting (default: 2)")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer (default: 64)")
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and moments (default: 1)")
+    parser.add_argument(
+        "--decodes", type=int, default=2, help="number of D's; more than two shorten the waits (default: 2)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer (default: 64)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and kills (default: 1)")
     args = parser.parse_args()
     with Cluster(fresh_directory("resume")) as cluster:
         run = Resuming(cluster, args.seed, say, args.decodes)

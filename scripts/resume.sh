@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Streams whose decode engine is killed go on with another: real engines, every answer compared. --help shows the flags.
+# Streams whose decode engine is killed continue with another: real engines, answers compared. --help shows the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh

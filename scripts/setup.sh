@@ -22,7 +22,7 @@ PD_SETUP_LOCK_TIMEOUT=900
 PD_TORCH_INDEX=${PD_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 PD_STARTED=$EPOCHREALTIME
 
-# ---- saying what happens
+# ---- progress messages
 
 pd_elapsed() { # seconds since $1 (an EPOCHREALTIME), one decimal; into the variable $2 if there is one
   local now=${EPOCHREALTIME/[.,]/} then=${1/[.,]/}
@@ -88,7 +88,7 @@ pd_find_npu_python() {
   return 1
 }
 
-# vllm-ascend must really import. The proof takes seconds, so it is kept until the interpreter's packages change.
+# vllm-ascend must really import. That takes seconds, so the result is kept until the interpreter's packages change.
 pd_check_npu() {
   local python=$1 seen=$PD_CACHE/npu-python now
   now="$python $(stat -c %Y "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')")"
@@ -142,7 +142,7 @@ pd_library_missing() { # soname
   [[ $cache != *"$1 "* ]]
 }
 
-# Prints the Debian packages that are missing for interpreter $1 (empty: there is none yet), one a line.
+# Prints the Debian packages missing for interpreter $1 (empty: none exists yet), one a line.
 pd_missing_packages() {
   local python=$1
   if [ -z "$python" ]; then
@@ -176,8 +176,8 @@ pd_debian() {
   pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"
 }
 
-# What some tests use besides: a browser for the status page; with --all, cross-compiled parts under emulation and the
-# NPU library's CMake path. Whoever cannot install them runs the other tests; these say what they lack.
+# Extra tools of some tests: a browser for the status page; with --all, cross-compiled parts under emulation and the NPU
+# library's CMake path. Without them the other tests run, and these report what is missing.
 pd_test_tools() { # all, or nothing
   local missing=()
   command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null ||
@@ -194,7 +194,7 @@ pd_test_tools() { # all, or nothing
   fi
 }
 
-# ---- stamps: a step is done when the hash of what it was made from is written down
+# ---- stamps: a step is done when the hash of its inputs is recorded
 
 pd_stamp_is() { [ -f "$PD_STAMPS/$1" ] && [ "$(<"$PD_STAMPS/$1")" = "$2" ]; }
 
@@ -213,7 +213,7 @@ pd_hash() { # of files and of the words after --
 
 pd_pip() { "$PD_PYTHON" -m pip --disable-pip-version-check --no-input "$@"; }
 
-# torch's CPU wheel comes from wherever pip is told to look, else from PyTorch's own index.
+# torch's CPU wheel comes from pip's configured index, else from PyTorch's own.
 pd_install_torch() {
   local pin
   pin=$(grep '^torch==' "$PD_ROOT/requirements/cpu-py311.txt") || return 1
@@ -296,7 +296,7 @@ pd_build() {
   hash=$(pd_hash setup.py pyproject.toml "${sources[@]}" -- \
     "$torch" "$PD_ROOT" "${VLLM_ASCEND_PD_NPU:-auto}" "${ASCEND_HOME_PATH:-}" "${SOC_VERSION:-}" "${PD_EXTRAS:-}")
   if pd_stamp_is build "$hash" && compgen -G "$PD_ROOT/vllm_ascend_pd/_C*.so" >/dev/null; then return 0; fi
-  # On an NPU host the extras may bring test tools; what the container already has stays at its version.
+  # On an NPU host the extras may add test tools; packages of the container keep their versions.
   local how=(--no-deps)
   if [ -n "${PD_EXTRAS:-}" ]; then how=(--upgrade-strategy only-if-needed); fi
   if ! "$PD_PYTHON" -c 'import setuptools as s, sys; sys.exit(int(s.__version__.split(".")[0]) < 77)' 2>/dev/null; then

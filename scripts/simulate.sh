@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Whole clusters on a simulated clock, one per seed, with everything going wrong that can; checks the protocol's promises.
-#   scripts/simulate.sh --seeds N --from S [--jobs J]     consecutive seeds; the exit code says whether a promise was broken
+# Whole clusters on a simulated clock, one per seed, with all kinds of faults; checks the protocol's promises.
+#   scripts/simulate.sh --seeds N --from S [--jobs J]     consecutive seeds; exit code 1 if a promise was broken
 #   scripts/simulate.sh --front --seeds N --from S        the metaserver's service instead: its clients, its engines
 #   scripts/simulate.sh --seed X --trace                  one seed again, event by event
 set -euo pipefail

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long mixed load on prefill TP 2 → decode TP 1, every block checksummed, every answer compared with a single engine's.
+"""A long mixed load on prefill TP 2 → decode TP 1, every block checksummed, every answer compared.
 
-Mixed lengths, common prefixes, 2 % of the clients leave, prefill is restarted in the middle while the load goes on. Ten
-times the load rests: memory, threads, sockets, free blocks and open transfers must be flat (a worker's memory: as flat as
-the single engine's).
+Answers are compared with a single engine's. Mixed lengths, common prefixes, 2 % of the clients disconnect, and prefill
+is restarted in the middle under load. The load pauses ten times: memory, threads, sockets, free blocks and open
+transfers must not grow (a worker's memory: not more than the single engine's).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ COUNTS = (
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=10_000, help="how many (default: 10000)")
+    parser.add_argument("--prompts", type=int, default=10_000, help="number of prompts (default: 10000)")
     parser.add_argument("--at-once", type=int, default=24, help="requests under way (default: 24)")
-    parser.add_argument("--seed", type=int, default=1, help="of the load (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the load (default: 1)")
     parser.add_argument("--rests", type=int, default=10, help="samples in a run (default: 10)")
-    parser.add_argument("--no-restart", action="store_true", help="prefill stays")
+    parser.add_argument("--no-restart", action="store_true", help="do not restart prefill")
     return parser.parse_args()
 
 
@@ -51,9 +51,10 @@ class Place:
         self.cluster = cluster
         port, model = cluster.port(), ensure("gqa")
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
-        # A run may be stopped for minutes, as one: nothing that only waits may give up over it.
+        # A run may be stopped for minutes as a whole, so timeouts of waits are long.
         patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
-        polite = {**patience, "VLLM_ASCEND_PD_PATIENT_SHM": "1"}  # no connector stops the reference's spinning
+        # for the reference, which has no connector to stop vLLM's spinning
+        polite = {**patience, "VLLM_ASCEND_PD_PATIENT_SHM": "1"}
         shape = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
         (self.single,) = cluster.start(EngineSpec("single", model, tp=1, environment=polite, **shape))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A long mixed load on a real pair, every answer compared with a single engine's; memory, threads, sockets and blocks stay flat.
+# A long mixed load on a real pair: every answer compared with a single engine's, servers checked for growth.
 # --help shows the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."

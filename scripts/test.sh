@@ -28,7 +28,7 @@ when all tests or these are asked for, on x86-64 with 20 GB free (docs/building.
 TEXT
 }
 
-# Makes the environment of tests/ascend_host where it can be; elsewhere its tests say that it is not there.
+# Makes the environment of tests/ascend_host where possible; otherwise its tests report that it is missing.
 pd_ascend_host() {
   local free
   free=$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9)
@@ -75,7 +75,8 @@ spread=()
 if [ ${#paths[@]} = 0 ]; then
   cores=$(nproc)
   spread=(-n "$((cores < 4 ? cores : 4))" --durations 15 --durations-min 20)
-  # The longest first, so that the processes end together: those that start engines keep one of them each all the time.
+  # The longest first, so that the processes end together: each process with a file that starts engines stays busy all
+  # the time.
   for part in integration ascend_host simulation native unit; do
     if [ "$part" = ascend_host ] && [ "${PD_ASCEND_HOST:-1}" = 0 ]; then continue; fi
     if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi

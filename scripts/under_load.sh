@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs a command again and again beside busy processes and counts: what depends on a quiet machine fails here.
+# Runs a command repeatedly beside busy processes and counts failures: timing-dependent tests fail here.
 set -euo pipefail
 here=$(dirname "$0")
 # shellcheck source=scripts/options.sh
@@ -28,7 +28,7 @@ TEXT
 busy=()
 run=''
 
-# By process id and session alone: only what this script started.
+# By process id and session only, so that nothing else is ended.
 clean() {
   trap '' INT TERM
   trap - EXIT
@@ -40,7 +40,7 @@ clean() {
   busy=()
 }
 
-# The run is the leader of a process group. It may stop its engines for 90 s, then it is killed.
+# The run leads a process group. It has 90 s to stop its engines, then it is killed.
 end_run() {
   local end=$((SECONDS + 90))
   kill -TERM -- "-$run" 2>/dev/null || true

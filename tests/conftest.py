@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: the repository on the import path, and a reason for each test that cannot run here."""
+"""Setup shared by all tests: the repository on the import path, and a reason for each test that cannot run here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-settings.register_profile("any machine", deadline=None)  # how fast an example is says nothing about the code
+settings.register_profile("any machine", deadline=None)  # the speed of an example depends on the machine
 settings.load_profile("any machine")
 
 
@@ -34,10 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """No test hands LD_PRELOAD to the next one.
+    """Keep LD_PRELOAD from passing from one test to the next.
 
-    vLLM's CPU platform sets it (tcmalloc, libgomp) in the process that makes a configuration; with that, programs built
-    with a sanitizer refuse to start. A hook and not a fixture, because fixtures of a wider scope make configurations too.
+    vLLM's CPU platform sets it (tcmalloc, libgomp) in the process that makes a configuration; with it, programs built
+    with a sanitizer refuse to start. A hook and not a fixture, because fixtures of a wider scope make configurations
+    too.
     """
     before = os.environ.get("LD_PRELOAD")
     try:
@@ -51,13 +52,16 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 @pytest.fixture(autouse=True)
 def heard() -> None:
-    """What the package logs reaches pytest, also after a test has started vLLM's plug-ins, which hand it to vLLM's handlers alone."""
+    """Let pytest receive the package's log messages.
+
+    vLLM's plug-ins, if a test starts them, redirect those to vLLM's handlers alone.
+    """
     logging.getLogger("vllm_ascend_pd").propagate = True
 
 
 @pytest.fixture(scope="session")
 def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Progress lines that reach the terminal although pytest captures output.
+    """Return a function that prints progress lines although pytest captures output.
 
     A worker of a run on several cores has no reporter: its lines go to the standard error that it shares with the run.
     """
@@ -79,7 +83,7 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With `-n`: files in their order, each on one worker; a folder whose files share engines on one as well."""
+    """Schedule with `-n`: files in their order, each on one worker; a folder whose files share engines also on one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc, unused-ignore]

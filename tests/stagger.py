@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of the package that stand still now and then, as on a machine with other work.
+"""Random pauses in the package's threads, as on a machine with other load.
 
-`pytest --stagger SEED` finds tests that hold only while answers come in the usual order. At random calls and returns in the
-package's own code a thread sleeps for some milliseconds. A test's own thread runs as always, so what it looks at too early shows.
+`pytest --stagger SEED` finds tests that pass only while answers come in the usual order. At random calls and returns in
+the package's own code a thread sleeps for some milliseconds. A test's own thread does not pause, so reading a result
+too early shows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LONGEST_S = 0.05
 
 
 def start(seed: int) -> None:
-    """From now on, for every thread that starts."""
+    """Pause in every thread that starts from now on."""
     own = threading.local()
 
     def called(frame: FrameType, event: str, _: Any) -> None:

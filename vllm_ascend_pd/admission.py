@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_ascend_pd import drafts, quantised
+from vllm_ascend_pd import drafts, older_groups, quantised
 from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 BOTH = "kv_both"
+_BESIDE = "A model with sliding windows, states or several KV cache groups"
 _ONE_ROLE = "Give each engine one role, kv_producer or kv_consumer."
 # Specs by class name: vllm-ascend puts classes of its own in the place of vLLM's.
 _PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
@@ -151,9 +152,9 @@ def check_both(kv_cache_config: KVCacheConfig) -> None:
     """Raise ConfigError if both roles are not proven in this engine, by what only the engine itself knows."""
     if is_vllm_ascend():
         raise _refused(f"{BOTH} under vllm-ascend", _ONE_ROLE)
-    if not knows_transfer_groups():
+    if older_groups.needed():
         raise _refused(f"{BOTH} with this vLLM", f"Use vLLM 0.32.0 or later for it. {_ONE_ROLE}")
-    if _groups(kv_cache_config.kv_cache_groups):
+    if is_grouped(kv_cache_config):
         raise _refused(f"{BOTH} for a cache with sliding windows, states or several groups", _ONE_ROLE)
 
 
@@ -226,10 +227,11 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     if staged and groups:
         feature = "A cache with sliding windows, states or several groups, with pipeline parallelism"
         raise _refused(feature, "Start with -pp 1.")
-    if config.speculative_config is not None and groups:
-        # Rows of a state's convolution depend on how many tokens are drafted, too.
-        feature = "Speculative decoding with sliding windows, states or several groups"
+    if config.speculative_config is not None and groups and not _drafts_beside(made):
+        feature = "Speculative decoding with sliding windows, Mamba-2 or several groups of attention"
         raise _refused(feature, "Start without a draft model.")
+    if states and which and not which.startswith("method=mtp "):
+        raise _refused("A draft model other than MTP beside states", "Use MTP, or none.")
     words = quantised.words(config, specs)
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
@@ -250,6 +252,7 @@ def _recurrent(config: Any, spec: Any) -> Recurrent:
         sizes=tuple(dtype.itemsize for dtype in spec.dtypes),
         dim_first=is_conv_state_dim_first(),
         groups=next((one for one in groups if isinstance(one, int)), 0),
+        drafted=getattr(spec, "num_speculative_blocks", 0),
     )
 
 
@@ -263,6 +266,24 @@ def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
 
     groups = tuple(group(one.kv_cache_spec) for one in made)
     return groups if len(groups) > 1 or any(group.partial for group in groups) else ()
+
+
+def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether there are several groups, or one that does not keep all tokens."""
+    return bool(_groups(kv_cache_config.kv_cache_groups))
+
+
+def _drafts_beside(made: Sequence[Any]) -> bool:
+    """Return whether drafts are proven beside these groups: states of Gated DeltaNet, and one group of attention."""
+    specs = [group.kv_cache_spec for group in made]
+    attention = [spec for spec in specs if not _is_state(spec)]
+    divided = all(_takes_drafts(spec) for spec in specs if _is_state(spec))
+    return divided and len(attention) == 1 and not _is_window(attention[0])
+
+
+def _takes_drafts(spec: Any) -> bool:
+    """Return whether a state's rows for drafted tokens are known: its first rows are those of the prompt."""
+    return _RECURRENCES.get(getattr(spec.mamba_type, "name", "")) == DELTA_NET
 
 
 def _is_window(spec: Any) -> bool:
@@ -359,13 +380,26 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
         raise refusal
 
 
+def older_scheduler(config: Any, kv_cache_config: KVCacheConfig) -> bool:
+    """Give connectors of an older vLLM what they need for several groups. Return whether that was necessary.
+
+    Raise ConfigError if it is not proven with this scheduler.
+    """
+    if not is_grouped(kv_cache_config) or not older_groups.needed():
+        return False
+    if why := older_groups.install(config):
+        raise _refused(f"{_BESIDE} ({why})", "Use vLLM 0.32.0 or later for it.")
+    return True
+
+
 def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     """Yield all that is not proven in a model's cache; the first stops the start."""
     groups = kv_cache_config.kv_cache_groups
     beside = len(groups) > 1 or any(_is_window(g.kv_cache_spec) or _is_state(g.kv_cache_spec) for g in groups)
-    if beside and not knows_transfer_groups():
-        feature = "A model with sliding windows, states or several KV cache groups"
-        yield _refused(feature, "Use vLLM 0.32.0 or later for it.")
+    if beside and is_vllm_ascend():
+        yield _refused(f"{_BESIDE} under vllm-ascend", "Use another model.")
+    elif beside and older_groups.unproven():
+        yield _refused(_BESIDE, "Use vLLM 0.23 or 0.32.0 and later for it.")
     if any(
         not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
     ):
@@ -374,13 +408,6 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     for group in groups:
         specs = [group.kv_cache_spec] if beside else _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
         yield from {str(error): error for spec in specs for error in _spec_refusals(spec, proven)}.values()
-
-
-def knows_transfer_groups() -> bool:
-    """Return whether this vLLM gives connectors what they must know of several groups."""
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    return hasattr(KVCacheConfig, "transfer_group_ids")
 
 
 def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
@@ -407,7 +434,7 @@ def _state_refusals(spec: Any) -> Iterator[ConfigError]:
         yield _refused(feature, "Use a model with Mamba-2 or Gated DeltaNet.")
     if (mode := getattr(spec, "mamba_cache_mode", "none")) not in ("none", "align"):
         yield _refused(f"mamba_cache_mode {mode}", "Use none or align.")
-    if getattr(spec, "num_speculative_blocks", 0):
-        yield _refused("A recurrent state with blocks for drafted tokens", "Start without a draft model.")
+    if getattr(spec, "num_speculative_blocks", 0) and not _takes_drafts(spec):
+        yield _refused(f"A recurrent state of kind {name} with drafts", "Start without a draft model.")
     if getattr(spec, "tp_replicated", False):
         yield _refused("A recurrent state that every rank has whole", "Use another model.")

@@ -42,12 +42,12 @@ class ChannelConfig:
     side_channel_port: int = _key(
         0,
         "P, D",
-        "0: a free port, told through the handshake. N: D listens on N + data-parallel rank × TP × PP + stage × TP + TP rank; P, with "
-        "hold_sources, on N + data-parallel rank; kv_both as P on N, as D on N + 1 + TP rank",
+        "0: a free port, which peers learn. N: D listens on N + data-parallel rank × TP × PP + stage × TP + TP rank; "
+        "P with hold_sources on N + data-parallel rank; kv_both as P on N, as D on N + 1 + TP rank",
         low=0,
         high=65535,
     )
-    advertise_host: str = _key("", "P, D", "address told to peers; empty: side_channel_host")
+    advertise_host: str = _key("", "P, D", "address that peers use; empty: side_channel_host")
     secret_file: str = _key("", "P, D", "file with the shared secret (mode 0600, at least 32 bytes)")
     secret_file_previous: str = _key("", "P, D", "second secret that is still accepted, for rotation")
     allow_unauthenticated: bool = _key(False, "P, D", "allow a non-loopback address without a secret")
@@ -56,9 +56,11 @@ class ChannelConfig:
 @dataclass(frozen=True, slots=True)
 class MetaserverConfig:
     metaserver_urls: tuple[str, ...] = _key((), "D", "allow-list: the only metaservers D calls (scheme://host:port)")
-    metaserver_max_connections: int = _key(2048, "D", "open reservations' connections at most", low=1, high=100_000)
+    metaserver_max_connections: int = _key(
+        2048, "D", "largest number of connections for open reservations", low=1, high=100_000
+    )
     metaserver_max_queue: int = _key(
-        4096, "D", "reservations waiting for a connection at most; more fail at once", low=1, high=1_000_000
+        4096, "D", "largest number of reservations that wait for a connection; more fail at once", low=1, high=1_000_000
     )
     metaserver_connect_timeout_s: float = _key(5.0, "D", "time to connect to the metaserver", low=0.05, high=120)
     tls_ca_file: str = _key("", "D", "CA certificates for an https metaserver; empty: the system's")
@@ -74,23 +76,24 @@ class MeetConfig:
     hold_sources: int = _key(
         0,
         "P",
-        "requests without a reservation that P computes and holds at most; 0: none, and P listens nowhere",
+        "largest number of requests that P computes and holds without a reservation; 0: none, and P does not listen",
         low=0,
         high=100_000,
     )
-    hold_share: float = _key(0.25, "P", "share of the cache's blocks that these hold at most", low=0.0, high=1.0)
+    hold_share: float = _key(0.25, "P", "largest share of the cache's blocks for these requests", low=0.0, high=1.0)
     bootstrap_port: int = _key(
         0,
         "P",
-        "0: none. N: with hold_sources, where routers of Mooncake's dialect ask who this engine is (HTTP, its first data-parallel rank)",
+        "0: none. N: with hold_sources, the HTTP port of the first data-parallel rank, at which routers of Mooncake's "
+        "dialect get the ids of this engine's ranks",
         low=0,
         high=65535,
     )
     prefill_listeners: tuple[str, ...] = _key(
         (),
         "D",
-        "allow-list: the prefill engines that D offers its reservations to (host, or host:port); those that sign their answers "
-        "with the secret need not be named",
+        "allow-list: the prefill engines that D offers its reservations to (host, or host:port); engines that sign "
+        "their answers with the secret need no entry",
     )
 
 
@@ -103,15 +106,17 @@ class WireConfig:
     model_version: str = _key(
         "",
         "P, D",
-        "any word for the weights, where another version of them may run beside this one: P and D must have the same",
+        "any word for this version of the weights, if another one may run beside it; P and D must have the same word",
     )
     transfer_timeout_s: float = _key(30.0, "P, D", "the transfer engine's own timeout for one write", low=5, high=110)
-    max_descriptors: int = _key(1000, "P", "descriptors in flight to one peer at most", low=1, high=65535)
-    fuse_layers: int = _key(4, "P", "a writer that lags may put this many ready layers into one batch", low=1, high=64)
+    max_descriptors: int = _key(1000, "P", "largest number of descriptors in flight to one peer", low=1, high=65535)
+    fuse_layers: int = _key(
+        4, "P", "largest number of ready layers that a late writer puts into one batch", low=1, high=64
+    )
     first_token: str = _key(
         "auto",
         "P, D",
-        "auto: D starts with the token that P has sampled, where that was tried; off: D computes the prompt's last token again",
+        "auto: D starts with P's sampled token, if this was tried; off: D computes the prompt's last token again",
         choices=("auto", "off"),
     )
     verify: str = _key(
@@ -131,11 +136,13 @@ class RegroupConfig:
     regroup_kernels: str = _key(
         "torch_npu",
         "P",
-        "what gathers and assembles on an NPU: torch_npu's ops and copies, or our own kernels, which no hardware has run",
+        "what gathers and assembles on an NPU: torch_npu's ops and copies, or our own kernels (never run there)",
         choices=("torch_npu", "own"),
     )
     staging_slots: int = _key(4, "P", "staging slots per destination", low=1, high=256)
-    staging_destinations: int = _key(4, "P", "destinations that staging is sized for at start", low=1, high=256)
+    staging_destinations: int = _key(
+        4, "P", "number of destinations for which staging is sized at the start", low=1, high=256
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +154,24 @@ class Timers:
     ready_timeout_s: float = _key(
         30.0, "P, D", "P: from the first BEGIN to READY; D: how long a BEGIN may be parked", low=0.2, high=600
     )
-    stall_timeout_s: float = _key(120.0, "P", "no progress of a push for so long fails it", low=0.2, high=3600)
+    stall_timeout_s: float = _key(120.0, "P", "a push that makes no progress for this long fails", low=0.2, high=3600)
     recv_deadline_s: float = _key(300.0, "D", "X: from the reservation to complete KV", low=0.5, high=86400)
     hold_s: float = _key(
         120.0, "P", "how long finished blocks wait for a reservation (P-first order)", low=0.5, high=3600
     )
     meet_s: float = _key(
-        30.0, "P", "how long a reservation waits for the request of its name (concurrent order)", low=0.2, high=3600
+        30.0, "P", "how long a reservation waits for the request with its name (concurrent order)", low=0.2, high=3600
     )
     first_token_wait_s: float = _key(
-        0.2, "D", "with its KV complete a request waits so long for P's first token", low=0.0, high=10
+        0.2, "D", "how long a request with complete KV waits for P's first token", low=0.0, high=10
     )
-    preempt_drain_s: float = _key(1.0, "P", "wait for writes that read preempted blocks", low=0.0, high=60)
+    preempt_drain_s: float = _key(1.0, "P", "longest wait for writes that read preempted blocks", low=0.0, high=60)
     resend_first_s: float = _key(0.2, "P, D", "first repetition of an unanswered message", low=0.01, high=10)
     resend_max_s: float = _key(2.0, "P, D", "longest time between repetitions", low=0.01, high=60)
     quiet_extra_s: float = _key(
         10.0,
         "P, D",
-        "T = transfer_timeout_s + this: a failed write may land that long; at least 2, but for memory",
+        "T = transfer_timeout_s + this: how long a failed write may still land; at least 2 (not with memory)",
         low=0.0,
         high=60,
     )
@@ -172,16 +179,17 @@ class Timers:
 
 @dataclass(frozen=True, slots=True)
 class ObserveConfig:
-    trace_dir: str = _key("", "P, D", "write stage events here, one file per process; empty: off")
+    trace_dir: str = _key("", "P, D", "directory for stage events, one file per process; empty: off")
     patient: bool = _key(
         True,
         "D",
-        "the engine core sleeps while it only waits for remote KV, instead of spinning (not where data-parallel ranks step together)",
+        "the engine core sleeps while it waits for nothing but remote KV, instead of spinning (not if data-parallel "
+        "ranks step together)",
     )
     patient_shm: str = _key(
         "auto",
         "P, D",
-        "replace vLLM's shared-memory spin by short sleeps: auto = on CPU only",
+        "replace the spin of vLLM's shared-memory queue by short sleeps; auto: on a CPU only",
         choices=("auto", "on", "off"),
     )
 

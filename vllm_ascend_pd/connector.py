@@ -58,6 +58,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
+        self._grouped = kv_cache_config is not None and admission.is_grouped(kv_cache_config)
         self._is_both = vllm_config.kv_transfer_config.kv_role == admission.BOTH
         if self._is_both and kv_cache_config is not None:
             admission.check_both(kv_cache_config)
@@ -66,8 +67,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
         _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         if scheduler:
+            by_request = kv_cache_config is not None and admission.older_scheduler(vllm_config, kv_cache_config)
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            self._scheduler = _scheduler(engine, vllm_config, blocks, self.patience)
+            self._scheduler = _scheduler(engine, vllm_config, blocks, self.patience, fails=by_request)
         else:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
         self.first_tokens = self._scheduler.around()
@@ -140,8 +142,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Failed requests are named by get_transfer_results where vLLM has it; block ids are the older way.
+        # Of several groups vLLM cannot use them: the scheduler's side fails the request (older_groups.py).
         invalid, self._legacy_invalid_blocks = self._legacy_invalid_blocks, set()
-        return set() if compat.HAS_TRANSFER_RESULTS else invalid
+        return set() if compat.HAS_TRANSFER_RESULTS or self._grouped else invalid
 
     def _ended(self, finished_req_ids: set[str]) -> Ended:
         ended = self._worker.ended(finished_req_ids)
@@ -232,7 +235,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, any(block_ids))
 
 
-def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience) -> SchedulerRole:
+def _scheduler(
+    engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool
+) -> SchedulerRole:
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
     prefill = None
     if transfer.is_kv_producer:
@@ -245,6 +250,7 @@ def _scheduler(engine: Engine, vllm_config: Any, blocks: int, waiting: patience.
         "longest": vllm_config.model_config.max_model_len,
         "vocabulary": vocabulary,
         "whole": first_token.can_fail(),
+        "fails": fails,
     }
     decode = DecodeScheduler(engine, waiting, **facts)
     return BothScheduler(prefill, decode) if prefill is not None else decode

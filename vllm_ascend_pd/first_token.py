@@ -36,6 +36,8 @@ NEWEST = "0.32."  # the only release with which drafts and grammars were tried
 CONNECTOR = "AscendPushConnector"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.32 on
+_RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
+OUTPUTS = {"update_from_output": ("self", "scheduler_output", "model_runner_output")}
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (
@@ -83,12 +85,22 @@ class StepHooks:
 
 def install(vllm_config: Any) -> str:
     """Wrap vLLM's scheduler, once. Return why not; empty: it is wrapped."""
-    why = unproven(vllm_config)
-    if why or "outputs" in _installed:
-        return why
-    from vllm.v1.core.sched.scheduler import Scheduler
+    if not (why := unproven(vllm_config)):
+        wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
+    return why
 
-    original = Scheduler.update_from_output
+
+def defining(scheduler: type, name: str) -> Any:
+    """Return the class that a scheduler has this method from."""
+    return next(owner for owner in scheduler.__mro__ if name in vars(owner))
+
+
+def wrap_outputs(scheduler: type) -> None:
+    """Call the connector's StepHooks around `update_from_output`, once."""
+    owner = defining(scheduler, "update_from_output")
+    original = owner.update_from_output
+    if hasattr(original, "__wrapped__"):
+        return
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -102,9 +114,7 @@ def install(vllm_config: Any) -> str:
             role.entered = False
         return outputs
 
-    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
-    _installed.add("outputs")
-    return ""
+    owner.update_from_output = update_from_output
 
 
 def install_on_worker(vllm_config: Any) -> str:
@@ -170,7 +180,7 @@ def _other_shape(scheduler: type) -> str:
     if not issubclass(scheduler, Scheduler) or scheduler.update_from_output is not Scheduler.update_from_output:
         return f"the scheduler {scheduler.__name__} was not tried"
     shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
-        (Scheduler.update_from_output, ("self", "scheduler_output", "model_runner_output")),
+        (Scheduler.update_from_output, OUTPUTS["update_from_output"]),
         (check_stop, ("request", "max_model_len")),
         (InputBatch.add_request, ("self", "request")),
     )
@@ -281,7 +291,18 @@ def can_fail() -> bool:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    return hasattr(Scheduler, _FAILING)
+    return hasattr(Scheduler, _FAILING) or hasattr(Scheduler, _RETRYING)
+
+
+def _failed(scheduler: Any, request_id: str) -> bool:
+    """Apply vLLM's policy to a failed load. Return whether it ends the request."""
+    if hasattr(scheduler, _FAILING):
+        return bool(getattr(scheduler, _FAILING)({request_id}))
+    if scheduler.recompute_kv_load_failures:
+        # As vLLM does with the first block of a single table: nothing of the request is computed.
+        scheduler.requests[request_id].num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)
+    return not scheduler.recompute_kv_load_failures
 
 
 def fail(scheduler: Any, request: Any) -> Any:
@@ -293,7 +314,7 @@ def fail(scheduler: Any, request: Any) -> Any:
     from vllm.v1.request import RequestStatus
 
     request_id = request.request_id
-    ends = getattr(scheduler, _FAILING)({request_id})
+    ends = _failed(scheduler, request_id)
     if not ends and request_id not in scheduler.failed_recving_kv_req_ids:
         raise LocalProtocolError(f"vLLM does not take {request_id} for a request whose load has failed")
     if ends:

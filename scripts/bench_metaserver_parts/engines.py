@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instant pretended engines: a P and a D in one process, as cheap as Python allows.
+"""Instant imitations of engines: a P and a D in one process, as cheap as Python allows.
 
 D asks for its prefill when the request says so, like the real one, then sends `pieces` events, `gap_ms` apart.
 """
@@ -18,7 +18,7 @@ from wire import ClientPool, ServerProtocol, post
 
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
 PROMPT_IDS = ",".join(str(1000 + i) for i in range(200)).encode()
-# The same with what is asked for a stream that another D can go on with.
+# With what the metaserver asks for in streams that another D can resume.
 KEPT = EVENT.replace(b"}]}", b',"token_ids":[12345]}]}')
 KEPT_FIRST = KEPT.replace(b',"token', b',"prompt_token_ids":[' + PROMPT_IDS + b'],"token')
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

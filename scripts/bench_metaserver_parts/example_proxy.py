@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured against: a proxy of the common example type, FastAPI and httpx, written plainly.
+"""Example proxy for comparison: the common type of FastAPI and httpx.
 
-It does the same dance (D first, D asks for its prefill) with none of the care: no limits, no retries, no health.
+It sends the same requests (D first, D asks for its prefill) without limits, retries and health checks.
 """
 
 from __future__ import annotations

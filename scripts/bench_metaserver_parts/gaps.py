@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one turn of the metaserver's loop takes while a client sends long bodies: the longest gap between two ticks.
+"""Longest gap between two ticks of the metaserver's event loop while a client sends long bodies.
 
-Client and engine are processes of their own, so that only what the metaserver does itself is measured. Each line is one kind of
-body; beside it the same time with nothing sent, which is what the machine's other work does to the loop.
+Client and engine are other processes, so only the metaserver's own work is measured. Each line is one kind of body;
+beside it is the gap with nothing sent, which is caused by other load on the machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
 
 
 def serve(port: int, size: int) -> None:
-    """An engine that answers at once; with a long answer to the prompt "long"."""
+    """Run an engine that answers at once; with a long answer to the prompt "long"."""
     answer = b'{"choices": ["' + b"y" * size + b'"], "kv_transfer_params": {"pd_load": null}}'
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
@@ -59,7 +59,7 @@ def serve(port: int, size: int) -> None:
 
 
 def ask(url: str, size: int, times: int, line: Connection) -> None:
-    """Sends a kind of body when it is told to, and tells the statuses."""
+    """Send each kind of body named on `line`, and report the statuses."""
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
         while name := line.recv():
             route, make = BODIES[name]

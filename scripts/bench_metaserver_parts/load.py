@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load: closed loops of streaming requests, each timed to its first byte and to its end."""
+"""Load generator: closed loops of streaming requests, each timed to its first byte and to its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def client(port: int, request: bytes, until: float, total: list[int], out:
 
 async def main(args: argparse.Namespace) -> None:
     body = {"model": "m", "prompt": "word " * args.words, "max_tokens": args.pieces, "stream": True, "temperature": 0}
-    told = json.dumps({**body, "user": f"{args.gap_ms:g}"}).encode()  # a field that every metaserver knows
+    told = json.dumps({**body, "user": f"{args.gap_ms:g}"}).encode()  # a field that every metaserver accepts
     request = post("/v1/completions", f"127.0.0.1:{args.port}", told)
     loop = asyncio.get_running_loop()
     out: list[tuple[float, float]] = []

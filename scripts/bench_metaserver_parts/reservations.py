@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of reservations open from one D scheduler process: what they cost its scheduler thread, and its memory.
+"""Thousands of open reservations from one D scheduler process: the cost in its scheduler thread and its memory.
 
-The main thread plays the scheduler: a step every 2 ms, in which some reservations are posted. Its longest call of
-`reserve` and the longest delay of a step are printed, beside the delay of a thread in which nothing is reserved.
+The main thread acts as the scheduler: a step every 2 ms, in which some reservations are posted. Printed are the longest
+call of `reserve` and the longest delay of a step, beside the delay in a thread without reservations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def line(text: bytes) -> bytes:
 
 
 def serve(port: int, hold_s: float) -> None:
-    """A metaserver that takes `hold_s` for every prefill."""
+    """Run a metaserver that takes `hold_s` for every prefill."""
 
     async def handle(path: bytes, body: bytes, connection: ServerProtocol) -> None:
         connection.write(HEAD + line(b'{"event":"accepted","prefill":"p:1"}'))
@@ -52,7 +52,7 @@ def serve(port: int, hold_s: float) -> None:
 
 
 class Scheduler:
-    """Steps, and how late they came."""
+    """Steps, and how late they were."""
 
     def __init__(self, client: MetaserverClient, url: str) -> None:
         self._client, self._url = client, url
@@ -97,7 +97,7 @@ def main() -> None:
     )
     scheduler = Scheduler(client, url)
     scheduler.run(1.0, reserve=1)
-    while not kinds:  # the server takes as long to start as it takes
+    while not kinds:  # until the server has started
         time.sleep(0.01)
     gc.collect()
     gc.freeze()  # as vLLM's engine core does after its start

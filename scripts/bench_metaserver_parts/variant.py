@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver with its HTTP client exchanged, to choose it by measurement: own, aiohttp or httpx."""
+"""The metaserver with another HTTP client, for comparison: own, aiohttp or httpx."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least HTTP that a benchmark needs: a server and a client protocol that cost little beside what is measured."""
+"""Minimal HTTP for benchmarks: server and client protocols that cost little beside what is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httptools
 
 
 class ServerProtocol(asyncio.Protocol):
-    """Calls `handle(path, body, write)` for each request; `write` takes raw bytes of the answer."""
+    """Server protocol that calls `handle(path, body, write)` for each request. `write` takes raw bytes."""
 
     def __init__(self, handle: Callable[[bytes, bytes, ServerProtocol], Awaitable[None] | None]) -> None:
         self._handle = handle
@@ -47,7 +47,7 @@ class ServerProtocol(asyncio.Protocol):
 
 
 class ClientProtocol(asyncio.Protocol):
-    """One keep-alive connection: `ask` sends one request; `first` and the return value say when and what."""
+    """One keep-alive connection, and the times and sizes of its answers."""
 
     def __init__(self) -> None:
         self._done: asyncio.Future[None] | None = None
@@ -58,7 +58,7 @@ class ClientProtocol(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
 
     async def ask(self, request: bytes) -> int:
-        """Send the raw request; returns the status once the answer is complete. Keeps `first` and `size`."""
+        """Send the raw request. Return the status once the answer is complete, and set `first` and `size`."""
         self._parser = httptools.HttpResponseParser(self)
         self.first, self.size, self.tail = 0.0, 0, b""
         self._done = self.loop.create_future()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quickstart, the benchmarks and the integration tests share.
+"""Shared code of the quickstart, the benchmarks and the integration tests.
 
-`models` makes small random models, `cluster` starts and stops engines, `client` talks to them, `compare` judges
-answers, `timeline` reads traces. Nothing of the package is imported here except its reader of traces, and its command
-line in child processes.
+`models` makes small random models, `cluster` starts and stops engines, `client` sends requests, `compare` compares
+answers, `timeline` reads traces. Of the package only its reader of traces is imported here; its command line runs in
+child processes.
 """

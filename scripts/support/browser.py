@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debian's Chromium without a window, spoken to over its DevTools protocol: open a page, ask it something, take its picture."""
+"""Headless Chromium, controlled through its DevTools protocol: pages, expressions, screenshots."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def found() -> str:
 class Tab:
     def __init__(self, line: ClientConnection, group: int) -> None:
         self._line = line
-        self.group = group  # the browser's processes
+        self.group = group  # process group of the browser
         self._numbers = itertools.count(1)
-        self.complaints: list[str] = []  # exceptions of the page, and what its policy blocked
+        self.complaints: list[str] = []  # exceptions of the page, and violations of its security policy
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -60,7 +60,7 @@ class Tab:
         self.until(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
 
     def ask(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -85,7 +85,8 @@ class Tab:
 def browser(profile: Path) -> Iterator[Tab]:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
     flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "--no-proxy-server", "about:blank"]
-    # Debian's command is a script that does not pass signals on: so a group of its own, which is ended as a whole.
+    # Debian's command is a script that does not forward signals, so the browser gets a process group that is ended as a
+    # whole.
     process = subprocess.Popen(
         [found(), *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -101,7 +102,7 @@ def browser(profile: Path) -> Iterator[Tab]:
 
 
 def end(group: int, patience_s: float = 10.0) -> None:
-    """Every process of the group, by force at last; returns when none is left."""
+    """End every process of the group, with SIGKILL after `patience_s`. Return when none is left."""
     begun = time.monotonic()
     number = signal.SIGTERM
     while members(group):
@@ -113,7 +114,7 @@ def end(group: int, patience_s: float = 10.0) -> None:
 
 
 def members(group: int) -> list[int]:
-    """Its processes that run; what is dead and not waited for does not count."""
+    """Return the running processes of the group; zombies do not count."""
     alive = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):

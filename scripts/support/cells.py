@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of real faults: the stages of a request's way, three roles, one fault each; and how a cell is run. Behind our
-metaserver a role is killed, stopped or refuses; behind other routers, in their orders, each is killed at each stage.
+"""Cells of the fault matrices: a stage of a request, a role, a fault; and how a cell is run.
 
-A cell: three requests go through a pair. When the first of them reaches the stage, the process that is there stops
-itself; the fault is given to the victim; the other goes on. Then everything that was promised is checked (`Run`).
+Behind our metaserver a role is killed, stopped or refuses; behind other routers, in their orders, each role is killed
+at each stage.
+
+In a cell three requests go through a pair. When the first one reaches the stage, the process that is there stops
+itself; the fault is applied to the victim; the stopped process continues. Then all promises are checked (`Run`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ STAGES = {
     8: "D worker → D scheduler",
     9: "P worker → P scheduler",
 }
-# Which process stops at which of its events when a request is at the stage.
+# The process that stops at each stage, and the event at which it does.
 WHERE = {
     1: ("M", "meta.decode"),
     2: ("D", "arrived"),
@@ -67,10 +69,10 @@ WHERE = {
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Who is asked first, and by whom: the router is `M` among the roles."""
+    """Order in which a router asks P and D. The router is `M` among the roles."""
 
     name: str
-    mark: str  # in front of the names of its cells
+    mark: str  # prefix of its cells' names
     stages: Mapping[int, str]
     where: Mapping[int, tuple[str, str]]
     router: Callable[..., routers.Router] | None = None  # None: our metaserver
@@ -93,7 +95,7 @@ AT_ONCE = Order(
 )
 ORDERS = (D_FIRST, P_FIRST, AT_ONCE)
 
-# Short, so that a cell takes seconds. With them D frees at most X + H + T = 25 s after it has reserved.
+# Short, so that a cell takes seconds. With them D frees blocks at most X + H + T = 25 s after the reservation.
 TIMERS = {
     "lease_s": 2.0,
     "margin_s": 0.5,
@@ -105,10 +107,10 @@ TIMERS = {
     "hold_s": 8.0,
     "meet_s": 3.0,
 }
-GRACE = ("--shutdown-timeout", "10")  # vLLM's default, 0, kills its engine core at once
+GRACE = ("--shutdown-timeout", "10")  # the default, 0, kills vLLM's engine core at once
 FAILED = "vllm:ascend_pd_num_failed_recvs_total"
 STOPPED_S = TIMERS["recv_deadline_s"] + 1.0
-LIMIT_S = 30.0  # after the fault (or the SIGCONT of who must answer): everything must be over
+LIMIT_S = 30.0  # all must be over so long after the fault (or the SIGCONT of a role that has to answer)
 REACH_S = 10.0
 LENGTHS = (300, 90, 210)
 TOKENS = 12
@@ -120,7 +122,7 @@ class Cell:
     role: str
     fault: str
     refusal: str = ""
-    stops: bool = True  # whether a process is stopped at the stage first; some refusals happen by themselves there
+    stops: bool = True  # whether a process is stopped at the stage first; some refusals need no such stop
     order: Order = D_FIRST
 
     @property
@@ -179,23 +181,23 @@ ROUTED = tuple(
 
 @dataclass
 class Row:
-    """What a cell showed."""
+    """Result of a cell."""
 
     cell: Cell
     answers: str = ""
-    slowest_s: float = 0.0  # the last of the three answers, after the fault (SIGSTOP of D or metaserver: after SIGCONT)
-    clean_s: float = 0.0  # the survivors' blocks, after the fault
-    served_s: float = 0.0  # a new request over the same pair, after the victim was back
+    slowest_s: float = 0.0  # last of the three answers, after the fault (SIGSTOP of D or M: after SIGCONT)
+    clean_s: float = 0.0  # until the survivors' blocks are free, after the fault
+    served_s: float = 0.0  # a new request over the same pair, after the victim is back
     total_s: float = 0.0
 
 
 class Broken(AssertionError):
-    """A promise was not kept."""
+    """A promise was broken."""
 
 
 @dataclass
 class Site:
-    """A pair with the plug-in of faults behind a metaserver with it, or behind another router as it is."""
+    """A pair with the fault plug-in, behind a metaserver with it or behind another, unchanged router."""
 
     cluster: Cluster
     servers: dict[str, Any]
@@ -219,7 +221,7 @@ class Site:
         return server
 
     def replace(self, role: str) -> None:
-        """Start the killed server again: same command, same addresses."""
+        """Start the killed server again: same command, same address."""
         old = self.servers[role]
         if role == "M":
             self.close_front()
@@ -243,9 +245,9 @@ def start_pair(
     verify: str = "full",  # of D
     timers: dict[str, float] = TIMERS,
     regroup: str = "auto",  # of P; on CPU "auto" exchanges nothing
-    listener: int = 0,  # of P's scheduler, for other routers than ours; 0: it does not listen
+    listener: int = 0,  # port of P's scheduler for other routers than ours; 0: none
 ) -> tuple[Engine, Engine, dict[str, Orders]]:
-    """P and D on addresses of their own choice that stay theirs, with the plug-in of faults."""
+    """Start P and D with the fault plug-in, on addresses that a restart keeps."""
     orders = {role: Orders(cluster.directory / "orders" / f"{name}-{role}") for role in ROLES}
     config = {**cluster.push_config(), **timers}
     common: dict[str, Any] = {"plugins": (PLUGIN,), "arguments": (*DOOR, *GRACE), "chunk": 128}
@@ -285,7 +287,7 @@ def make_site(
 
 
 def start_routed(cluster: Cluster, name: str, p_tp: int, order: Order, tally: Tally, regroup: str = "auto") -> Site:
-    """A pair behind the router of that order. Raises sdist.Unreachable where its source cannot be had."""
+    """Start a pair behind the router of that order. Raise sdist.Unreachable if its source is not available."""
     assert order.router is not None
     sdist.ensure(routers.VLLM)
     listener, port = cluster.port(), cluster.port()
@@ -299,7 +301,7 @@ def start_routed(cluster: Cluster, name: str, p_tp: int, order: Order, tally: Ta
 
 
 class Clients:
-    """Requests under way, each on a connection of its own."""
+    """Requests in progress, each on a connection of its own."""
 
     def __init__(self, url: str, bodies: Sequence[dict[str, Any]]) -> None:
         self.results: list[Answer | BaseException | None] = [None] * len(bodies)
@@ -309,7 +311,7 @@ class Clients:
         self._thread.start()
 
     def wait(self, until: float) -> bool:
-        """Whether all have ended by then."""
+        """Wait, and return whether all have ended."""
         self._thread.join(max(0.0, until - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -357,7 +359,7 @@ class Run:
             self._survive([engines[role] for role in others if role in engines], free)
         finally:
             for server in self.site.servers.values():
-                faults.wake(server.process)  # whatever happened, nobody stays stopped
+                faults.wake(server.process)  # after any outcome, no process stays stopped
             for orders in self.site.orders.values():
                 orders.comply()
             if self._clients is not None and not self._clients.wait(time.monotonic() + LIMIT_S):
@@ -378,7 +380,7 @@ class Run:
         where, event = cell.order.where[cell.stage]
         if cell.stops:
             site.orders[where].stop_at(event)
-        # P's answer may be there before D has loaded: whoever is to refuse it must know from the start.
+        # The order must be there from the start: P's answer may arrive before D has loaded.
         if not cell.stops or cell.refusal == "prefilled":
             site.orders[cell.role].refuse(cell.refusal)
         self._clients = Clients(site.front.url, [body_of(p, TOKENS) for p in self.prompts])
@@ -393,12 +395,12 @@ class Run:
             faults.stop(victim.process)
         elif cell.stops and cell.refusal == "prefilled":
             site.orders[cell.role].wait_refused(REACH_S)
-            time.sleep(0.2)  # D's scheduler hears of it
+            time.sleep(0.2)  # until D's scheduler has received it
         elif cell.stops:
             site.orders[cell.role].refuse(cell.refusal)
             if cell.refusal == "writes":
                 site.orders[cell.role].wait_refused(REACH_S)
-                time.sleep(0.2)  # D's loop thread revokes
+                time.sleep(0.2)  # until D's loop thread has revoked
         if pid and (where != cell.role or cell.fault == REFUSE):
             faults.wake_pid(pid)
 
@@ -410,11 +412,11 @@ class Run:
         until = self._fault_at + LIMIT_S
         if cell.fault == STOP:
             time.sleep(max(0.0, self._fault_at + STOPPED_S - time.monotonic()))
-            if cell.role == "P":  # D must not wait for a P that sleeps
+            if cell.role == "P":  # D must not wait for a stopped P
                 self._all_answered(clients, until)
             self._clean(engines, free, until)
             faults.wake(self.site.servers[cell.role].process)
-            if cell.role != "P":  # it stood between client and answer
+            if cell.role != "P":  # it is on the path of the answer
                 self._fault_at = time.monotonic()
                 until = self._fault_at + LIMIT_S
         self._all_answered(clients, until)
@@ -440,7 +442,7 @@ class Run:
     # -- afterwards
 
     def _judge(self) -> None:
-        """Right tokens, or a clear error."""
+        """Require right tokens or a clear error."""
         assert self._clients is not None
         seen: Counter[str] = Counter()
         for p, want, got in zip(self.prompts, self.expected, self._clients.results, strict=True):
@@ -453,7 +455,7 @@ class Run:
 
     def _compare(self, p: list[int], want: Answer, got: Answer) -> None:
         reference = self.site.prefill
-        if not reference.process.alive:  # a tie cannot be looked up: only equality counts
+        if not reference.process.alive:  # no logits to look up: only equality counts
             if want.tokens != got.tokens:
                 raise Broken(f"{self.cell}: expected {want.tokens}, got {got.tokens}")
             return
@@ -465,13 +467,13 @@ class Run:
             return f"HTTP {problem.status}"
         closes = self.cell.role == "M" or self.cell.order.router is not None
         if isinstance(problem, httpx.NetworkError | httpx.RemoteProtocolError) and closes:
-            # By the kernel of who was killed. Other routers end an answer so that they have begun: at the death of D, and vLLM's
-            # push demo at that of P too, for which it waits behind D's last word.
+            # A killed process's kernel closes its connections. Other routers close an answer that has begun when D is
+            # killed; vLLM's push demo also when P is killed, whose response it awaits after D's last chunk.
             return "connection closed"
         raise Broken(f"{self.cell}: no clear error: {problem!r}")
 
     def _again(self, free: dict[str, int]) -> None:
-        """The victim is back on its address; new requests are served by the pair at once, and nothing has leaked."""
+        """Check that with the victim back the pair serves new requests at once, and that nothing has leaked."""
         if self.cell.fault == KILL:
             self.site.replace(self.cell.role)
             if self.cell.role != "M":
@@ -485,7 +487,10 @@ class Run:
             raise Broken(f"{self.cell}: afterwards {leaked}") from None
 
     def _serve(self, until: float) -> None:
-        """A new request, with its KV from P. While the metaserver has a circuit open it says 503: come back later."""
+        """Send a new request that must get its KV from P.
+
+        While the metaserver's circuit is open, repeat it after each 503.
+        """
         p = fresh_prompt(150)
         (want,) = reference_answers(self.site.prefill, [p], TOKENS)
         while True:
@@ -500,8 +505,8 @@ class Run:
                 raise Broken(f"{self.cell}: afterwards a request failed: {got!r}")
             time.sleep(0.25)
         self._compare(p, want, got)
-        free_now(self.site.decode)  # one more step, which tells the counters
-        if counter(self.site.decode, FAILED) != failed:  # a load counts as loaded when it begins
+        free_now(self.site.decode)  # one more step updates the counters
+        if counter(self.site.decode, FAILED) != failed:  # the counter of loads counts their beginnings
             raise Broken(f"{self.cell}: afterwards a transfer failed and D computed the prompt itself")
         loaded = loaded_tokens(self.site.decode) - before
         if loaded != len(p):
@@ -513,13 +518,13 @@ def _pids(server: Any) -> set[int]:
 
 
 def exchanges(traces: Path) -> int:
-    """How many exchanges prefill's ranks have made; those of a killed process as far as it has written them down."""
+    """Return the number of exchanges among prefill's ranks; a killed process may have written only some of its own."""
     events = Trace(traces).events
     return sum(event.stage == "exchanged" and bool(event.facts["ok"]) for event in events)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         "| cell | stage | victim | fault | answers | last answer | survivors clean | served again | cell took |",
         "|---|---|---|---|---|---|---|---|---|",

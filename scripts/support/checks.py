@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of a running pair ask it: prompts nobody has seen, a single engine's answers, blocks that are free again.
+"""Checks of a running pair: fresh prompts, a single engine's answers, counters, free blocks.
 
-The reference of a comparison is one engine of P's TP. Where it is P itself, P is asked directly, without transfer
-parameters and under a cache salt of its own: it computes the whole prompt again, as a single engine would.
+Answers are compared with those of one engine with P's TP size. Where that is P itself, it gets the request without
+transfer parameters and with a cache salt of its own, so that it computes the whole prompt as a single engine would.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _fresh = itertools.count(1)
 
 
 def eventually(reached: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
-    """Look until it is so: what an engine or the metaserver counts may follow its answer."""
+    """Wait until `reached()` is true: counters of engines and metaserver may change after the answer."""
     end = time.monotonic() + deadline_s
     while not reached():
         assert time.monotonic() < end, f"after {deadline_s:.0f} s still not so: {what}"
@@ -31,7 +31,7 @@ def eventually(reached: Callable[[], object], what: str, deadline_s: float = 30.
 
 
 def fresh_prompt(length: int, vocab: int = 512) -> list[int]:
-    """A prompt that no engine of this session has seen."""
+    """Return a prompt that no engine of this session has seen."""
     return prompt(length, 10_000 + next(_fresh), vocab)
 
 
@@ -40,7 +40,7 @@ def fresh_salt(word: str) -> str:
 
 
 def reference_answers(engine: Served, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-    """What a single engine says: everything computed, nothing reused."""
+    """Return a single engine's answers, computed without its prefix cache."""
     bodies = [body_of(p, max_tokens, cache_salt=fresh_salt("reference")) for p in prompts]
     return gather(engine.url, bodies)
 
@@ -50,30 +50,30 @@ def counter(engine: Served, name: str) -> int:
 
 
 def first_tokens(engine: Served) -> int:
-    """Requests of a D engine that have begun with P's token so far."""
+    """Return how many requests of a D engine have begun with P's first token."""
     return counter(engine, "vllm:ascend_pd_first_tokens_taken_total")
 
 
 def loaded_tokens(engine: Served) -> int:
-    """Tokens that a D engine took from P so far, by vLLM's own counter."""
+    """Return how many tokens a D engine has loaded from P, by vLLM's own counter."""
     return counter(engine, "vllm:external_prefix_cache_hits_total")
 
 
 def front_counter(url: str, name: str, label: str = "") -> float:
-    """A counter of the metaserver's, summed over its labels, or over those with this one."""
+    """Return a counter of the metaserver, summed over all its labels or over those that contain `label`."""
     page = httpx.get(url + "/metrics", trust_env=False).text
     lines = [line for line in page.splitlines() if re.match(rf"ascend_pd_metaserver_{name}_total[{{ ]", line)]
     return sum(float(line.split()[-1]) for line in lines if label in line)
 
 
 def prefilled(url: str) -> float:
-    """Loads whose KV came from P, as D reported them: before the answer, with it, or after."""
+    """Return how many loads got their KV from P, as D has reported them, at any time relative to the answer."""
     return front_counter(url, "loads", 'end="received"')
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a draft model has done, by vLLM's counters."""
+    """Counts of a draft model, by vLLM's counters."""
 
     steps: int
     tokens: int
@@ -86,7 +86,7 @@ class Drafted:
 
 @contextmanager
 def drafted(engine: Served) -> Iterator[Callable[[], Drafted]]:
-    """What this engine drafts inside the block; asked for after it."""
+    """Yield a function that returns, after the block, the engine's counts within the block."""
     names = [f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")]
     before = [counter(engine, name) for name in names]
     after: list[int] = []
@@ -95,7 +95,7 @@ def drafted(engine: Served) -> Iterator[Callable[[], Drafted]]:
 
 
 def settled_free_blocks(engine: Served) -> int:
-    """Free blocks after one more step: the gauge shows the scheduler's latest step only, so take one, on each rank."""
+    """Return the free blocks after one more step on each rank: the gauge only shows the scheduler's latest step."""
     for rank in range(engine.ranks):
         whose = {"X-data-parallel-rank": str(rank)} if engine.ranks > 1 else None
         post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")), headers=whose)
@@ -103,7 +103,7 @@ def settled_free_blocks(engine: Served) -> int:
 
 
 def wait_for_free_blocks(engines: Sequence[Served], wanted: Mapping[str, int], deadline_s: float = 60.0) -> None:
-    """Until each engine has as many free blocks as before, or fail with the counts."""
+    """Wait until each engine has as many free blocks as before, or fail with the counts."""
     until = time.monotonic() + deadline_s
     while True:
         now = {engine.name: settled_free_blocks(engine) for engine in engines}

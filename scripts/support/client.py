@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the OpenAI endpoints that measures the time to the first token and keeps the token ids."""
+"""Client of the OpenAI endpoints that measures the time to the first token and keeps the token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT = httpx.Timeout(connect=5.0, read=240.0, write=30.0, pool=240.0)
 
 
 class RequestFailed(RuntimeError):
-    """An answer that is not 200, or a stream that ended with an error frame."""
+    """The status is not 200, or the stream ended with an error event or without a token."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text[:500]}")
@@ -27,15 +27,15 @@ class RequestFailed(RuntimeError):
 
 @dataclass
 class Answer:
-    """What came back, and when."""
+    """Contents and times of one answer."""
 
-    prompt: tuple[int, ...] = ()  # as the engine tokenised it
+    prompt: tuple[int, ...] = ()  # as tokenised by the engine
     tokens: tuple[int, ...] = ()
     text: str = ""
     finish: str = ""
     ttft: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each chunk, seconds after sending
-    started: float = 0.0  # this process's monotonic clock
+    times: list[float] = field(default_factory=list)  # of each chunk with tokens, seconds after sending
+    started: float = 0.0  # by this process's monotonic clock
 
     @property
     def seconds(self) -> float:
@@ -43,13 +43,13 @@ class Answer:
 
 
 def prompt(length: int, seed: int, vocab: int = 512) -> list[int]:
-    """`length` token ids that no other seed gives: never the special ones, never the same first block."""
+    """Return `length` random token ids, fixed by seed and length, none of them special."""
     dice = random.Random(f"{seed}/{length}")
     return [dice.randrange(3, vocab - 1) for _ in range(length)]
 
 
 def body_of(tokens: Sequence[int] | str, max_tokens: int = 16, **more: Any) -> dict[str, Any]:
-    """A greedy completion of exactly `max_tokens` tokens, with the ids in the answer."""
+    """Return a greedy completion request for exactly `max_tokens` tokens, with token ids in the answer."""
     return {
         "model": "model",
         "prompt": tokens if isinstance(tokens, str) else list(tokens),
@@ -68,7 +68,7 @@ def chat_body_of(text: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]
 
 
 async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Answer:
-    """POST with stream on; `url` ends in /completions or /chat/completions."""
+    """Send a request with streaming on; `url` ends in /completions or /chat/completions."""
     answer = Answer(started=time.monotonic())
     tokens: list[int] = []
     async with client.stream("POST", url, json={**body, "stream": True}) as response:
@@ -85,7 +85,7 @@ async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -
 
 
 async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Cut at newlines alone: httpx's lines also end at U+0085 and U+2028, which a model may say."""
+    """Split at newlines only: httpx also splits at U+0085 and U+2028, which may occur in a model's text."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -97,7 +97,7 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
 
 def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -> None:
     if "error" in chunk:
-        code = chunk["error"].get("code")  # HTTP's, or a metaserver's own
+        code = chunk["error"].get("code")  # an HTTP status, or a code of the metaserver
         raise RequestFailed(int(code) if str(code).isdecimal() else 500, json.dumps(chunk["error"]))
     answer.prompt = answer.prompt or tuple(chunk.get("prompt_token_ids") or ())
     for choice in chunk.get("choices", ()):
@@ -112,12 +112,12 @@ def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -
 
 
 def complete(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> Answer:
-    """One streamed request from ordinary code."""
+    """Send one streamed request from synchronous code."""
     return gather(base, [body], path)[0]
 
 
 def gather(base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[Answer]:
-    """All requests at once; the first failure is raised after all have ended."""
+    """Send all requests at once. Raise the first failure, after all have ended."""
     results = attempt(base, bodies, path)
     for result in results:
         if isinstance(result, BaseException):
@@ -128,7 +128,7 @@ def gather(base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/comp
 def attempt(
     base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions"
 ) -> list[Answer | BaseException]:
-    """All requests at once; an answer or an exception for each."""
+    """Send all requests at once. Return an answer or an exception for each."""
 
     async def run() -> list[Answer | BaseException]:
         limits = httpx.Limits(max_connections=len(bodies), max_keepalive_connections=len(bodies))
@@ -141,7 +141,7 @@ def attempt(
 def post(
     base: str, body: Mapping[str, Any], path: str = "/v1/completions", headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """One request that is not streamed; the whole JSON answer."""
+    """Send one request without streaming. Return the JSON of the answer."""
     response = httpx.post(base + path, json=dict(body), headers=headers, timeout=TIMEOUT, trust_env=False)
     if response.status_code != 200:
         raise RequestFailed(response.status_code, response.text)
@@ -150,7 +150,7 @@ def post(
 
 
 def leave_after(base: str, body: Mapping[str, Any], seconds: float) -> None:
-    """Send a streamed request and close the connection after `seconds`, whatever has come by then."""
+    """Send a streamed request and close the connection after `seconds`, even in the middle of the answer."""
 
     async def run() -> None:
         async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines and metaservers as one owned set: started together, waited for with a deadline, all stopped at the end.
+"""Engines and metaservers with one owner: started together, awaited with a deadline, all stopped at the end.
 
 with Cluster(directory) as cluster:
     prefill, decode = cluster.start(spec_p, spec_d)
     front = cluster.metaserver([prefill], [decode])
     ...
-# leaving the block stops everything; cluster.leaks names what did not end by itself
+# leaving the block stops everything; cluster.leaks names the processes that did not end by themselves
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scripts.support.process import Child, ProcessDied, free_port
 from scripts.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command
 
 Progress = Callable[[str], None]
-STRICT = ("--no-canary", "--without-prefill", "refuse")  # nothing moves but what a test sends; no D prefills by itself
+STRICT = ("--no-canary", "--without-prefill", "refuse")  # only requests of the test move KV; D never prefills by itself
 LONGEST_LOOK_S = 15.0
 START_DEADLINE_S = 400.0  # six workers on two busy cores have taken five minutes
 
@@ -42,8 +42,10 @@ def say(line: str) -> None:
 
 
 def fresh_directory(name: str) -> Path:
-    """out/<name>/<pid>: of this run alone, so that two runs of one clone do not disturb each other. What ended runs
-    left there is removed."""
+    """Return out/<name>/<pid>, empty, so that two runs of one clone do not disturb each other.
+
+    Directories of runs that have ended are removed.
+    """
     parent = ROOT / "out" / name
     for old in parent.glob("*"):
         if not (old.name.isdigit() and psutil.pid_exists(int(old.name))):
@@ -68,7 +70,7 @@ class Metaserver:
 
     def ready(self) -> bool:
         try:
-            # Not /health: readiness means that a pair behind it can serve, and without --no-canary has moved a block.
+            # Not /health: readiness means that a pair can serve and, without --no-canary, that it has moved a block.
             return httpx.get(f"{self.url}/readiness", timeout=2.0, trust_env=False, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
@@ -78,7 +80,7 @@ class Metaserver:
 
 
 class Cluster:
-    """Owns every process it starts. `directory` takes logs, traces and the secret."""
+    """Owner of the processes that it starts. `directory` holds logs, traces and the secret."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Cluster:
         port_base: int | None = None,
         plugins: tuple[Path, ...] = (),
     ) -> None:
-        """`plugins`: of every engine on a CPU that runs in this interpreter."""
+        """Make directories and secret. `plugins` apply to every engine on a CPU that runs in this interpreter."""
         self.directory = directory
         self.logs = directory / "logs"
         self.traces = directory / "traces"
@@ -101,11 +103,11 @@ class Cluster:
         self._port_base = port_base
         self._plugins = plugins
         self._running: list[Engine | Metaserver] = []
-        self._before: Any = None  # what SIGTERM did outside
+        self._before: Any = None  # the handler of SIGTERM before
 
     def __enter__(self) -> Cluster:
         if threading.current_thread() is threading.main_thread():
-            # Who is told to end (timeout, a CI job that is cancelled) ends what it started, too.
+            # On SIGTERM (timeout, a cancelled CI job) the children are ended, too.
             self._before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         return self
 
@@ -129,7 +131,7 @@ class Cluster:
         return port
 
     def ports(self, count: int) -> int:
-        """The first of so many in a row."""
+        """Return the first of `count` consecutive free ports."""
         row = [self.port()]
         while len(row) < count:
             port = self.port()
@@ -137,7 +139,7 @@ class Cluster:
         return row[0]
 
     def push_config(self, *metaservers: str, **more: Any) -> dict[str, Any]:
-        """kv_connector_extra_config of an engine of this cluster: signed, traced, every block checked."""
+        """Return kv_connector_extra_config for an engine of this cluster: signed, traced, every block checked."""
         config: dict[str, Any] = {
             "verify": "full",
             "trace_dir": str(self.traces),
@@ -148,7 +150,10 @@ class Cluster:
         return {**config, **more}
 
     def start(self, *specs: EngineSpec) -> list[Engine]:
-        """Start engines side by side and wait until all answer; on failure stop these and raise with the log's end."""
+        """Start engines side by side and wait until all answer.
+
+        On failure stop them and raise with the end of the log.
+        """
         begun = time.monotonic()
         engines: list[Engine] = []
         for spec in specs:
@@ -165,7 +170,7 @@ class Cluster:
         return engines
 
     def _placed(self, spec: EngineSpec) -> EngineSpec:
-        """With a port, and on an NPU host with the next devices."""
+        """Return the specification with a port, and on an NPU host with the next devices."""
         devices = ""
         if spec.npu and not spec.devices:
             count = spec.tp * spec.pp * spec.ranks
@@ -182,7 +187,7 @@ class Cluster:
         port: int = 0,
         how: MetaserverSpec | tuple[str, ...] = (),
     ) -> Metaserver:
-        """`how` is a whole specification, or only the options."""
+        """Start a metaserver and wait until it is ready. `how` is a whole specification, or only the options."""
         begun = time.monotonic()
         urls = ([engine.url for engine in prefill], [engine.url for engine in decode])
         spec = how if isinstance(how, MetaserverSpec) else MetaserverSpec(how)
@@ -198,7 +203,7 @@ class Cluster:
     def _wait(self, waiting: Sequence[Engine | Metaserver], begun: float, deadline_s: float = START_DEADLINE_S) -> None:
         pending = list(waiting)
         told = looked = begun
-        waited = 0.0  # time in which we were seen to run: somebody may stop this whole process group for minutes
+        waited = 0.0  # without the time in which this whole process group may have been stopped
         while pending:
             for server in list(pending):
                 if not server.process.alive:
@@ -225,13 +230,13 @@ class Cluster:
                 time.sleep(0.3)
 
     def stop(self, *servers: Engine | Metaserver) -> None:
-        """Stop these; what did not end by itself is added to `leaks`."""
+        """Stop servers, and add what did not end by itself to `leaks`."""
         for server in servers:
             if server in self._running:
                 self._running.remove(server)
                 self.leaks += server.process.stop()
 
     def close(self) -> None:
-        # Decode first: it cancels what it still waits for, and P sees an orderly end.
+        # In reverse order of their starts: D before P, so that D cancels what it waits for and P sees an orderly end.
         for server in list(reversed(self._running)):
             self.stop(server)

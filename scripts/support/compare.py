@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are two answers the same? Token by token; a difference is only excused where the reference itself hung in the balance.
+"""Comparison of answers token by token, which allows for ties between the reference's two best logits.
 
-At the first differing place both sides have seen the same tokens, so the reference's logits there say how close
-the two best were. Below `tie` (1e-4, for float32) the order of additions may decide: such an answer is counted and
-excused, at most one in a thousand (or one in a run of fewer). Anything else is wrong KV until proven otherwise.
+Up to the first difference both sides have seen the same tokens, so the reference's logits at that place tell how close
+its two best tokens were. Below `tie` (1e-4, for float32) the order of additions can decide: such an answer is counted
+and excused, at most one in a thousand (or one in a smaller run). Any other difference is treated as wrong KV.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXCUSED_PER = 1000
 
 
 class TokensDiffer(AssertionError):
-    """An answer that is not the reference's."""
+    """An answer differs from the reference's."""
 
 
 def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
-    """Index of the first token that differs (a missing one included), or None."""
+    """Return the index of the first token that differs (a missing one included), or None."""
     for index, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a != b:
             return index
@@ -31,7 +31,7 @@ def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | No
 
 
 def top_two_gap(reference: str, prompt: Sequence[int], body: Mapping[str, Any] | None = None) -> float:
-    """The reference's logit gap between its two best next tokens after `prompt` (logprobs differ as logits do)."""
+    """Return the gap between the reference's two best logits after `prompt` (log-probabilities differ as logits do)."""
     asked = {"model": "model", **(body or {}), "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "logprobs": 2}
     answer = post(reference, {**asked, "ignore_eos": True, "return_tokens_as_token_ids": True})
     top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
@@ -41,7 +41,7 @@ def top_two_gap(reference: str, prompt: Sequence[int], body: Mapping[str, Any] |
 
 @dataclass
 class Tally:
-    """Counts answers and excuses over a whole run."""
+    """Counter of answers and excuses in a whole run."""
 
     answers: int = 0
     tokens: int = 0
@@ -58,7 +58,10 @@ class Tally:
         reference: str,
         body: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise TokensDiffer unless equal or excused. `reference` is the URL of the single engine, still running."""
+        """Raise TokensDiffer unless equal or excused.
+
+        `reference` is the URL of a single engine that is still running.
+        """
         self.answers += 1
         self.tokens += len(actual)
         where = first_difference(expected, actual)

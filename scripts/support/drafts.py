@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft models for the small random models: one layer, made of the target's last one, which is the one that decides there.
+"""Draft models for the small random models: one layer, made from the target's last layer.
 
-Such a draft sees the next token's embedding where the target saw it, attends over its own cache as the target's layer does, and
-so says mostly what the target will say. With a wrong or missing cache of the prompt it does not: that is what it is for.
+That layer decides nearly everything in the target. The draft sees the next token's embedding as its target does,
+attends over its own cache as the target's last layer does, and so mostly proposes the target's token. With a wrong or
+missing cache of the prompt it does not, which is what tests detect.
 
-DFlash drafts all tokens in one pass, from the places where they will be: it does not know the tokens before, but those whose cache
-it has. So the query of its target's last layer is the same for every token, and only its position tells one from another.
+DFlash drafts all tokens in one pass, from their future positions: it sees none of the tokens before, only those in its
+cache. So its target's last layer has the same query for every token, and only the position differs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-EMBEDDING = 0.08  # root mean square of an embedding; a norm of this weight gives one back as it was
-OUTPUTS = ("o_proj.weight", "down_proj.weight")
-OTHER_LAYERS, LAST_LAYER = 0.0005, 4.0  # times what they would add to the residual stream
-MASK, SHARPLY = 3, 4.0  # DFlash's token in the place of one that is drafted; the factor of its target's queries
+EMBEDDING = 0.08  # root mean square of an embedding; a norm with this weight leaves an embedding as it was
+OUTPUTS = ("o_proj", "out_proj", "down_proj")
+OTHER_LAYERS, LAST_LAYER = 0.0005, 4.0  # factors of what a layer adds to the residual stream
+MASK, SHARPLY = 3, 4.0  # DFlash's token for a position to draft; the factor of its target's queries
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
@@ -26,13 +27,15 @@ def let_one_layer_decide(model: Any) -> None:
     layers = model.model.layers
     for layer in layers:
         for name, weight in layer.named_parameters():
-            if name.endswith(OUTPUTS):
+            if name.removesuffix(".weight").endswith(OUTPUTS):
                 weight.mul_(LAST_LAYER if layer is layers[-1] else OTHER_LAYERS)
 
 
 def let_every_token_ask_alike(model: Any) -> None:
-    """Embeddings have a part in common. The last layer's queries see that part alone, its keys and values all but that, and what it
-    looks for it looks for sharply."""
+    """Give all embeddings a common part, and let the last layer's queries depend on that part alone.
+
+    Its keys and values depend on all but that part; the factor on the queries makes its attention sharp.
+    """
     import torch
 
     common = torch.nn.functional.normalize(torch.randn(model.config.hidden_size), dim=0)
@@ -48,7 +51,7 @@ def let_every_token_ask_alike(model: Any) -> None:
 
 
 def add_mtp_layer(directory: Path) -> None:
-    """DeepSeek's: a layer of the model's own shape, one number behind the last."""
+    """Add DeepSeek's MTP layer: of the model's own shape, numbered after the last one."""
     import torch
 
     weights, config = _read(directory)
@@ -65,8 +68,26 @@ def add_mtp_layer(directory: Path) -> None:
     _store(directory, weights, {**config, "num_nextn_predict_layers": 1, "first_k_dense_replace": n + 1})
 
 
+def add_next_mtp_layer(directory: Path) -> None:
+    """Add Qwen3-Next's MTP layer: full attention like the last layer, under names of its own.
+
+    Its norms add one to their weights.
+    """
+    import torch
+
+    weights, config = _read(directory)
+    last, hidden = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    for name in [name for name in weights if name.startswith(last)]:
+        weights[name.replace(last, "mtp.layers.0.")] = weights[name]
+    weights["mtp.fc.weight"] = _embedding_of(hidden, 2)
+    weights["mtp.pre_fc_norm_embedding.weight"] = torch.full((hidden,), EMBEDDING - 1)
+    weights["mtp.pre_fc_norm_hidden.weight"] = torch.zeros(hidden)
+    weights["mtp.norm.weight"] = weights["model.norm.weight"]
+    _store(directory, weights, {**config, "num_nextn_predict_layers": 1})
+
+
 def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
-    """A draft model of its own, beside its target. With more KV heads than that it has each of them several times."""
+    """Write a separate draft model. With more KV heads than its target it has each head several times."""
     for file in target.iterdir():
         if file.name not in (WEIGHTS, CONFIG, "recipe.json"):
             shutil.copy(file, directory)
@@ -85,7 +106,7 @@ def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
 def _eagle(
     layer: dict[str, Any], weights: dict[str, Any], config: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its layer has no norm before the attention: the projections make up for it."""
+    """Make an Eagle draft. Its layer has no norm before the attention; the projections are scaled instead."""
     hidden = config["hidden_size"]
     own = {f"layers.0.{name}": weight for name, weight in layer.items() if not name.startswith("input_layernorm")}
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -98,7 +119,11 @@ def _eagle(
 def _eagle3(
     layer: dict[str, Any], weights: dict[str, Any], config: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its attention sees the embedding and the target's hidden state side by side; its residual stream is the latter's."""
+    """Make an Eagle3 draft.
+
+    Its attention sees the embedding and the target's hidden state side by side; its residual stream is the hidden
+    state's.
+    """
     import torch
 
     hidden = config["hidden_size"]
@@ -123,7 +148,7 @@ def _eagle3(
 def _dflash(
     layer: dict[str, Any], weights: dict[str, Any], config: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """It asks from one place further on than the target will, whose layer it is: its query is turned back by one position."""
+    """Make a DFlash draft. It queries from one position later than the target, so its query is rotated back by one."""
     import torch
 
     hidden, size = config["hidden_size"], config["head_dim"]
@@ -150,7 +175,7 @@ def _dflash(
 
 
 def _embedding_of(hidden: int, parts: int) -> Any:
-    """Of several inputs side by side the first, unchanged."""
+    """Return a projection that keeps the first of several inputs side by side, and ignores the others."""
     import torch
 
     return torch.cat([torch.eye(hidden), torch.zeros(hidden, (parts - 1) * hidden)], dim=1)

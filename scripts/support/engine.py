@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One running vLLM server, and what can be read from it."""
+"""One running vLLM server, and readings from it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from scripts.support.spec import EngineSpec
 
 
 class Served:
-    """A server that answers, whoever started it."""
+    """A server that is reachable, whichever process started it."""
 
     def __init__(self, name: str, port: int, log: Path) -> None:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.total_blocks = 0
-        self.ranks = 1  # data-parallel ones behind this address
+        self.ranks = 1  # data-parallel ranks behind this address
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics, by name; samples of several labels are summed."""
+        """Return all samples of /metrics by name, summed over their labels."""
         found: dict[str, float] = {}
         for name, _, value in self._samples():
             found[name] = found.get(name, 0.0) + value
         return found
 
     def by_rank(self, name: str) -> dict[str, float]:
-        """The samples of one name, by data-parallel rank."""
+        """Return the samples of one name by data-parallel rank."""
         found: dict[str, float] = {}
         for sampled, labels, value in self._samples():
             rank = re.search(r'engine="(\d+)"', labels)
@@ -47,7 +47,7 @@ class Served:
                 yield match["name"], match["labels"] or "", float(match["value"])
 
     def blocks(self) -> int:
-        """Size of the block pool, without the null block."""
+        """Return the size of the block pool, without the null block."""
         if not self.total_blocks:
             text = httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text
             match = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', text)
@@ -57,13 +57,13 @@ class Served:
         return self.total_blocks
 
     def free_blocks(self) -> int:
-        """Blocks that the schedulers of all ranks could hand out after their latest step."""
+        """Return how many blocks the schedulers of all ranks had free after their latest step."""
         used = self.metrics()["vllm:kv_cache_usage_perc"] * self.blocks()
         return self.ranks * self.blocks() - round(used)
 
 
 class Engine(Served):
-    """A server that we start."""
+    """A server started by this process."""
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:
         super().__init__(spec.name, spec.port, logs / f"{spec.name}.log")
@@ -72,13 +72,13 @@ class Engine(Served):
 
     def ready(self) -> bool:
         try:
-            # Without TLS settings: to load the certificates takes 20 ms of a core, at every look.
+            # Without TLS settings: loading the certificates costs 20 ms of processor time at every call.
             return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
 
     def stage(self) -> str:
-        """What the start is doing, in a word or two, read off the log."""
+        """Return in a few words how far the start is, read from the log."""
         text = self.process.tail(60)
         for mark, word in _STAGES:
             if mark in text:

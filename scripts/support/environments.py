@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interpreters of environments beside the main one: other releases of vLLM, and Ray."""
+"""Interpreters of the environments beside the main one: other releases of vLLM, and Ray."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import subprocess
 from scripts.support.models import ROOT
 
 NEWEST = "0.32.0"  # the main environment's vLLM
-RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0", "0.33.0")  # that others have
-# A scheduled job asks for the newest wheel, whichever that is by then.
+RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0", "0.33.0")  # with environments of their own
+# A scheduled job also tests the newest wheel of the day.
 ASKED = (*RELEASES, "latest") if os.environ.get("PD_LATEST") else RELEASES
-SETUP_S = 1200.0  # longer than the set-up waits for another one
+SETUP_S = 1200.0  # longer than the set-up waits for another set-up to end
 
 
 def beside(name: str, *options: str) -> str:
-    """Set it up if need be; tests/environment.sh has the names. Raises RuntimeError with what went wrong."""
+    """Return the interpreter of an environment, and set that up if needed.
+
+    tests/environment.sh lists the names. Raises RuntimeError with the output of a set-up that failed.
+    """
     command = [str(ROOT / "tests" / "environment.sh"), name, *options]
     made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SETUP_S)
     if made.returncode:

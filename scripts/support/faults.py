@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders to the plug-in of faults (tests/integration/plugins/faults), and signals to whole servers."""
+"""Orders to the fault plug-in (tests/integration/plugins/faults), and signals to whole servers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PLUGIN = ROOT / "tests" / "integration" / "plugins" / "faults"
 VARIABLE = "PD_TEST_FAULTS"
 DOOR = ("--middleware", "pd_test_faults.Door")
 MODULE = "pd_test_faults"
-DROP_WRITES = "drop writes"  # P's transfer engine claims that every write landed, and writes nothing
+DROP_WRITES = "drop writes"  # P's transfer engine reports every write as done, and writes nothing
 LOOK_S = 0.01
 
 
 class Orders:
-    """What one server is told to do. `environment` goes into its specification."""
+    """Orders to one server. `environment` belongs in its specification."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -45,7 +45,7 @@ class Orders:
         self._write("refuse", name)
 
     def comply(self) -> None:
-        """No more refusals."""
+        """Withdraw the order to refuse."""
         (self.directory / "refuse").unlink(missing_ok=True)
 
     @property
@@ -56,7 +56,7 @@ class Orders:
         self._wait(lambda: self.refused, limit_s, "nothing was refused")
 
     def stopped(self, limit_s: float) -> int:
-        """The process that has stopped itself."""
+        """Wait for the process that stops itself at the stage, and return its pid."""
         self._wait(lambda: any(self.directory.glob("stopped-*")), limit_s, "the stage was not reached")
         pid = int(next(self.directory.glob("stopped-*")).name.partition("-")[2])
         until = time.monotonic() + limit_s
@@ -67,7 +67,7 @@ class Orders:
     def _write(self, name: str, text: str) -> None:
         scratch = self.directory / f".{name}"
         scratch.write_text(text)
-        scratch.rename(self.directory / name)  # whoever reads it reads all of it
+        scratch.rename(self.directory / name)  # atomic: a reader sees all of it or nothing
 
     def _wait(self, reached: Callable[[], bool], limit_s: float, why: str) -> None:
         until = time.monotonic() + limit_s
@@ -78,7 +78,7 @@ class Orders:
 
 
 def stop(process: Child) -> None:
-    """SIGSTOP to every member of a server."""
+    """Send SIGSTOP to every process of a server."""
     _signal(process.members(), signal.SIGSTOP)
 
 

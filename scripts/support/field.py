@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of P/D pairs as vllm-ascend's tests write them, and what this package's admission says of their engines.
+"""Admission of the P/D configurations in vllm-ascend's tests by this package.
 
-A command line is read by vLLM's own parser; this package's connector takes the place of theirs, as docs/migration.md says.
-What admission reads of vLLM's configuration is filled in from there and from the model's entry in field_models.json, for
-neither a checkpoint nor an NPU is at hand. No rule of admission is written down here.
+vLLM's own parser reads a command line, in which this package's connector has replaced theirs as docs/migration.md says.
+With neither a checkpoint nor an NPU at hand, the rest of what admission reads from vLLM's configuration comes from the
+model's entry in field_models.json. No rule of admission is repeated here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -27,7 +28,8 @@ import yaml
 from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
@@ -43,9 +45,10 @@ from vllm_ascend_pd.plugin import CONNECTOR
 
 MODELS = Path(__file__).with_name("field_models.json")
 MULTI = "MultiConnector"
-PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")  # children of a MultiConnector that ours replaces
-ADDRESS = "10.0.0.1"  # in the place of every address that a configuration leaves to its environment
-BLOCK_SIZE = 128  # vllm-ascend's own
+# children of a MultiConnector that this package's connector replaces
+PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")
+ADDRESS = "10.0.0.1"  # for every address that a configuration takes from its environment
+BLOCK_SIZE = 128  # vllm-ascend's default
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _ROLES = {"kv_producer": "P", "kv_consumer": "D"}
 
@@ -55,7 +58,7 @@ _ROLES = {"kv_producer": "P", "kv_consumer": "D"}
 
 @dataclass(frozen=True)
 class Command:
-    """One engine's command line and environment, variables filled in."""
+    """One engine's command line and environment, with variables replaced by values."""
 
     model: str
     words: tuple[str, ...]
@@ -63,7 +66,7 @@ class Command:
 
 
 def commands(text: str) -> list[Command]:
-    """All engines of one configuration file, those of one node as its first rank."""
+    """Return all engines of a configuration file; of the ranks on one node only the first."""
     told = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     by_node = {entry["node_index"]: entry for entry in told.get("config", [])}
     found = []
@@ -90,7 +93,7 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 class NotUnderstood(Exception):
-    """vLLM's parser refuses a flag's value."""
+    """vLLM's parser rejects the value of a flag."""
 
 
 class _Parser(FlexibleArgumentParser):
@@ -107,7 +110,7 @@ def _parser() -> _Parser:
 
 @dataclass(frozen=True)
 class Line:
-    """What vLLM's parser made of a command line, and which flags it does not know or take."""
+    """Result of vLLM's parser for a command line, and the flags that it does not know or rejects."""
 
     parsed: Any
     unknown: tuple[str, ...]
@@ -131,7 +134,7 @@ def parse(words: Sequence[str]) -> Line:
 
 
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Values by flag; a flag given twice counts as its last, as for vLLM."""
+    """Return the values by flag; of a repeated flag the last, as in vLLM."""
     flags: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -147,7 +150,10 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def replaced(transfer: Mapping[str, Any], secret: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Their --kv-transfer-config with our connector, as docs/migration.md says, and the connectors that stay beside it."""
+    """Return their --kv-transfer-config with our connector, and the connectors that stay beside it.
+
+    Follows docs/migration.md.
+    """
     extra = dict(transfer.get("kv_connector_extra_config") or {})
     if transfer.get("kv_connector") == MULTI:
         children = list(extra.get("connectors") or [])
@@ -168,7 +174,7 @@ def replaced(transfer: Mapping[str, Any], secret: str) -> tuple[dict[str, Any], 
 
 
 class AscendMLAAttentionSpec(MLAAttentionSpec):
-    """By the name of vllm-ascend's own class, which all MLA layers have there."""
+    """vllm-ascend's spec of all MLA layers, which admission knows by its class name."""
 
     parts: tuple[int, ...] = ()  # sizes of latent, rope, index key
     sparse_head_dim: tuple[int, ...] | None = None
@@ -176,7 +182,7 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
     cache_sparse_li_c8: bool = False
 
 
-# What admission knows by its class's name alone.
+# Specs that admission knows by class name only.
 _BY_NAME = {
     "window": "AscendSlidingWindowMLASpec",
     "state": "AscendSlidingWindowMLASpec",
@@ -184,7 +190,7 @@ _BY_NAME = {
 
 
 class PlainDevice:
-    """An NPU as far as a plain cache's layout asks for one."""
+    """An NPU's answers about the layout of a plain cache."""
 
     token_major = True
 
@@ -199,14 +205,18 @@ def _full(total: int, size: int, tp: int, block_size: int, dtype: torch.dtype = 
 
 
 def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
-    """What vllm-ascend registers for a layer, two blocks of it."""
+    """Return the tensors that vllm-ascend registers for a layer, with two blocks."""
+    if isinstance(spec, MambaSpec):
+        return tuple(
+            torch.empty((2, *shape), dtype=dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
     if type(spec).__name__ not in ("FullAttentionSpec", "AscendMLAAttentionSpec"):
         raise NotImplementedError(f"{type(spec).__name__}: admission takes it, and its tensors are not described here")
     parts = [(size, spec.dtype) for size in getattr(spec, "parts", (spec.head_size, spec.head_size)) if size]
     if getattr(spec, "cache_sparse_li_c8", False):
         parts[2:] = [(spec.parts[2], torch.int8), (1, torch.float16)]
     if getattr(spec, "cache_sparse_sfa_c8", False):
-        latent, rope, *_ = spec.parts  # in one tensor: int8, the rope's bfloat16, a scale for each 128
+        latent, rope, *_ = spec.parts  # one tensor: int8, the rope in bfloat16, a scale for each 128
         parts[:2] = [(latent + 2 * rope + 4 * latent // 128, torch.int8)]
     return tuple(torch.empty((2, spec.block_size, spec.num_kv_heads, size), dtype=dtype) for size, dtype in parts)
 
@@ -217,7 +227,7 @@ class Model:
 
     family: str
     facts: Mapping[str, Any]
-    c8: str = ""  # the role whose cache is int8
+    c8: str = ""  # the role with an int8 cache
 
     @property
     def kv_heads(self) -> int:
@@ -231,17 +241,27 @@ class Model:
         dtype = torch.int8 if self.c8 == role else torch.bfloat16
         if kind == "full":
             return _full(self.kv_heads, self.head_size, tp, block_size, dtype)
-        if kind == "gdn":  # two states; their sizes are not asked
-            recurrence = SimpleNamespace(name="GDN_ATTN")
-            return type("MambaSpec", (), {"mamba_type": recurrence, "shapes": ((), ())})()
+        if kind == "gdn":
+            return self._delta_net(tp, block_size)
         if kind in _BY_NAME:
             return type(_BY_NAME[kind], (), {})()
         if kind == "compressed":
             return type("AscendMLAAttentionSpec", (), {"dtype": dtype, "compress_ratio": 4})()
         return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8)
 
+    def _delta_net(self, tp: int, block_size: int) -> MambaSpec:
+        """Return the states of Gated DeltaNet: the convolution's rows over q, k and v, and a matrix for each head of v."""
+        keys, values, size, width = self.facts["gdn"]
+        rows = (width - 1, (2 * keys + values) * size // tp)
+        return MambaSpec(
+            block_size=block_size,
+            shapes=(rows, (values // tp, size, size)),
+            dtypes=(torch.bfloat16, torch.float32),
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        )
+
     def by_layer(self, names: Sequence[str], spec: Any, c8: Collection[str] = ()) -> dict[str, Any]:
-        """Where layers use another layer's indexer they have the latent and the rope alone."""
+        """Return the spec of each layer: layers without an indexer of their own have only latent and rope."""
         every = self.facts.get("index_every", 1)
         own = [max(int(name.split(".")[2]) - 1, 0) % every == 0 for name in names]
         if all(own):
@@ -267,7 +287,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Known:
-    """field_models.json: models by name, and drafts that are models of their own."""
+    """Contents of field_models.json: models by name, and separate draft models."""
 
     models: Mapping[str, Model]
     drafts: Mapping[str, Mapping[str, Any]]
@@ -293,7 +313,7 @@ def known_models() -> Known:
 
 @dataclass(frozen=True)
 class Judged:
-    """One engine: what admission says, first what the engine would say. No refusals: it would start."""
+    """One engine with admission's refusals, first the one that the engine would raise. Without any it would start."""
 
     role: str
     tp: int
@@ -305,7 +325,7 @@ class Judged:
 
 
 def judge(command: Command, known: Known) -> Judged:
-    """Raises KeyError for a model or a draft without an entry."""
+    """Return admission's result for one engine. Raise KeyError for a model or a draft without an entry."""
     model = known.models[command.model]
     flags = _flags(command.words)
     with _surroundings(command) as secret:
@@ -323,7 +343,7 @@ def judge(command: Command, known: Known) -> Judged:
 
 
 def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingProxyType({})) -> SimpleNamespace:
-    """vLLM's configuration as far as admission reads it, from what its parser gave."""
+    """Return what admission reads of vLLM's configuration, made from the result of vLLM's parser."""
     rank = parsed.data_parallel_rank if parsed.data_parallel_rank is not None else parsed.data_parallel_start_rank or 0
     parallel = SimpleNamespace(
         tensor_parallel_size=parsed.tensor_parallel_size,
@@ -357,11 +377,12 @@ def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingP
 
 
 def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, Any]) -> Any:
-    """vLLM's own words for a draft model, and what its configuration would say."""
+    """Return vLLM's speculative configuration, with the parts of the draft model's that admission reads."""
     if told is None:
         return None
     speculative = drafts.told({**draft, **told})
     config = SimpleNamespace(num_nextn_predict_layers=model.facts["mtp"])
+    speculative.num_speculative_tokens = int(told.get("num_speculative_tokens", 1))
     speculative.draft_model_config = SimpleNamespace(
         hf_config=config,
         quantization=None,
@@ -373,8 +394,11 @@ def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, 
 
 
 def _graphs(parsed: Any) -> Any:
-    """The mode that vLLM settles on: none where eager, else what is told, else the default of its optimization level; in place
-    of full graphs those that the connector can have."""
+    """Return the graph mode that vLLM chooses.
+
+    None with eager mode, else the configured one, else the default of the optimization level; full graphs become
+    piecewise where the connector requires it.
+    """
     levels: Any = OPTIMIZATION_LEVEL_TO_CONFIG
     eager = levels[0]["compilation_config"]["cudagraph_mode"]
     default = levels[int(parsed.optimization_level)]["compilation_config"]["cudagraph_mode"]
@@ -386,21 +410,31 @@ def _graphs(parsed: Any) -> Any:
 
 
 def _c8(parsed: Any) -> set[str]:
-    """What vllm-ascend's own configuration quantises of a cache with an indexer: the latent (sfa), the index key (li)."""
+    """Return the quantised parts of an indexer's cache in vllm-ascend's configuration: latent (sfa), index key (li)."""
     additional = parsed.additional_config or {}
     return {one for one in ("sfa", "li") if additional.get(f"enable_sparse_{one}_c8")}
 
 
+def _with_drafts(spec: MambaSpec, tokens: int) -> MambaSpec:
+    """Return a state as vLLM makes it with speculative decoding: a row and a block more for each drafted token."""
+    (rows, dim), *rest = spec.shapes
+    return dataclasses.replace(spec, shapes=((rows + tokens, dim), *rest), num_speculative_blocks=tokens)
+
+
 def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[str]) -> list[SimpleNamespace]:
-    """As vLLM makes them: layers of unlike shapes that need equally many blocks are one group, of a spec for each layer."""
+    """Return the groups as vLLM makes them.
+
+    Layers that differ but need equally many blocks are one group with a spec for each layer.
+    """
     tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
     names = model.layers(drafts=config.speculative_config is not None and not draft)
     groups: list[SimpleNamespace] = []
-    for kind in model.facts["caches"]:
+    kinds = model.facts["caches"]
+    for index, kind in enumerate(kinds):
         spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8)
-        if kind == "gdn":  # vLLM keeps a state more for each drafted token
-            spec.num_speculative_blocks = int(config.speculative_config is not None)
-        specs = model.by_layer(names, spec, c8)
+        if kind == "gdn" and config.speculative_config is not None:
+            spec = _with_drafts(spec, config.speculative_config.num_speculative_tokens)
+        specs = model.by_layer(names[index :: len(kinds)], spec, c8)
         if draft and not groups:
             specs[f"model.layers.{len(names)}.self_attn.attn"] = _full(draft["kv_heads"], draft["head_dim"], tp, size)
         if any(one != spec for one in specs.values()):
@@ -411,7 +445,7 @@ def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[
 
 @patch.object(admission, "is_vllm_ascend", lambda: True)
 def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
-    """In the order of an engine: its configuration, its cache's groups, then the tensors."""
+    """Return an engine's refusals in its order (configuration, the cache's groups, tensors), and the geometry."""
     try:
         our_connector(config.kv_transfer_config.kv_connector)
         push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
@@ -426,7 +460,7 @@ def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeome
         for group in groups.kv_cache_groups:
             of = group.kv_cache_spec
             specs |= getattr(of, "kv_cache_specs", dict.fromkeys(group.layer_names, of))
-        made = {id(spec): tensors(spec) for spec in specs.values()}  # layers that are alike share one
+        made = {id(spec): tensors(spec) for spec in specs.values()}  # equal layers share them
         caches = {name: made[id(spec)] for name, spec in specs.items()}
         geometry = describe(caches, shape, PlainDevice()).geometry  # type: ignore[arg-type]
     except ConfigError as refused:
@@ -437,11 +471,12 @@ def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeome
 
 @contextmanager
 def _surroundings(command: Command) -> Iterator[str]:
-    """The environment that the configuration asks for, nothing of ours, a secret as two hosts need one, and of vLLM 0.23.0, with which
-    these configurations run, what it tells of groups."""
+    """Set the environment of a configuration, and yield the name of a file with a secret, which two hosts need.
+
+    None of this process's own variables apply.
+    """
     ours = ("VLLM_HOST_IP", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION")
-    ours_is_newer = patch.object(admission, "knows_transfer_groups", lambda: False)
-    with tempfile.NamedTemporaryFile() as secret, patch.dict("os.environ"), ours_is_newer:
+    with tempfile.NamedTemporaryFile() as secret, patch.dict("os.environ"):
         for name in ours:
             os.environ.pop(name, None)
             if name in command.environment:
@@ -462,10 +497,10 @@ class Verdict:
     model: str
     p: tuple[Judged, ...]
     d: tuple[Judged, ...]
-    pair: str  # how P would push, or why it would not; empty where one of them does not start
+    pair: str  # the mode of P's pushes, or the mismatch; empty if a side does not start
 
     def refusals(self, side: str) -> tuple[PdError, ...]:
-        """Of all engines of "P" or "D", each once."""
+        """Return the refusals of all engines of "P" or "D", each once."""
         engines = self.p if side == "P" else self.d
         return tuple({str(refused): refused for engine in engines for refused in engine.refusals}.values())
 
@@ -481,7 +516,7 @@ def verdict(name: str, text: str, known: Known) -> Verdict:
     found = commands(text)
     engines = list(dict.fromkeys(judge(command, known) for command in found))
     p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
-    strays = [engine for engine in engines if engine.role == "?"]  # another role: both sides at once
+    strays = [engine for engine in engines if engine.role == "?"]  # with both roles: they count on both sides
     p, d = (*p, *strays), (*d, *strays)
     return Verdict(name, found[0].model, p, d, _pair(p, d))
 

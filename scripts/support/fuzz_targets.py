@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/fuzz.py hands its bytes to: the decoders of the side channel, the doctor, the reservation, HTTP on both sides,
-NDJSON, the doorbell.
+"""Targets of scripts/fuzz.py: decoders of the side channel, the doctor, reservations, HTTP, NDJSON and the doorbell.
 
-A target says what became of an input: "refused" (the decoder's own error), "read" (an unsigned thing that is well-formed
-and was then handed to the machine behind it), "unchanged" (the mutation changed nothing), or "accepted": something forged
-was believed. That last one must never come.
+A target classifies an input: "refused" (the decoder's own error), "read" (unsigned and well-formed, and processed by
+the state machine behind the decoder), "unchanged" (the mutation changed nothing), or "accepted" (something forged was
+believed), which must never happen.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ RESERVATION = Reservation(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`start` makes what is handed the inputs, anew for every few hundred of them."""
+    """A decoder with its examples. `start` makes the function that takes inputs, anew for every few hundred of them."""
 
     name: str
     what: str
@@ -125,11 +124,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an example is taken apart, so that one value deep inside can be changed and the rest stays well-formed."""
+    """Decomposition of an example: one value deep inside can be changed while the rest stays well-formed."""
 
     read: Callable[[bytes], Any]
     write: Callable[[Any], bytes]
-    skip: int = 0  # bytes before it
+    skip: int = 0  # bytes before the encoded value
 
 
 MSGPACK = Shape(msgspec.msgpack.decode, msgspec.msgpack.encode)
@@ -221,7 +220,7 @@ def _greeting() -> Run:
 
 
 def _machines() -> Run:
-    """A message that is well-formed goes to both machines, in every state that they get into: neither may raise."""
+    """Feed well-formed messages to both state machines, in every state they get into: neither may raise."""
     now = 0.0
     receiver = _receiver()
     sender = _sender()
@@ -276,7 +275,7 @@ def _sender() -> Sender:
 
 
 def _sessions() -> tuple[Session, Session]:
-    """Dialer and listener of one connection."""
+    """Return the dialer's and the listener's session of one connection."""
     key = SessionKey.derive(SECRETS.current, Greeting(b"n" * 32, "prefill-1"), Greeting(b"m" * 32, "decode-1"))
     return Session(key, as_dialer=True), Session(key, as_dialer=False)
 
@@ -301,7 +300,7 @@ def _verifier() -> Run:
 
 
 class _Wire(asyncio.Transport):
-    """The end of a connection without a socket: what is written to it is forgotten."""
+    """Transport without a socket, which discards what is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +347,7 @@ class _NoSocket:
 
 
 def _listener() -> Run:
-    """A whole listener with a secret: a recorded conversation, mutated, is never taken for a message or a process."""
+    """Feed a whole listener with a secret: a mutated recording never counts as a message or as a process."""
     heard: list[Any] = []
     listener = Listener(
         host="",
@@ -382,7 +381,7 @@ def _listener() -> Run:
 
 
 class _Socket:
-    """What the other doctor says, without a socket; what is said to it is forgotten."""
+    """Socket that reads the input as the other doctor's messages, and discards what is sent."""
 
     def __init__(self, data: bytes) -> None:
         step = len(data) // 3 + 1
@@ -408,7 +407,10 @@ def _consultation() -> list[bytes]:
 
 
 def _doctor() -> Run:
-    """Either side of the doctor's conversation. Without a secret what it hears is compared; with one, nothing is believed."""
+    """Feed both sides of the doctor's conversation.
+
+    Without a secret the input is compared; with one it is not believed.
+    """
     ours = Facts("0.1.0", "tcp", "", "", "", "little", "x86_64", 0.0, P)
 
     def run(data: bytes) -> str:
@@ -459,7 +461,7 @@ def _sources() -> list[bytes]:
 
 
 def _source_reader() -> Run:
-    """What a client may say of a P: nobody is dialled who is not allowed, with a secret or without."""
+    """Feed a source as a client may send it: no address is dialled that is not allowed, with or without a secret."""
     honest = _sources()
 
     def run(data: bytes) -> str:
@@ -482,7 +484,7 @@ def _rendezvous() -> list[bytes]:
 
 
 def _schedulers() -> Run:
-    """Whatever a scheduler of the other side says, into the books of both."""
+    """Feed a scheduler's messages to the books of both sides."""
     meetings = Meetings(PushBook(model=MODEL), "p", Holding())
     offers, now = Offers(Timers()), 0.0
     prompt = RESERVATION.prompt_length, RESERVATION.prompt_hash
@@ -526,7 +528,7 @@ def _unsigned() -> list[bytes]:
 
 
 def _admitted() -> Run:
-    """Without a secret a made-up reservation may be well-formed: it must then not reach any arithmetic unchecked."""
+    """Feed unsigned reservations: a well-formed one must not reach any arithmetic unchecked."""
     book = PushBook(model=MODEL)
     orders = OrderBook(P, P, ME, RegroupConfig(regroup="never"), None)
     planner = StepPlanner(P, 0)
@@ -573,7 +575,7 @@ def _responses() -> list[bytes]:
 
 
 def _http_client() -> Run:
-    """An engine's, or a metaserver's, answer. Bytes are read ahead within the bound, and every answer comes to an end."""
+    """Feed the answer of an engine or metaserver. Bytes are read ahead within the bound, and every answer ends."""
     loop = asyncio.new_event_loop()
     pool = http1._Pool()
 
@@ -609,7 +611,7 @@ def _requests() -> list[bytes]:
 
 
 def _clients() -> Run:
-    """A client's body: whatever it is, no engine gets parameters of the client's making."""
+    """Feed a client's body: no engine ever gets transfer parameters from a client."""
 
     def run(data: bytes) -> str:
         try:
@@ -626,7 +628,7 @@ def _clients() -> Run:
             try:
                 sent = json.loads(_whole(made))
             except (ValueError, RecursionError):
-                continue  # what a client wrote inside a field is the engine's to refuse
+                continue  # contents of a field are the engine's to refuse
             if sent.pop("kv_transfer_params") != mine or not route.startswith("/v1/"):
                 raise AssertionError("a prefill with other parameters than ours")
             _free_of_parameters(json.dumps(sent).encode())
@@ -640,7 +642,7 @@ def _whole(payload: Payload) -> bytes:
 
 
 def _free_of_parameters(payload: Payload) -> None:
-    """As an engine would read it."""
+    """Require that an engine would find no transfer parameters in the payload."""
     try:
         read = json.loads(_whole(payload))
     except (ValueError, RecursionError):
@@ -661,7 +663,7 @@ def _heads() -> list[bytes]:
 
 
 def _http_server() -> Run:
-    """The metaserver's own HTTP protocol: a head is bounded, and garbage ends its connection."""
+    """Feed the metaserver's HTTP server: a head is bounded, and garbage closes its connection."""
     import uvicorn
     from uvicorn.server import ServerState
 
@@ -670,7 +672,7 @@ def _http_server() -> Run:
     loop = asyncio.new_event_loop()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        """Never gets its turn: only what is read is of interest."""
+        """Never run: only reading is tested."""
 
     config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none")
     config.load()
@@ -708,12 +710,12 @@ def _posts() -> list[bytes]:
 
 
 def _posted() -> Run:
-    """What D posts, and what P answers, in the metaserver. Nobody has a ticket here."""
+    """Feed the metaserver D's posts and P's answers. No post has a valid ticket here."""
     front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
     handler = reserve.Reservations(front, reserve.Heart(2.0))
     prefill = front.fleet.add(parse_spec(Role.PREFILL, "p:1"), "flag")
     statuses: list[int] = []
-    interrupt: Any = None  # of a leg; there is none
+    interrupt: Any = None  # of a leg, which does not exist here
 
     async def send(message: Any) -> None:
         if "status" in message:
@@ -754,7 +756,7 @@ def _lines() -> list[bytes]:
 
 
 def _ndjson() -> Run:
-    """The metaserver's answer as D reads it: lines, the plain form, the words of an error, a Retry-After."""
+    """Feed the metaserver's answer as D reads it: lines, the plain form, the text of an error, a Retry-After."""
 
     def run(data: bytes) -> str:
         cut, outcomes, refused = answers.Lines(4096), [], False
@@ -806,7 +808,7 @@ def _queries() -> list[bytes]:
 
 
 def _bootstrap() -> Run:
-    """Whatever is asked, the answer is whole, and the one thing that there is to know."""
+    """Feed queries to the bootstrap: every answer is complete and contains the one fact there is."""
 
     def run(data: bytes) -> str:
         head, _, body = answer(data, [SOURCE.listens]).partition(b"\r\n\r\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own connectors, as the least that a router of each does: for scripts that set them beside this package."""
+"""Pairs with vLLM's own connectors, each with a minimal router, for comparisons with this package."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from scripts.support.engine import Engine
 from scripts.support.models import ROOT
 from scripts.support.spec import EngineSpec
 
-PLUGIN = ROOT / "scripts" / "support" / "plugins" / "baseline"  # without it MooncakeConnector does not start on a CPU
+PLUGIN = ROOT / "scripts" / "support" / "plugins" / "baseline"  # MooncakeConnector does not start on a CPU without it
 NIXL = ("nixl==1.5.0", "nixl-cu12==1.5.0")
-NIXL_PLACE = ROOT / "out" / "nixl"  # beside the environment, which it would change
+NIXL_PLACE = ROOT / "out" / "nixl"  # not in the environment, whose packages it would change
 Ask = Callable[[list[int]], Answer]
 Make = Callable[..., EngineSpec]  # an engine's name, its role, and fields of EngineSpec
 
@@ -31,7 +31,7 @@ Make = Callable[..., EngineSpec]  # an engine's name, its role, and fields of En
 def start_mooncake(
     cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()
 ) -> tuple[Engine, Engine, Ask]:
-    """A pair over TCP; its answers have so many tokens."""
+    """Start a pair over TCP whose answers have `tokens` tokens."""
     common: dict[str, Any] = {
         "connector": "MooncakeConnector",
         "extra": {"mooncake_protocol": "tcp"},
@@ -46,7 +46,7 @@ def start_mooncake(
 
 
 def start_nixl(cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()) -> tuple[Engine, Engine, Ask]:
-    """A pair on the CPU; ask `install_nixl` first."""
+    """Start a pair on the CPU. `install_nixl` must have returned True."""
     common: dict[str, Any] = {
         "connector": "NixlConnector",
         "transfer": {"kv_role": "kv_both", "kv_buffer_device": "cpu"},
@@ -61,7 +61,7 @@ def start_nixl(cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, .
 
 
 def install_nixl() -> bool:
-    """Make sure that NIXL is there; False where it cannot be installed."""
+    """Install NIXL if needed. Return False if that fails."""
     if not (NIXL_PLACE / "nixl").is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(NIXL_PLACE), *NIXL)
         if subprocess.run(pip, check=False).returncode:
@@ -71,7 +71,7 @@ def install_nixl() -> bool:
 
 
 def mooncake(prefill: Engine, decode: Engine, bootstrap: int, tokens: int) -> Ask:
-    """MooncakeConnector: both requests at once, matched by a transfer id."""
+    """Return a function that sends a prompt to both at once, matched by a transfer id."""
     address = f"http://127.0.0.1:{bootstrap}"
     found = httpx.get(f"{address}/query", timeout=10.0, trust_env=False).json()
     engine_id = next(iter(found.values()))["engine_id"]
@@ -95,14 +95,14 @@ def mooncake(prefill: Engine, decode: Engine, bootstrap: int, tokens: int) -> As
 
 
 def nixl(prefill: Engine, decode: Engine, tokens: int) -> Ask:
-    """NixlConnector: P first, and what it answers to D."""
+    """Return a function that sends a prompt to P, then with P's answer to D."""
 
     def ask(prompt: list[int]) -> Answer:
         wanted: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         began = time.monotonic()
         first = post(prefill.url, body_of(prompt, 1, kv_transfer_params=wanted))
         answer = complete(decode.url, body_of(prompt, tokens, kv_transfer_params=first["kv_transfer_params"]))
-        before = answer.started - began  # P's part
+        before = answer.started - began  # the time of P's request
         answer.started, answer.ttft = began, answer.ttft + before
         answer.times = [at + before for at in answer.times]
         return answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of docs/matrix.md: each mode of engines, and the tests that show it with real engines or say why not."""
+"""Rows of docs/matrix.md: each mode of engines, and the tests that show it with real engines or the reason for none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ASCEND = "tokens of one vllm-ascend engine; bytes"
 class Row(NamedTuple):
     name: str
     mode: str
-    tests: tuple[str, ...]  # pytest's words
+    tests: tuple[str, ...]  # arguments of pytest
     how: str = ONE
     vllm: str = NEWEST
-    ci: str = "one"  # of its tests: all, one (a representative), none
+    ci: str = "one"  # which of its tests: all, one (a representative), none
 
 
 def _file(name: str, *words: str) -> tuple[str, ...]:
@@ -74,9 +74,9 @@ REFUSED = {
 
 
 class Combination(NamedTuple):
-    """A line of the README's table: in words, what ran where each rank writes what it has, and what ran behind an exchange."""
+    """A line of the README's table: its name, and what ran with direct pushes and with an exchange in P."""
 
-    rows: tuple[str, ...]  # of this page, by name
+    rows: tuple[str, ...]  # rows of docs/matrix.md by name
     english: tuple[str, str, str]
     chinese: tuple[str, str, str]
 

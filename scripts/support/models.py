@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEX_DIM = 24  # nothing else has this size
-FORMAT = 1  # raised when a recipe's meaning changes, so that old directories are rewritten
+INDEX_DIM = 24  # a size that nothing else has
+FORMAT = 1  # increase when a recipe's meaning changes, so that old directories are rewritten
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a model looks like. `kv_heads` is ignored by MLA, which keeps one latent per token."""
+    """Shape of a model. `kv_heads` has no effect on MLA's cache, which keeps one latent per token."""
 
-    family: str  # llama | latent | deepseek_v2 | deepseek_v3 | qwen3 | qwen3_moe | gemma3 | gpt_oss | mistral | eagle | eagle3 | dflash | states.py
+    family: str  # a key of `families` in `_write`, paligemma, or a draft's: eagle | eagle3 | dflash
     layers: int
     heads: int
     kv_heads: int
@@ -38,13 +38,13 @@ class Recipe:
     max_len: int = 4096
     spread: float = 0.08  # standard deviation of the initial weights
     seed: int = 0
-    # The last layer alone decides nearly everything, so that a draft model of one layer, made of it, is often right, and only
-    # as long as its own cache is.
+    # The last layer decides nearly everything, so that a draft model made from it is often right, but only with a
+    # correct cache of its own.
     one_layer_decides: bool = False
-    target: str = ""  # of a draft model of its own
-    indexers: int = 0  # of the first so many layers; `latent` alone
-    int8: bool = False  # the cache, of `latent` alone
-    window: int = 0  # tokens that a layer looks at, in all layers or some, as the family has it
+    target: str = ""  # the target's recipe, for a separate draft model
+    indexers: int = 0  # the first so many layers have one; `latent` only
+    int8: bool = False  # of the cache; `latent` only
+    window: int = 0  # tokens that a layer attends to, in all layers or some, depending on the family
 
     @property
     def mla(self) -> bool:
@@ -52,42 +52,44 @@ class Recipe:
 
     @property
     def leaves_last(self) -> bool:
-        """Whether D can load the last token of a prompt only where it begins with P's first one."""
+        """Return whether D can load a prompt's last token only if it begins with P's first token."""
         from scripts.support.states import FAMILIES
 
         return self.window > 0 or self.family in FAMILIES
 
     def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
-        """Of the whole model, all ranks together, replicas counted once."""
+        """Return the size in the whole model, all ranks together, replicas counted once."""
         per_layer = 576 if self.mla else 2 * self.kv_heads * self.head_dim
         return self.layers * per_layer * dtype_bytes
 
 
 RECIPES = {
-    # the integration tests' models: four layers, so that a pipeline of two has two each
+    # integration tests: four layers, so that a pipeline of two has two each
     "gqa": Recipe("llama", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     "gqa5": Recipe("llama", layers=5, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
-    # 576: vLLM splits the vocabulary by TP, and by 64
+    # 576: vLLM divides the vocabulary by TP, and pads it to multiples of 64
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
-    # targets and their drafts; `mtp` has its draft layer inside
+    # targets and their drafts; `mtp` contains its draft layer
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
-    # one KV head, kept as MLA keeps its latent; in plain torch (tests/integration/plugins/kinds)
+    # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
     "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
     "indexed-int8": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3, int8=True),
     "spec-indexed": Recipe("latent", 4, 8, 1, 32, hidden=256, intermediate=512, one_layer_decides=True, indexers=2),
     "spec-indexed-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec-indexed"),
-    # sliding windows: in five of six layers, in every other one, in all
+    # sliding windows: in five of six layers, in every other layer, in all
     "gemma3": Recipe("gemma3", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
     "gptoss": Recipe("gpt_oss", 4, 8, 4, head_dim=32, hidden=256, intermediate=128, window=128),
     "windowed": Recipe("mistral", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
     # recurrent states: Mamba-2 before attention, beside it in every layer, alone; Gated DeltaNet in three of four
+    # layers
     "nemotronh": Recipe("nemotron_h", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
     "falconh1": Recipe("falcon_h1", 3, 8, 4, head_dim=32, hidden=256, intermediate=512),
     "mamba2": Recipe("mamba2", 3, 8, 8, head_dim=64, hidden=256, intermediate=512),
     "qwen3next": Recipe("qwen3_next", 4, 8, 2, head_dim=64, hidden=256, intermediate=512),
+    "qwen3next-mtp": Recipe("qwen3_next", 4, 8, 2, 64, hidden=256, intermediate=512, one_layer_decides=True),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-flash": Recipe("qwen3", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-flash-dflash": Recipe("dflash", 1, 8, 4, 32, hidden=256, intermediate=512, target="spec-flash"),
@@ -101,7 +103,7 @@ RECIPES = {
 
 
 def ensure(name: str, directory: Path | None = None) -> Path:
-    """The path of model `name`, made now unless a complete one is there."""
+    """Return the path of model `name`, written now unless a complete one is there."""
     recipe = RECIPES[name]
     target = (directory or ROOT / "models") / name
     mark = target / "recipe.json"
@@ -118,7 +120,7 @@ def ensure(name: str, directory: Path | None = None) -> Path:
 
 
 def recipe_of(model: Path) -> Recipe | None:
-    """The recipe a directory was made from; None for a model from elsewhere."""
+    """Return the recipe of a directory, or None if it was not made here."""
     mark = model / "recipe.json"
     if not mark.exists():
         return None
@@ -162,12 +164,14 @@ def _write(recipe: Recipe, directory: Path) -> None:
     _write_tokenizer(directory, recipe.vocab)
     if recipe.family == "deepseek_v3":
         drafts.add_mtp_layer(directory)
+    if recipe.family == "qwen3_next" and recipe.one_layer_decides:
+        drafts.add_next_mtp_layer(directory)
     if recipe.family == "latent":
         _make_latent(recipe, directory)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
-    """What every family's configuration has, by the same names."""
+    """Return the fields that every family's configuration has under the same names."""
     return {
         "vocab_size": recipe.vocab,
         "hidden_size": recipe.hidden,
@@ -196,7 +200,7 @@ def _llama(recipe: Recipe) -> Any:
 
 
 def _make_latent(recipe: Recipe, directory: Path) -> None:
-    """The llama's own weights, and an indexer's two in the first layers."""
+    """Keep the llama's own weights, and add an indexer's two to the first layers."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -228,7 +232,7 @@ def _deepseek(recipe: Recipe) -> Any:
             n_shared_experts=1,
             n_routed_experts=4,
             num_experts_per_tok=2,
-            first_k_dense_replace=recipe.layers,  # dense everywhere: experts add nothing to a test of the cache
+            first_k_dense_replace=recipe.layers,  # dense layers only: experts add nothing to a test of the cache
             n_group=1,
             topk_group=1,
             kv_lora_rank=512,
@@ -290,7 +294,7 @@ def _recurrent(recipe: Recipe) -> Any:
 
 
 def _write_tokenizer(directory: Path, vocab: int) -> None:
-    """Bytes are tokens and nothing merges, so a text of n bytes is a prompt of n tokens."""
+    """Write a byte tokenizer without merges: a text of n bytes is a prompt of n tokens."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -309,7 +313,7 @@ def _write_tokenizer(directory: Path, vocab: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=sorted(RECIPES), help=f"of {', '.join(sorted(RECIPES))}")
+    parser.add_argument("names", nargs="*", default=sorted(RECIPES), help=f"recipes: {', '.join(sorted(RECIPES))}")
     parser.add_argument("--directory", type=Path, default=None, help="default: models/ in the repository")
     args = parser.parse_args()
     for name in args.names:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests that can see a change of one line: which reach it is watched once, then only those run, quick ones first.
+"""Selection and runs of the tests that can detect a change of one line.
 
-What takes long to import is imported once, in this process; each run is a fork of it, in which the package is new. A test
-that fails must fail again: what fails now and then has seen nothing.
+Which tests reach which line is recorded once; then only these run, quick ones first. Slow imports happen once, in this
+process; each run is a fork of it that imports the package anew. A failing test must fail twice: a flaky failure detects
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 COPIED = ("vllm_ascend_pd", "tests", "scripts", "csrc", "docs", "examples", "dashboards", "pyproject.toml", "setup.py")
-# What the tests import besides the repository. One that is not installed is not needed.
+# Imports of the tests from outside the repository, if installed.
 HEAVY = (
     "torch",
     "hypothesis.stateful",
@@ -42,22 +43,22 @@ STARTS_PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 QUICK_S = 0.5
 IMPORTED = -1  # reached by importing
 SIMULATOR = "the simulator"
-FIRST_SEED, FIRST_SEEDS = 1, 3  # the first few are quicker than any test
-SEED_S = 5  # of a core, that one may take; a fifth of a second is usual
+FIRST_SEED, FIRST_SEEDS = 1, 3  # seeds that run first: they are quicker than any test
+SEED_S = 5  # most processor time of a seed; 0.2 s is usual
 
 
 @dataclass(slots=True)
 class Reach:
-    """What one file of tests runs: by test its seconds, and by line of the package the tests that reach it."""
+    """Results of watching one file of tests: seconds by test, and tests by line of the package."""
 
-    state: str = ""  # of the tests
-    sources: dict[str, str] = field(default_factory=dict)  # of the package, as it was watched
+    state: str = ""  # digest of the tests
+    sources: dict[str, str] = field(default_factory=dict)  # digests of the package's files when it was watched
     seconds: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, list[int]] = field(default_factory=dict)  # by "path:line", in the order of `seconds`; IMPORTED
-    always: bool = False  # it starts processes, whose lines nobody watched, or cannot be watched
+    lines: dict[str, list[int]] = field(default_factory=dict)  # by "path:line": indices into `seconds`, or IMPORTED
+    always: bool = False  # it starts processes, whose lines are not recorded, or cannot be watched
 
     def of(self, path: str, lines: Iterable[int], source: str) -> dict[str, float]:
-        """The tests that reach these lines; of a file that has changed since, those that reach any."""
+        """Return the tests that reach these lines; if the file has changed since, those that reach any of its lines."""
         same = self.sources.get(path) == source
         keys = [f"{path}:{line}" for line in lines] if same else [k for k in self.lines if k.startswith(f"{path}:")]
         found = {test for key in keys for test in self.lines.get(key, ())}
@@ -68,7 +69,7 @@ class Reach:
 
 
 class Watch:
-    """A plugin of pytest that writes down which test reaches which line of the package."""
+    """Plug-in of pytest that records which test reaches which line of the package."""
 
     def __init__(self, package: Path) -> None:
         self._package = package
@@ -77,7 +78,7 @@ class Watch:
             self._coverage: Any = importlib.import_module("coverage").Coverage(
                 data_file=None, config_file=False, source=[str(package)], messages=False
             )
-        except ImportError:  # any test may be the one
+        except ImportError:  # without it any test may reach any line
             self._coverage, self.reach.always = None, True
         else:
             self._coverage.start()
@@ -99,7 +100,7 @@ class Watch:
             self.reach.seconds[item.nodeid] = time.monotonic() - began
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.reach.always |= report.failed  # being watched takes time
+        self.reach.always |= report.failed  # the test is slower while watched
 
     def pytest_sessionfinish(self) -> None:
         if self._coverage is None:
@@ -114,7 +115,7 @@ class Watch:
 
 
 def _imported(path: Path) -> set[int]:
-    """Lines outside of functions: whatever imports the file first runs them for all."""
+    """Return the lines outside functions: the first import runs them for all tests."""
     tree = ast.parse(path.read_text())
     inside = {
         line
@@ -126,7 +127,10 @@ def _imported(path: Path) -> set[int]:
 
 
 class Chosen:
-    """A plugin of pytest that runs the chosen tests only, quick ones first. One that waits takes its deadline to fail."""
+    """Plug-in of pytest that runs only the chosen tests, quick ones first.
+
+    Tests that wait come last, because they fail only at their deadline.
+    """
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
@@ -147,8 +151,8 @@ class Chosen:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        for _ in range(2):  # what fails must fail again
-            item._initrequest()  # type: ignore[attr-defined]  # its fixtures anew
+        for _ in range(2):  # a failure must happen twice
+            item._initrequest()  # type: ignore[attr-defined]  # new fixtures
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
             if not any(report.failed for report in reports):
                 return True
@@ -162,7 +166,7 @@ class Chosen:
 
 
 class Field:
-    """A copy of the tree in which one file at a time is another."""
+    """Copy of the tree in which one file at a time is changed."""
 
     def __init__(self, source: Path, root: Path, keep: Path, heavy: Sequence[str] = HEAVY) -> None:
         self.root, self._keep = root, keep
@@ -184,9 +188,9 @@ class Field:
         limit_s: float,
         quick: bool = False,
     ) -> str:
-        """Who saw it: a test, the simulator, the clock, or nobody (empty)."""
+        """Return what detected the change: a test, the simulator, the time limit ("the clock"), or "" for nothing."""
         reached: dict[str, float] = {}
-        unknown: dict[str, float] = {}  # tests whose children may reach it
+        unknown: dict[str, float] = {}  # tests whose child processes may reach it
         for reach in self.watched(patterns).values():
             found = reach.of(path, range(lines[0], lines[1] + 1), _digest([self.root / path]))
             (unknown if reach.always else reached).update(found)
@@ -210,7 +214,7 @@ class Field:
         return "the clock" if told is None else told
 
     def watched(self, patterns: tuple[str, ...]) -> dict[str, Reach]:
-        """By file of tests, from the last time if these have not changed since."""
+        """Return the recorded results by file of tests; files that have changed are watched again."""
         if patterns not in self._watched:
             paths = {p: None for pattern in patterns for p in sorted((self.root / "tests/unit").glob(pattern + ".py"))}
             self._watched[patterns] = {path.name: self._watch(path) for path in paths}
@@ -240,7 +244,7 @@ class Field:
         return reach
 
     def _failing(self, seconds: dict[str, float], deadline: float) -> str:
-        """The first of these tests that fails; empty if none does."""
+        """Return the first of these tests that fails, or ""."""
         if not seconds:
             return ""
 
@@ -253,7 +257,7 @@ class Field:
         return "the clock" if told is None else told
 
     def _forked(self, run: Callable[[], str], deadline: float) -> str | None:
-        """What it returns, from a process of its own; None if it does not end in time."""
+        """Return the result of `run` from a forked process, or None if it does not end in time."""
         out = self.root / "told"
         out.unlink(missing_ok=True)
         child = os.fork()
@@ -313,11 +317,11 @@ def _pytest(words: list[str], plugin: object) -> int:
 
 
 def _simulate(seeds: int) -> str:
-    most = seeds * SEED_S + int(time.process_time())  # of this process: what the machine does besides is no matter
+    most = seeds * SEED_S + int(time.process_time())  # processor time, so that other load does not matter
     resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
     try:
         simulator: Any = importlib.import_module("simulation.run")
         return SIMULATOR if simulator.main(["--seeds", str(seeds), "--from", str(FIRST_SEED)]) else ""
-    except Exception:  # noqa: BLE001  # whatever it is, it was seen
+    except Exception:  # noqa: BLE001  # any exception counts as detected
         traceback.print_exc()
         return SIMULATOR

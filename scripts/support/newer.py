@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A release of vLLM of which there is no wheel for CPUs: its Python, from the source distribution, over the compiled parts of the wheel
-that is installed. `python -m scripts.support.newer RELEASE SITE_PACKAGES` puts it there."""
+"""Installation of a vLLM release that has no wheel for CPUs: its Python code over the installed wheel's compiled parts.
+
+`python -m scripts.support.newer RELEASE SITE_PACKAGES` writes it there, from the source distribution.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from scripts.support import sdist
 PINS = {
     "0.33.0": sdist.Pin("vllm", "0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"),
 }
-# By its name and version vLLM knows for which platform it was made.
+# vLLM reads its platform from the name and version of its distribution.
 METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
 
 

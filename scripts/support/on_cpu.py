@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM needs to run on a CPU that it does not need on an NPU: one place for the scripts and the tests.
+"""Settings that vLLM needs on a CPU and not on an NPU, for the scripts and the tests.
 
     python -m scripts.support.on_cpu environment           prints NAME=VALUE lines
     python -m scripts.support.on_cpu arguments MODEL       prints vLLM's arguments, one word a line
                       [--pp N] [--compiled] [--graph-mode MODE]
 
-Standard library only: commands are shown before anything is installed.
+Standard library only: it also runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 # The default binding of threads to cores fails with two workers on one NUMA node.
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-MLA_DRAFT = {"attention_backend": "CPU_MLA"}  # a draft model does not follow the target's --attention-backend
+MLA_DRAFT = {"attention_backend": "CPU_MLA"}  # a draft model does not use the target's --attention-backend
 
 
-# Of an x86 processor, without which vLLM keeps no fp8 cache on it.
+# Instructions of x86 processors that vLLM's fp8 caches on a CPU need.
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def no_fp8(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Why vLLM keeps no fp8 cache on this processor; "" where it does."""
+    """Return the reason why vLLM has no fp8 cache on this processor, or ""."""
     try:
         flags = {word for line in cpuinfo.read_text().splitlines() if line.startswith("flags") for word in line.split()}
     except OSError:
@@ -35,7 +35,7 @@ def no_fp8(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def is_mla(model: Path) -> bool:
-    """A model that is not a local directory counts as none: its configuration is not here to be read."""
+    """Return whether a model has MLA; False for a model that is not a local directory."""
     try:
         config = json.loads((model / "config.json").read_text())
     except OSError:
@@ -44,12 +44,16 @@ def is_mla(model: Path) -> bool:
 
 
 def arguments(*, mla: bool, pp: int, eager: bool, graph_mode: str = "") -> list[str]:
-    """What follows from the model's attention and its stages. The graph mode is here since vLLM takes one --compilation-config."""
+    """Return the arguments for the model's attention and pipeline stages.
+
+    The graph mode is included because vLLM takes only one --compilation-config.
+    """
     words: list[str] = []
     compilation: dict[str, Any] = {"cudagraph_mode": graph_mode} if graph_mode else {}
     if mla:
-        compilation["custom_ops"] = ["-rotary_embedding"]  # vLLM 0.32's kernel for it is wrong with MLA's strides
-        # On a processor with AMX vLLM would take the AMX backend, which has bfloat16 and other blocks only.
+        # vLLM 0.32's kernel for it computes wrong values with MLA's strides
+        compilation["custom_ops"] = ["-rotary_embedding"]
+        # With AMX, vLLM would choose the AMX backend, which takes only bfloat16 and other block sizes.
         words += ["--attention-backend", "CPU_MLA"]
     if eager and pp > 1:
         compilation |= {"mode": 2, "backend": "eager"}  # a pipeline does not start with --enforce-eager

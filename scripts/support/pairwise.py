@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few cells that have every pair of levels of any two factors: what a full product costs too much for."""
+"""Pairwise covering: few cells that contain every pair of levels of any two factors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ Cell = dict[str, str]  # a level of each factor
 
 
 def pairs(cell: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
-    """The pairs of levels that a cell has."""
+    """Return the pairs of levels in a cell."""
     return set(map(frozenset, itertools.combinations(cell.items(), 2)))
 
 
 def cover(factors: Mapping[str, Sequence[str]]) -> list[Cell]:
-    """The cell with the most pairs that are not there yet, until all are; of several the first. The same for the same factors."""
+    """Return cells that cover all pairs; the same factors always give the same cells.
+
+    Greedy: each cell is the one with the most pairs not covered yet, the first of equals.
+    """
     product = [dict(zip(factors, levels, strict=True)) for levels in itertools.product(*factors.values())]
     open_pairs = set[frozenset[tuple[str, str]]]().union(*map(pairs, product))
     found: list[Cell] = []

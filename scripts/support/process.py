@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that never outlive us: own group, log in a file, stopped by pid, checked for leftovers.
+"""Child processes with a clean end: own session, log in a file, stopped by pid, checked for leftovers.
 
-A server of vLLM is a tree (front end, engine core, workers), so every stop names the whole tree: the members seen
-before the signal, and whatever is still in the process group afterwards.
+A server of vLLM is a tree (front end, engine core, workers), so every stop covers the whole tree: the processes seen
+before the signal, and those still in the session afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 _given: set[int] = set()
 TERM = signal.SIGTERM
-ONE_GROUP = "PD_ONE_GROUP"  # "1": children stay in our process group, so that who stops it stops everything
+ONE_GROUP = "PD_ONE_GROUP"  # "1": children stay in this process's session, so that one signal to its group reaches all
 
 
 class ProcessDied(RuntimeError):
@@ -28,8 +28,11 @@ class ProcessDied(RuntimeError):
 
 
 def free_port(base: int | None = None) -> int:
-    """A port nobody listens on: `base` or the next one above; else below the kernel's own ephemeral range, away from
-    Mooncake's (15000 to 17000). The kernel may give it away before it is used, so never the same one twice."""
+    """Return a port that is free now: `base` or the next one above it.
+
+    Without `base` it lies below the kernel's ephemeral range and away from Mooncake's ports (15000 to 17000). No port
+    is returned twice, because a returned one may not be bound yet.
+    """
     start = base if base is not None else 18000 + (os.getpid() * 97) % 9000
     for offset in range(2000):
         port = start + offset
@@ -76,7 +79,7 @@ class Child:
         return self._popen.poll()
 
     def members(self) -> list[psutil.Process]:
-        """The tree and the group, as far as they still run."""
+        """Return the running processes of the tree and of the session."""
         found: dict[int, psutil.Process] = {}
         if self.alive:
             root = psutil.Process(self.pid)
@@ -91,7 +94,7 @@ class Child:
         return [p for p in found.values() if _runs(p)]
 
     def cpu_seconds(self) -> float:
-        """User and system time of the whole tree so far."""
+        """Return the user and system time of the running processes of the tree."""
         total = 0.0
         for process in self.members():
             try:
@@ -106,12 +109,12 @@ class Child:
         return "\n".join(text.splitlines()[-lines:])
 
     def signal(self, number: int) -> None:
-        """To the front process only, as an operator or Kubernetes would."""
+        """Send a signal to the front process only, as an operator or Kubernetes would."""
         if self.alive:
             os.kill(self.pid, number)
 
     def pause(self) -> None:
-        """SIGSTOP to every member."""
+        """Send SIGSTOP to every process."""
         self._to_all(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -123,20 +126,23 @@ class Child:
                 process.send_signal(number)
 
     def stop(self, grace_s: float = 30.0, number: int = TERM) -> list[str]:
-        """End the tree; returns what had to be killed by force (a clean stop returns nothing). Never raises."""
+        """End the tree. Never raises.
+
+        Returns a line for each process that had to be killed; none after a clean stop.
+        """
         known = self.members()
         self.signal(number)
-        self.resume()  # who is paused does not hear
-        with contextlib.suppress(subprocess.TimeoutExpired):  # named below as a process that had to be killed
+        self.resume()  # a stopped process does not handle SIGTERM
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the line returned below names it
             self._popen.wait(grace_s)
-        # Workers notice their parent's end by themselves; that may take a moment after the front end is gone.
+        # Workers end by themselves when their parent has ended, a moment later.
         psutil.wait_procs([p for p in known if p.pid != self.pid], timeout=10.0)
         left = {p.pid: p for p in (*known, *self.members()) if _runs(p)}
         told = [f"{self.name}: pid {pid} ({_title(p)}) did not end by itself" for pid, p in left.items()]
         return told + self._kill(list(left.values()))
 
     def kill(self) -> list[str]:
-        """SIGKILL to every member at once: what a crash looks like to others. Returns what is still there."""
+        """Send SIGKILL to every process at once, as in a crash. Return a line for each that is still there."""
         return self._kill(self.members())
 
     def _kill(self, processes: list[psutil.Process]) -> list[str]:

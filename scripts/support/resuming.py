@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy streams through several D's, one of which is killed in the middle of each round; each compared with one engine's.
+"""Greedy streams through several D's, one of which is killed in each round; each stream compared with one engine's.
 
-A round: so many streams at once, completions and chats in turn. When a random number of tokens has come, one D is
-killed (SIGKILL to all its processes). All streams have to end as if nothing had happened. It is started again while the
-next round runs, which needs two others.
+In a round many streams run at once, completions and chats in turn. After a random number of tokens one D is killed
+(SIGKILL to all its processes), and every stream must end as if nothing had happened. The killed D is started again at
+the beginning of the next round, which continues as soon as two D's are ready.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.support.engine import Engine
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
-MAX_AT_ONCE = 90  # the metaserver tells the stages of its last hundred requests
+MAX_AT_ONCE = 90  # the metaserver's status page shows the last hundred requests
 BACK_S = 600.0
 SILENT_S = 240.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -53,13 +53,13 @@ class Stream:
     answer: bytes = b""
 
     def told(self) -> tuple[object, ...]:
-        """What must be the same whoever answers."""
+        """Return what must not depend on which D answers."""
         counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
         return self.text, self.tokens, self.finish, counts, sorted(form for _, form in self.heads)
 
     @property
     def gap(self) -> float:
-        """The longest time in which its client heard nothing, after the first token."""
+        """Return the longest time without a new chunk after the first one."""
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
@@ -68,7 +68,7 @@ class Report:
     streams: int = 0
     tokens: int = 0
     kills: int = 0
-    resumed: list[float] = field(default_factory=list)  # the gaps of streams that went on
+    resumed: list[float] = field(default_factory=list)  # the longest gaps of resumed streams
     wrong: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Report:
 
 
 class Resuming:
-    """A P, two D's and a metaserver; the P, asked directly, is the single engine that says what is right."""
+    """A P, several D's and a metaserver. P, asked directly, is the single engine of the comparison."""
 
     def __init__(self, cluster: Cluster, seed: int, tell: Callable[[str], None], decodes: int = 2) -> None:
         self.cluster, self.tell, self.dice = cluster, tell, random.Random(seed)
@@ -106,7 +106,7 @@ class Resuming:
         self.report = Report()
 
     def round(self, count: int, tokens: int) -> None:
-        """So many streams of so many tokens, and one killed D, which is there again at the end."""
+        """Run `count` streams of `tokens` tokens and kill one D. The next round starts it again."""
         self._wait_for_two()
         asked = [self._stream(i, tokens) for i in range(count)]
         right = [Stream(one.path, {**one.body, "cache_salt": f"right-{one.id}"}) for one in asked]
@@ -121,7 +121,7 @@ class Resuming:
             self._dead.append(victim)
 
     def close(self) -> None:
-        """Stop all of it."""
+        """Stop all processes."""
         self._starters.shutdown()
         self.decodes += [start.result() for start in self._starting.values()]
         self.cluster.stop(self.front, *self.decodes, *self._dead, self.prefill)
@@ -146,7 +146,7 @@ class Resuming:
         dice, length = self.dice, self.dice.choice((12, 40, 70, 130))
         more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         if dice.random() < 0.3:
-            more["stop"] = ["no model says this", "nor that"]  # text is held back
+            more["stop"] = ["no model says this", "nor that"]  # with stop words the engine holds text back
         if number % 2:
             text = " ".join(str(dice.randrange(1000)) for _ in range(length // 4))
             body, path = chat_body_of(text, tokens, **more), CHAT
@@ -154,12 +154,13 @@ class Resuming:
             ids = [dice.randrange(3, 500) for _ in range(length)]
             body, path = body_of(ids, tokens, **more), COMPLETIONS
         if dice.random() < 0.3:
-            del body["return_token_ids"]  # then its text has to be right
+            del body["return_token_ids"]  # then the text is compared alone
         return Stream(path, body)
 
     async def _ask(self, url: str, streams: list[Stream], kill_after: int = 0) -> Engine | None:
-        """All at once. When `kill_after` tokens have come, one D is killed: which, is returned."""
-        members = {engine.name: engine.process.members() for engine in self.ready}  # to look for them takes its time
+        """Send all requests at once. After `kill_after` tokens kill one D, and return it."""
+        # found beforehand: the search takes time
+        members = {engine.name: engine.process.members() for engine in self.ready}
         tasks = [asyncio.create_task(_follow(url, one)) for one in streams]
         victim: Engine | None = None
         while kill_after and victim is None and not all(task.done() for task in tasks):
@@ -172,7 +173,7 @@ class Resuming:
         return victim
 
     def _kill(self, members: dict[str, list[psutil.Process]]) -> Engine:
-        """At once: what clients have read is behind what engines have said, and an answer to a question would be later still."""
+        """Kill one D without asking the engines first: their answer would be late."""
         victim = self.dice.choice(self.ready)
         for process in members[victim.name]:
             process.kill()
@@ -195,7 +196,7 @@ class Resuming:
                 self.report.resumed.append(one.gap)
 
     def _resumed(self) -> set[str]:
-        """Which of the last requests were continued, as the metaserver tells on its status page."""
+        """Return the ids of the latest requests that were resumed, from the metaserver's status page."""
         last = httpx.get(f"{self.front.url}/status", timeout=30.0, trust_env=False).json()["last"]
         return {told["id"] for told in last if any(stage["stage"] == "resume" for stage in told["stages"])}
 
@@ -213,7 +214,7 @@ class Resuming:
 
 
 async def _follow(url: str, one: Stream) -> None:
-    """Read as it comes, understood when all is there: a client that is slower than its engines does not see when they say what."""
+    """Read the answer, to be parsed after its end: a slow client would measure times of its own."""
     address = urlsplit(url)
     body = json.dumps(one.body).encode()
     head = f"POST {one.path} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\nx-request-id: {one.id}\r\n"
@@ -234,7 +235,7 @@ async def _follow(url: str, one: Stream) -> None:
 def _understand(one: Stream) -> None:
     if one.problem:
         return
-    response = HTTPResponse(_Read(one.answer))  # type: ignore[arg-type]  # what it uses of a socket
+    response = HTTPResponse(_Read(one.answer))  # type: ignore[arg-type]  # only makefile() is used
     response.begin()
     text = response.read().decode()
     if response.status != 200:
@@ -251,7 +252,7 @@ def _understand(one: Stream) -> None:
 
 
 class _Read:
-    """Bytes as a socket that was read to its end."""
+    """A socket's interface over the bytes of an answer."""
 
     def __init__(self, said: bytes) -> None:
         self._said = said

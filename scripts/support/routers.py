@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of vLLM and vllm-ascend as they are: taken out of pinned source distributions when a test runs, never kept with this project."""
+"""Routers of vLLM and vllm-ascend, unchanged: extracted from pinned source distributions at run time, not kept here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ START_S = 60.0
 
 
 class Router:
-    """One of them as a process in front of a pair. `where` takes its file and its log. It is up once `health` answers, and its log has
-    the words `ready`."""
+    """One router as a process in front of a pair.
+
+    It is up once `health` answers with 200 and its log contains `ready`. `where` is the directory for its script and
+    its log.
+    """
 
     def __init__(
         self,
@@ -65,12 +68,12 @@ class Router:
 
 
 def toy(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
-    """vLLM's toy proxy: P first, and its answer to D."""
+    """Start vLLM's toy proxy: P first, then D with P's answer."""
     return Router(TOY, port, _hosts(prefill, decode, port), "/healthcheck", where)
 
 
 def layerwise(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
-    """vllm-ascend's proxy for its layerwise connector: D first, and D's words to P."""
+    """Start vllm-ascend's proxy for its layerwise connector: D first, then P with D's message."""
     return Router(LAYERWISE, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.VLLM_ASCEND)
 
 
@@ -81,7 +84,10 @@ def _hosts(prefill: Engine, decode: Engine, port: int) -> list[str]:
 
 
 def push_demo(prefill: Engine, decode: Engine, listener: int, port: int, where: Path) -> Router:
-    """vLLM's demo of NIXL's push: both at once, and P's address to D. `listener` is P's side channel."""
+    """Start vLLM's demo of NIXL's push: both at once, D with P's address.
+
+    `listener` is the port of P's side channel.
+    """
     arguments = ["--model", "model", "--prefill", f"127.0.0.1:{prefill.spec.port}", "--port", str(port)]
     arguments += ["--decode", f"127.0.0.1:{decode.spec.port}", "--prefill-engine-id", "unused"]
     arguments += ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(listener)]
@@ -89,6 +95,9 @@ def push_demo(prefill: Engine, decode: Engine, listener: int, port: int, where: 
 
 
 def mooncake(prefill: Engine, decode: Engine, bootstrap: int, port: int, where: Path) -> Router:
-    """vLLM's proxy for its Mooncake connector: both at once, and P's word for who it is to D. `bootstrap`: where P says it."""
+    """Start vLLM's proxy for its Mooncake connector: both at once, D with P's engine id.
+
+    `bootstrap` is the port on which P publishes that id.
+    """
     arguments = ["--port", str(port), "--prefill", prefill.url, str(bootstrap), "--decode", decode.url]
     return Router(MOONCAKE, port, arguments, "/docs", where, "All prefiller instances are ready")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pinned source distribution from the package index, kept in .cache and never committed.
+"""Pinned source distributions from the package index, kept in .cache and never committed.
 
-pip fetches it, so that its indexes, proxies and certificates count. pip also asks a source distribution's build for its
-metadata; a stand-in for that build answers, so that nothing of the distribution is run and nothing else is fetched.
+pip downloads them, so its indexes, proxies and certificates apply. pip also asks the distribution's build for metadata;
+a stand-in for the build answers, so that no code of the distribution runs and nothing else is downloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PIP_S = 300.0  # for 15 MB; without a network pip gives up after the next two
+PIP_S = 300.0  # for 15 MB; without a network pip gives up within CONNECT_S and RETRIES
 CONNECT_S, RETRIES = 15, 1
 
 _BUILD = """
@@ -35,16 +35,16 @@ def prepare_metadata_for_build_wheel(folder, settings=None):
 
 
 class Unreachable(Exception):
-    """The package index did not give the file; the words say why, and what to do."""
+    """The package index did not deliver the file; the text gives the reason and a remedy."""
 
 
 class NotThePinned(Exception):
-    """A file by that name has other contents."""
+    """A file with the pinned name has other contents."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A release, and the only contents of its source distribution that are taken."""
+    """A release, and the checksum of its source distribution."""
 
     name: str
     version: str
@@ -63,14 +63,14 @@ VLLM_ASCEND = Pin("vllm-ascend", "0.23.0.post1", "a3b9f4a5dd7aa50c37e03d1f35937c
 
 
 def ensure(pin: Pin, cache: Path = ROOT / ".cache" / "sdist") -> Path:
-    """The file, fetched now unless it is there. Raises Unreachable or NotThePinned."""
+    """Return the file, downloaded if needed. Raise Unreachable or NotThePinned."""
     path = cache / pin.file
     if path.is_file():
         return checked(pin, path)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         fetched = checked(pin, _fetch(pin, Path(scratch)))
-        fetched.replace(path)  # in one step: two who fetch at once leave a whole file
+        fetched.replace(path)  # atomic: two downloads at once leave a whole file
     return path
 
 
@@ -82,7 +82,7 @@ def checked(pin: Pin, path: Path) -> Path:
 
 
 def read(path: Path, folder: str, suffix: str) -> dict[str, str]:
-    """Texts of the files under `folder` of the distribution, by their path below it."""
+    """Return the texts of the files under `folder` in the distribution, by their path below it."""
     found = {}
     with tarfile.open(path) as archive:
         for member in archive:

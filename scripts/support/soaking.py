@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long mixed load on a pair: every answer compared with a single engine's, and whether anything grows meanwhile.
+"""A long mixed load on a pair: every answer compared with a single engine's, the servers checked for growth.
 
-The load is a function of a seed: fresh prompts of mixed lengths, common heads with fresh tails, repetitions; some
-clients leave. Ten times in a run the load rests, and what each server holds is written down (`Sample`).
+The load is a function of a seed: fresh prompts of mixed lengths, common prefixes with fresh tails, repetitions; some
+clients disconnect. Ten times in a run the load pauses, and what each server holds is recorded (`Sample`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ HEADS = 24
 LEAVE = 0.02
 PROGRESS_S = 15.0
 FENCED_S = 90.0
-BACK_S = 1.0  # after a 503
+BACK_S = 1.0  # wait after a 503
 MAX_503 = 120
-WORKER = "VLLM::Worker"  # vLLM's title of the processes that hold a model
+WORKER = "VLLM::Worker"  # vLLM's title of its worker processes
 OPEN = "vllm:ascend_pd_reservations_open"
 
 
@@ -56,7 +56,7 @@ class Ask:
 
 
 class Mix:
-    """The requests of a seed. The same index is always the same request."""
+    """Requests of a seed: the same index always gives the same request."""
 
     def __init__(self, seed: int, longest: int) -> None:
         self._seed, self._longest = seed, longest
@@ -67,7 +67,7 @@ class Mix:
         dice = random.Random(f"{self._seed}/{index}")
         kind = dice.random()
         if kind < 0.08 and index > 20:
-            prompt = self[index - dice.randrange(1, 20)].prompt  # asked a moment ago
+            prompt = self[index - dice.randrange(1, 20)].prompt  # the prompt of a recent request
         elif kind < 0.40:
             prompt = dice.choice(self._heads) + _tokens(dice, dice.randrange(1, 200))
         elif kind < 0.43:
@@ -88,12 +88,12 @@ def _tokens(dice: random.Random, length: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one server held while the load rested."""
+    """Resources of one server during a pause of the load."""
 
-    done: int  # prompts so far
+    done: int  # number of prompts so far
     server: str
     pid: int
-    host_mib: float  # its front end and scheduler, or the metaserver
+    host_mib: float  # front end and scheduler, or the metaserver
     workers_mib: float
     workers: int
     threads: int
@@ -106,7 +106,8 @@ def sample(server: Server, done: int) -> Sample:
     host = workers_own = workers = threads = sockets = 0
     for process in server.process.members():
         try:
-            own = process.memory_full_info().uss  # what is shared (queues, libraries) is touched page by page
+            # shared memory (queues, libraries) grows page by page as it is first used
+            own = process.memory_full_info().uss
             if process.name().startswith(WORKER):
                 workers_own, workers = workers_own + own, workers + 1
             else:
@@ -121,7 +122,10 @@ def sample(server: Server, done: int) -> Sample:
 
 
 def _open_transfers(server: Server, *, settle: bool = False) -> int | None:
-    """The gauge shows the latest step only; `settle` takes one."""
+    """Return the open transfers of a D, None for other servers.
+
+    The gauge shows the latest step; `settle` runs one more.
+    """
     if isinstance(server, Engine) and server.spec.role == "kv_consumer":
         if settle:
             settled_free_blocks(server)
@@ -148,7 +152,7 @@ class Soak:
     servers: Callable[[], Sequence[Server]]
     tally: Tally
     say: Callable[[str], None]
-    salted: bool  # the reference is asked under salts of its own, because it is a member of the pair
+    salted: bool  # the reference is a member of the pair, so it is asked with cache salts
     half_way: Callable[[], None] | None = None
     at_once: int = 16
     longest: int = 1200
@@ -157,7 +161,7 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    came_back: int = 0  # times that a client was told 503 and came again
+    came_back: int = 0  # repetitions after a 503
     seconds: float = 0.0
     _told: float = 0.0
 
@@ -170,7 +174,7 @@ class Soak:
         mix = Mix(self.seed, self.longest)
         part = max(1, prompts // self.rests)
         restarting: asyncio.Future[None] | None = None
-        # A connection for each request: a kept one may be closed by its server in the moment in which it is used again.
+        # One connection per request: the server may close a kept one just as it is used again.
         limits = httpx.Limits(max_connections=2 * self.at_once, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=False
@@ -223,7 +227,7 @@ class Soak:
             self.say(f"  {self.errors[-1]}")
 
     async def _asked(self, client: httpx.AsyncClient, base: str, body: dict[str, object]) -> Answer:
-        """A client that comes back when it is told to."""
+        """Send a request, and repeat it after each 503."""
         for _ in range(MAX_503):
             try:
                 return await stream(client, base + "/v1/completions", body)
@@ -235,27 +239,29 @@ class Soak:
         raise RequestFailed(503, "for two minutes")
 
     def _rest(self, done: int) -> None:
-        """What clients and engines left behind ends by its timers, not in this moment: a transfer whose writer is gone is
-        fenced for X + H first."""
+        """Wait for timers, then sample: a transfer whose writer is gone stays fenced for X + H."""
         end = time.monotonic() + FENCED_S
         while any(_open_transfers(server, settle=True) for server in self.servers()) and time.monotonic() < end:
             time.sleep(0.5)
         for server in self.servers():
             try:
                 found = sample(server, done)
-            except httpx.TimeoutException:  # the whole run may have been stopped for minutes, in the middle of this
+            except httpx.TimeoutException:  # the whole run may have been stopped for minutes during the request
                 found = sample(server, done)
             self.samples.append(found)
 
     # -- the verdict
 
     def growth(self, memory: bool = True) -> list[str]:
-        """What is not flat. A server's first rests find it cold: connections and threads are compared from its second part
-        of the load on, memory from the third.
+        """Return what has grown.
 
-        Workers are another matter: a model on a CPU keeps something for every new number of tokens in a step, until its
-        caches are full. The reference has the same prompts and none of our code; at the same age a worker of the pair
-        may have grown as much as the reference's, from the rest before the first prompt."""
+        A server starts cold, so threads and sockets are compared from the end of the second part of the load, memory
+        from the end of the third.
+
+        Workers differ: a model on a CPU allocates memory for every new number of tokens in a step, until its caches are
+        full. The reference gets the same prompts without a connector, so since the pause before the first prompt a
+        worker of the pair may grow as much as one of the reference at the same age.
+        """
         found: list[str] = []
         control = [s for s in self.samples if s.server == self.reference.name and s.workers]
         for name, pid in dict.fromkeys((s.server, s.pid) for s in self.samples):
@@ -280,7 +286,7 @@ class Soak:
         return found
 
     def report(self) -> list[str]:
-        """Markdown: the samples, then what became of the prompts."""
+        """Return Markdown: the samples, then the results of the prompts."""
         lines = [
             "| prompts | server | pid | front end and scheduler, MiB | workers, MiB | threads | sockets | free blocks | open transfers |",
             "|---|---|---|---|---|---|---|---|---|",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is started with: one specification, from which command line and environment follow.
+"""Specifications of engines and metaservers, from which command lines and environments follow.
 
 Standard library only: `quickstart.sh --dry-run` prints commands before anything is installed.
 """
@@ -23,7 +23,7 @@ ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "
 
 CPU_ENVIRONMENT = {
     **on_cpu.ENVIRONMENT,
-    "OMP_NUM_THREADS": "1",  # every worker of a pair shares the machine with the others
+    "OMP_NUM_THREADS": "1",  # the workers of a pair share the machine
     "TOKENIZERS_PARALLELISM": "false",
     "MC_FORCE_TCP": "1",
 }
@@ -31,17 +31,17 @@ COMMON_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_
 
 
 def on_npu() -> bool:
-    """scripts/setup.sh found an interpreter in which vllm-ascend imports."""
+    """Return whether scripts/setup.sh found an interpreter in which vllm-ascend imports."""
     return os.environ.get("PD_DEVICE") == "npu"
 
 
 def own_environment(npu: bool) -> dict[str, str]:
-    """What every child gets beyond the caller's environment."""
+    """Return the variables that every child gets beyond the caller's environment."""
     return dict(COMMON_ENVIRONMENT) if npu else {**COMMON_ENVIRONMENT, **CPU_ENVIRONMENT}
 
 
 def child_environment(paths: tuple[Path, ...] = (), npu: bool | None = None) -> dict[str, str]:
-    """`npu`: for an engine on an NPU; nothing said: as scripts/setup.sh found this host."""
+    """Return a child's environment. `npu` None: as scripts/setup.sh found this host."""
     env = {k: v for k, v in os.environ.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
     inherited = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     env["PYTHONPATH"] = os.pathsep.join([*(str(p) for p in paths), str(ROOT), *inherited])
@@ -50,7 +50,7 @@ def child_environment(paths: tuple[Path, ...] = (), npu: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to start. `role`: plain (no connector), kv_producer, kv_consumer or kv_both."""
+    """Specification of an engine. `role`: plain (no connector), kv_producer, kv_consumer or kv_both."""
 
     name: str
     model: Path
@@ -58,10 +58,10 @@ class EngineSpec:
     tp: int = 1
     pp: int = 1
     dp: int = 1  # with expert parallelism
-    dp_rank: int | None = None  # this server's first one; None: one server for all
-    dp_local: int = 1  # with dp_rank: how many this server has
-    dp_rpc_port: int = 0  # where ranks with servers of their own find each other
-    port: int = 0  # 0: the cluster finds one
+    dp_rank: int | None = None  # the first rank of this server; None: one server for all ranks
+    dp_local: int = 1  # with dp_rank: how many ranks this server has
+    dp_rpc_port: int = 0  # port for the coordination of ranks with servers of their own
+    port: int = 0  # 0: assigned by the cluster
     kv_bytes: int = 64 << 20  # per worker
     max_len: int = 2048
     chunk: int = 2048  # --max-num-batched-tokens
@@ -70,8 +70,8 @@ class EngineSpec:
     policy: str = "recompute"
     extra: Mapping[str, Any] = field(default_factory=dict)  # kv_connector_extra_config
     connector: str = CONNECTOR
-    transfer: Mapping[str, Any] = field(default_factory=dict)  # more of --kv-transfer-config
-    plugins: tuple[Path, ...] = ()  # folders with an entry point of their own, put in front of PYTHONPATH
+    transfer: Mapping[str, Any] = field(default_factory=dict)  # further fields of --kv-transfer-config
+    plugins: tuple[Path, ...] = ()  # folders with an entry point, put in front of PYTHONPATH
     devices: str = ""  # NPU: ASCEND_RT_VISIBLE_DEVICES
     draft: Mapping[str, Any] = field(default_factory=dict)  # --speculative-config
     arguments: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class EngineSpec:
     npu: bool = field(default_factory=on_npu)
 
     def command(self) -> list[str]:
-        """The server's command line; `python -m`, because the vllm command does not start with the CPU wheel."""
+        """Return the server's command line. `python -m`, because the vllm command does not start with the CPU wheel."""
         words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--host", "127.0.0.1", "--port", str(self.port)]
         words += ["--model", str(self.model), "--served-model-name", self.served_name]
@@ -111,7 +111,7 @@ class EngineSpec:
     def _cpu_shape(self) -> list[str]:
         words = ["--dtype", "float32", "--kv-cache-memory-bytes", str(self.kv_bytes)]
         if not self._mla:
-            words += ["--block-size", str(self.block_size)]  # MLA on CPU has 16, whatever one asks for
+            words += ["--block-size", str(self.block_size)]  # with MLA on a CPU it is always 16
         return [*words, *on_cpu.arguments(mla=self._mla, pp=self.pp, eager=True)]
 
     @property
@@ -130,7 +130,7 @@ class EngineSpec:
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks behind this server's address."""
+        """Return how many data-parallel ranks are behind this server's address."""
         return self.dp if self.dp_rank is None else self.dp_local
 
     def environ(self) -> dict[str, str]:
@@ -152,13 +152,13 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class MetaserverSpec:
-    """How a metaserver is started, beside its port and its engines."""
+    """Specification of a metaserver, without its port and its engines."""
 
     options: tuple[str, ...] = ()
     module: str = "vllm_ascend_pd.cli"
     plugins: tuple[Path, ...] = ()  # put in front of PYTHONPATH
     environment: Mapping[str, str] = field(default_factory=dict)
-    sidecar: bool = False  # of its one D: it is told no P
+    sidecar: bool = False  # sidecar of its one D; it gets no P
 
 
 def metaserver_command(

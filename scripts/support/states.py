@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models with recurrent states. Falcon-H1's B and C have two groups, the others' one, which every rank has."""
+"""Small models with recurrent states.
+
+In Falcon-H1, B and C have two groups; in the others one, which every rank holds.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-_HEADS, _HEAD, _STATE = 8, 64, 32  # of a recurrence
+_HEADS, _HEAD, _STATE = 8, 64, 32  # of a recurrent layer
 _MAMBA = {
     "mamba_n_heads": _HEADS,
     "mamba_d_head": _HEAD,
@@ -74,6 +77,6 @@ def model(family: str, sizes: dict[str, Any], head_dim: int) -> Any:
 
     made, config, more = FAMILIES[family]
     given = {**sizes, "head_dim": head_dim, "pad_token_id": 0, **more}
-    if family == "mamba2":  # it has no positions
+    if family == "mamba2":  # it has no position embeddings
         del given["max_position_embeddings"]
     return getattr(transformers, made)(getattr(transformers, config)(**given))

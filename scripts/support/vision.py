@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model that takes pictures: PaliGemma, whose picture of 56 × 56 is 16 tokens of the prompt. Words are tokens: `w6` to `w511`."""
+"""A small model for pictures: PaliGemma, in which a picture of 56 × 56 is 16 tokens of the prompt.
+
+Words are tokens: `w6` to `w511`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _TEMPLATE = (
 
 
 def write(sizes: dict[str, Any], head_dim: int, directory: Path) -> None:
-    """`sizes`: of the language model."""
+    """Write the model and its processor. `sizes` are those of the language model."""
     import torch
     import transformers
 
@@ -34,7 +37,7 @@ def write(sizes: dict[str, Any], head_dim: int, directory: Path) -> None:
     model = library.PaliGemmaForConditionalGeneration(config).to(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() > 1:  # with its usual weights the model says the last token again, whatever came before
+            if weight.dim() > 1:  # with its usual weights the model repeats the last token, whatever the prompt is
                 deep = "multi_modal" in name or ("language_model" in name and ".layers." in name)
                 weight.normal_(
                     0, 0.03 if "embed_tokens" in name else 0.5 if "multi_modal" in name else 0.25 if deep else 0.2
@@ -45,7 +48,10 @@ def write(sizes: dict[str, Any], head_dim: int, directory: Path) -> None:
 
 
 def _rename(directory: Path) -> None:
-    """vLLM knows the weights by the names that checkpoints have, which transformers 5 writes otherwise; and it has no pooling head."""
+    """Rename weights to the names in checkpoints, which vLLM expects and transformers 5 does not write.
+
+    vLLM has no pooling head, so its weights are dropped.
+    """
     from safetensors.torch import load_file, save_file
 
     path, renamed = directory / "model.safetensors", {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package's code believes about vllm-ascend and the vLLM that it is for: each function asks one thing of them.
+"""Assumptions of the package about vllm-ascend and its vLLM: each function checks one of them.
 
-python tests/ascend_host/beliefs.py [NAME…]         as a process of .venv-ascend-host; one JSON line for each: name, what is wrong
+python tests/ascend_host/beliefs.py [NAME…]         in .venv-ascend-host; one JSON line each: name, error
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def refused(config: Any) -> str:
 
 @asked
 def the_connector_is_found_whoever_registers_first() -> None:
-    """vllm-ascend and this package register by plug-ins of one group, whose order nobody promises."""
+    """vllm-ascend and this package register by plug-ins of one group, whose order is not defined."""
     registry = KVConnectorFactory._registry
     for order in ((plugin.register, register_theirs), (register_theirs, plugin.register)):
         registry.clear()
@@ -73,7 +73,7 @@ def the_connector_is_found_whoever_registers_first() -> None:
 
 @asked
 def a_list_of_plugins_has_to_name_ours() -> None:
-    """VLLM_PLUGINS names what is loaded, of all groups: vllm-ascend's platform, its plug-ins, and ours."""
+    """VLLM_PLUGINS names the plug-ins to load, of all groups: vllm-ascend's platform, its plug-ins, and ours."""
     program = (
         "from vllm.plugins import load_general_plugins as load; load();"
         "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as f;"
@@ -100,7 +100,7 @@ def an_engine_id_ends_in_no_rank_but_vllms() -> None:
         assert not re.search(r"_dp\d+$", given), given
         config.__post_init__()
         assert config.kv_transfer_config.engine_id == given, config.kv_transfer_config.engine_id
-    # vllm-ascend puts its own run_engine_core in front, which goes on to vLLM's unless it balances, and it balances no P or D.
+    # vllm-ascend replaces run_engine_core, and calls vLLM's unless it balances, which it does for neither P nor D.
     source = inspect.getsource(engine_core)
     try:
         vllm_config("kv_consumer", additional_config={"enable_balance_scheduling": True})
@@ -113,8 +113,11 @@ def an_engine_id_ends_in_no_rank_but_vllms() -> None:
 
 @asked
 def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
-    """An engine's own sizes must be true. The other side's may be anything for us; vllm-ascend wants P's TP to be a multiple of D's,
-    takes 1 for a side without an entry, and asks each entry for its `tp_size`, whichever connector there is (not with MLA)."""
+    """An engine's own sizes must be right.
+
+    The other side's have no effect on us; vllm-ascend requires P's TP to be a multiple of D's, assumes 1 for a side
+    without an entry, and reads `tp_size` of each entry, with any connector (not with MLA).
+    """
 
     def taken(role: str, prefill: dict[str, int] | None, decode: dict[str, int] | None) -> str:
         sides = {"prefill": prefill, "decode": decode}
@@ -139,7 +142,7 @@ def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
 
 @asked
 def decode_keeps_its_full_graphs_and_prefill_gets_piecewise_ones() -> None:
-    """On the configuration as vLLM and vllm-ascend's platform leave it. Metaservers tell vLLM which side it is."""
+    """On the configuration as vLLM and vllm-ascend's platform leave it. Metaserver URLs tell vLLM which side it is."""
     urls = {"metaserver_urls": ["http://127.0.0.1:1"]}
     for mode in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
         given = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode.name}}
@@ -162,7 +165,7 @@ def the_recompute_scheduler_is_decodes_alone() -> None:
 
 @asked
 def prefill_takes_no_blocks_back() -> None:
-    """vllm-ascend's scheduler never preempts on a kv_producer: a push starts over only with another vLLM."""
+    """vllm-ascend's scheduler never preempts on a kv_producer: a push restarts only with another vLLM."""
     from vllm_ascend.patch.platform.patch_balance_schedule import _disable_preemption_on_prefill_node as disabled
 
     assert disabled(vllm_config("kv_producer")) and not disabled(vllm_config("kv_consumer"))
@@ -170,7 +173,7 @@ def prefill_takes_no_blocks_back() -> None:
 
 @asked
 def a_sleeping_engine_loses_its_cache() -> None:
-    """Nobody asks a connector whether it can take that, so the configuration is refused."""
+    """No connector is asked whether it supports sleep mode, so the configuration is refused."""
     for role in BOTH:
         config = vllm_config(role, enable_sleep_mode=True)
         assert "leep mode" in refused(config), refused(config)
@@ -182,7 +185,7 @@ def a_sleeping_engine_loses_its_cache() -> None:
 
 @asked
 def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
-    """admission.py knows them by name: vllm-ascend's own stand beside vLLM's."""
+    """admission.py knows the kinds by name: vllm-ascend's own stand beside vLLM's."""
     for name in admission._PROVEN_SPECS:
         spec = getattr(ascend_specs, name, None) or getattr(vllm_specs, name)
         assert issubclass(spec, vllm_specs.AttentionSpec), spec
@@ -193,7 +196,7 @@ def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
 
 @asked
 def other_connectors_of_one_engine_get_no_blocks() -> None:
-    """AscendMultiConnector tells all but the chosen one of an allocation without blocks: of each group an empty list."""
+    """AscendMultiConnector gives the block ids to the chosen connector only, and empty lists to the others."""
     empty = KVCacheBlocks(([], [])).new_empty()
     assert empty.get_block_ids() == ([], []), empty.get_block_ids()
     from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
@@ -207,7 +210,10 @@ def other_connectors_of_one_engine_get_no_blocks() -> None:
 
 @asked
 def layers_without_a_name() -> None:
-    """GDN layers call `save_kv_layer` with an empty name and no tensor; GQA's `on_kv_cache_written` has no name either. MLA's has."""
+    """GDN layers call `save_kv_layer` without name and tensor.
+
+    GQA's `on_kv_cache_written` has no name either, MLA's has.
+    """
     from vllm_ascend.attention import attention_v1, mla_v1
     from vllm_ascend.ops import gdn
 
@@ -231,7 +237,7 @@ def what_patience_changes_is_there() -> None:
 
 @asked
 def failed_loads_are_told_by_blocks() -> None:
-    """vLLM 0.23 has no result per request; what it has instead is asked of the connector."""
+    """vLLM 0.23 has no result per request; it asks the connector for failed blocks instead."""
     assert not compat.HAS_TRANSFER_RESULTS
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -254,7 +260,7 @@ def main() -> None:
         try:
             ASKED[name]()
             wrong = ""
-        except Exception:  # noqa: BLE001 (the test that asked for it fails with it)
+        except Exception:  # noqa: BLE001 (the test of this assumption fails)
             wrong = traceback.format_exc()
         print(json.dumps({"name": name, "wrong": wrong}), flush=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HCCL's stand-in between two processes, as torch.distributed drives it: each result against one worked out by hand.
+"""HCCL's stand-in between two processes, called by torch.distributed: results compared with expected values.
 
 python tests/ascend_host/collectives.py         as a process of .venv-ascend-host
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in's references, the native tests' builder and the integration tests' pair on the import path."""
+"""Import paths of these tests: the plug-in's references, the native tests' builder, the integration tests' pair."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of this package under vllm-ascend itself, on a CANN in host memory: which engines are started.
+"""Sets of engines under vllm-ascend itself, on a CANN in host memory.
 
-vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified; `csrc/npu` is built against that torch_npu, its
-kernels run on the emulated cores. Where a P's caches are late, they get what an operator writes only after a time, so that
-who reads them without waiting for the event pushes old bytes. docs/building.md says how to make the environment.
+vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified; `csrc/npu` is built against that torch_npu,
+its kernels run on the emulated cores. Where a P's caches are late, an operator's results get there only after some
+time, so that code that does not wait for the event pushes old bytes. docs/building.md describes the environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
 CHUNK = 512
-BLOCK = 128  # vllm-ascend's, whatever one asks for
+BLOCK = 128  # vllm-ascend ignores other values
 NOTHING: Mapping[str, str] = {}
 
 
@@ -32,18 +32,18 @@ class Side:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    servers: int = 1  # with dp: as many as ranks, or one for all of them
+    servers: int = 1  # with dp: one for each rank, or one for all
     dcp: int = 1
     pcp: int = 1
     flags: tuple[str, ...] = ()
-    keys: Mapping[str, str] = field(default_factory=dict)  # more of kv_connector_extra_config
-    late_us: int = 0  # how late, at most, its cache gets what an operator wrote into it
-    delay_us: int = 0  # how long, at most, a task of one of its streams waits before it runs
-    forgets: str = ""  # a wait for an event that it leaves out: plugin/ascend_host/faults.py
+    keys: Mapping[str, str] = field(default_factory=dict)  # further keys of kv_connector_extra_config
+    late_us: int = 0  # longest delay of an operator's results on their way to the cache
+    delay_us: int = 0  # longest delay of a task of its streams before it runs
+    forgets: str = ""  # a wait for an event to leave out: plugin/ascend_host/faults.py
 
     @property
     def divided(self) -> tuple[str, ...]:
-        """Context parallelism as vllm-ascend takes it beside a connector: in runs of a block."""
+        """Return the arguments for context parallelism in runs of a block, as vllm-ascend has it with connectors."""
         if self.dcp * self.pcp == 1:
             return ()
         sizes = f"--decode-context-parallel-size={self.dcp}", f"--prefill-context-parallel-size={self.pcp}"
@@ -61,7 +61,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Engines:
-    """A P, a D and what stands in front of them."""
+    """A P, a D, and the server in front of them."""
 
     title: str
     model: str = "gqa"
@@ -79,13 +79,15 @@ class Engines:
 
     @property
     def one_way(self) -> bool:
-        """Whether a token is computed alike as a part of a prefill and as a decode. vllm-ascend's MLA has two ways, which round
-        differently."""
+        """Return whether prefill and decode compute a token alike.
+
+        vllm-ascend's MLA has two ways, which round differently.
+        """
         return self.model not in ("mla", "mtp")
 
     @property
     def seeded(self) -> bool:
-        """Whether D's scheduler is vLLM's own, and drafts nothing, so that its requests start with P's token."""
+        """Return whether requests start with P's token: D's scheduler is vLLM's own, and drafts nothing."""
         return "recompute" not in self.title and not self.draft
 
     def start(self, build: HostBuild, cluster: Cluster) -> Pair:
@@ -95,8 +97,8 @@ class Engines:
             self._engine(build, "p", "kv_producer", self.p, cluster.push_config(**self._keys(self.p))),
             *self._decode(build, cluster, url),
         )
-        # vllm-ascend's P with a pipeline keeps the sampled token on its last stage, and with prefill's context parallelism it does
-        # not decode: alone it is right for one token only.
+        # With a pipeline, vllm-ascend's P keeps the sampled token on its last stage, and with PCP it does not decode:
+        # alone it is right for one token only.
         alone = d[0] if self.p.pp > 1 or self.p.pcp > 1 else None
         return Pair(cluster, cluster.metaserver([p], d, port, STRICT), p, tuple(d), self.tally, alone=alone)
 
@@ -110,13 +112,16 @@ class Engines:
 
     @property
     def tally(self) -> Tally:
-        """In bfloat16 attention over parts of the keys, put together, rounds otherwise than over all of them, and two tokens at a time
-        otherwise than one."""
+        """Return the tally, with a tolerance where bfloat16 rounds differently.
+
+        Attention merged from parts of the keys rounds differently from attention over all, and two tokens at a time
+        differently from one.
+        """
         otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
         return Tally(tie=0.125, excused_per=2) if otherwise else Tally()
 
     def _keys(self, side: Side) -> dict[str, Any]:
-        # The cores are the device: ranks that wait for each other by spinning would take them from the models.
+        # The cores are the device, so ranks must not spin while they wait for each other.
         return {
             "mooncake_protocol": "tcp",
             "verify": self.verify,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One P answers a prompt in this process; the last line is how the model runner called its connector, as JSON.
+"""One P answers a prompt in this process; the last line is the model runner's calls of its connector as JSON.
 
 python tests/ascend_host/hooks.py MODEL_DIRECTORY DTYPE         as a process of .venv-ascend-host
 """
@@ -31,8 +31,8 @@ def main() -> None:
         enforce_eager=True,
         kv_transfer_config=transfer,
     )
-    recorder.CALLS.clear()  # of warming up
-    prompt = {"prompt_token_ids": [3 + i % 400 for i in range(600)]}  # two steps, and two more of one token
+    recorder.CALLS.clear()  # calls of the warm-up
+    prompt = {"prompt_token_ids": [3 + i % 400 for i in range(600)]}  # two steps, then two steps of one token
     engine.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     print(json.dumps({"caches": recorder.CACHES, "calls": recorder.CALLS}))
 

@@ -27,7 +27,10 @@ class HostBuild(npu_build.Build):
     binding_flags = ("-O2",)
 
     def variables(self) -> dict[str, str]:
-        """Beyond the caller's environment. PYTHONPATH is not among them: `plugins` are in front of it."""
+        """Return a process's variables beyond the caller's environment.
+
+        PYTHONPATH, which must begin with `plugins`, is not among them.
+        """
         return {
             "LD_LIBRARY_PATH": str(self.folder),
             "ASCEND_HOST_OPERATORS": str(self.folder / "libascend_host.so"),
@@ -37,7 +40,7 @@ class HostBuild(npu_build.Build):
             "TRANSFORMERS_OFFLINE": "1",
         }
 
-    # Apart, so that tests can import the references without loading them into their torch.
+    # Separate folders, so that tests can import the references without replacing their own torch's operators.
     plugins = (HERE / "plugin", HERE / "entry")
 
     def _compile(self) -> None:

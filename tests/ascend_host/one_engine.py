@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine in this process answers a few prompts; the last line is what it said, as JSON.
+"""One engine in this process answers a few prompts; the last line is its answers as JSON.
 
     python tests/ascend_host/one_engine.py MODEL_DIRECTORY '{"more": "arguments of vllm.LLM"}'
 

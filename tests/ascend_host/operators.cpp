@@ -2,12 +2,13 @@
 // The operators of the NPU on a machine without one: each runs as the CPU's operator, over the NPU's own memory.
 //
 // torch_npu's kernels end in libraries of CANN. `ascend_host::take` replaces one of them by a boxed kernel, which waits
-// for the current stream, shows the operator the same bytes as CPU tensors, and gives new results memory of the device.
-// What torch does not know (npu::, atb::) finds its meaning in reference.py. An operator without one stops the process.
+// for the current stream, shows the operator the same bytes as CPU tensors, and puts new results into device memory.
+// Operators unknown to torch (npu::, atb::) are defined in reference.py. An operator without a definition stops the
+// process.
 //
-// With STAND_IN_LATE_US the paged cache is late: what the stream that writes it has written is there for its own
-// operators, and lands in the cache itself in the stream's tail. So who reads the cache without waiting for the stream
-// finds old bytes, and who writes into it finds his bytes overwritten.
+// With STAND_IN_LATE_US the paged cache is late: a stream's writes are there for its own operators at once, and land in
+// the cache itself in the stream's tail. So a reader of the cache that does not wait for the stream finds old bytes,
+// and a writer that does not wait is overwritten.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -49,8 +50,8 @@ class LateCache {
 
   stand_in::Stream* const stream;
 
-  // As the stream's operators see it: the memory, in which others write too (a prefill engine), and over it what of the
-  // stream has not landed. For one operator at a time.
+  // The cache as the stream's operators see it: the memory, which others write too (a prefill engine), with the
+  // stream's own writes that have not landed. For one operator at a time.
   char* seen() {
     const std::lock_guard<std::mutex> hold(lock_);
     const char* bytes = truth();
@@ -60,14 +61,14 @@ class LateCache {
     return seen_.data();
   }
 
-  // What an operator has changed goes into the stream's tail.
+  // Queue an operator's changes in the stream's tail.
   void follow() {
     constexpr size_t kStep = 4096;
     auto changes = std::make_shared<Changes>();
     for (size_t at = 0; at < seen_.size(); at += kStep) {
       const size_t length = std::min(kStep, seen_.size() - at);
       if (std::memcmp(&seen_[at], &before_[at], length) == 0) continue;
-      // Only what differs: beside it another engine may be writing blocks of its own.
+      // Only the bytes that differ: another engine may be writing blocks beside them.
       for (size_t i = at; i < at + length;) {
         if (seen_[i] == before_[i]) {
           ++i;
@@ -105,9 +106,9 @@ class LateCache {
   char* truth() const { return static_cast<char*>(storage_.mutable_data()); }
 
   c10::Storage storage_;
-  std::mutex lock_;                            // of what has not landed, and of its landing
-  std::deque<std::shared_ptr<Changes>> tail_;  // by operator, in their order
-  std::vector<char> seen_, before_;            // of the operator that runs: with its writes, and without
+  std::mutex lock_;                            // of the changes that have not landed, and of their landing
+  std::deque<std::shared_ptr<Changes>> tail_;  // by operator, in order
+  std::vector<char> seen_, before_;            // for the running operator: with its writes, and without
 };
 
 class LateCaches {
@@ -222,8 +223,8 @@ class Call {
   }
 
  private:
-  // In double precision, rounded once: so a row's product does not hang on how many rows are multiplied with it, and an
-  // answer does not on what else is in the batch.
+  // In double precision, rounded once: so a row's product does not depend on the number of rows, nor an answer on its
+  // batch.
   void call_wide() {
     const auto arguments = schema_.arguments().size();
     std::optional<at::ScalarType> narrow;
@@ -274,7 +275,7 @@ class Call {
     const IValue& value = given_[i];
     if (value.isTensor()) {
       const Tensor& tensor = value.toTensor();
-      // An empty output is there to be resized, which a view of foreign memory cannot be.
+      // An empty output will be resized, which a view of foreign memory cannot be.
       if (on_npu(tensor) && tensor.numel() == 0 && is_written(schema_.arguments()[i])) {
         return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
       }
@@ -399,7 +400,7 @@ void take(const std::string& name, const std::string& overload) {
       dispatcher.registerImpl(full, DispatchKey::PrivateUse1, std::move(kernel), std::nullopt, nullptr, "ascend_host"));
 }
 
-// What has a kernel for the NPU and a schema; `true` for those whose results are views of their arguments.
+// Operators with a kernel for the NPU and a schema; `true` if their results are views of their arguments.
 std::vector<std::tuple<std::string, std::string, bool>> operators() {
   auto& dispatcher = c10::Dispatcher::singleton();
   std::vector<std::tuple<std::string, std::string, bool>> found;
@@ -425,6 +426,6 @@ std::vector<std::tuple<std::string, int64_t>> counted() {
 TORCH_LIBRARY(ascend_host, library) {
   library.def("host_view(Tensor tensor) -> Tensor", &host_view);
   library.def("take(str name, str overload) -> ()", &take);
-  library.def("operators", &operators);  // schemas in words cannot say a list of tuples
+  library.def("operators", &operators);  // a schema text cannot express a list of tuples
   library.def("counted", &counted);
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package's code believes about vllm-ascend, asked of it in its own environment (beliefs.py). No engine is started.
+"""The package's assumptions about vllm-ascend, checked in its own environment (beliefs.py). No engine is started.
 
-What turned out otherwise than believed is in docs/decisions.md.
+docs/decisions.md lists the assumptions that turned out wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = [node.name for node in FUNCTIONS if node.decorator_list]
 
 @pytest.fixture(scope="module")
 def told(build: HostBuild) -> dict[str, str]:
-    """By name, what is wrong."""
+    """Return the failed assumptions by name, with the reason."""
     env = child_environment(build.plugins, npu=True) | build.variables()
     command = [str(INTERPRETER), "-W", "ignore", str(PROGRAM)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)

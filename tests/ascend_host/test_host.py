@@ -95,7 +95,7 @@ def test_collectives_between_two_processes(build: HostBuild) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "shapes", "written"),
     [
-        # K and V are tensors of their own, token before head; MLA's are the latent and the rotary part.
+        # K and V are separate tensors, token before head; MLA's are the latent and the rotary part.
         ("gqa", "float32", [[128, 4, 32], [128, 4, 32]], False),
         ("mla", "bfloat16", [[128, 1, 512], [128, 1, 64]], True),
     ],
@@ -103,8 +103,10 @@ def test_collectives_between_two_processes(build: HostBuild) -> None:
 def test_how_the_model_runner_calls_a_connector(
     build: HostBuild, name: str, dtype: str, shapes: list[list[int]], written: bool
 ) -> None:
-    """Caches as registered, and each layer's hooks: on_kv_cache_written, which has the layer's name only with MLA, then
-    save_kv_layer with the registered tensors."""
+    """Caches as registered, and each layer's hooks.
+
+    on_kv_cache_written, which has the layer's name only with MLA, then save_kv_layer with the registered tensors.
+    """
     program, model = str(HERE / "hooks.py"), str(ensure(name))
     told = json.loads(said(run(build, program, model, dtype, VLLM_HOST_IP="127.0.0.1")))
     layers = list(told["caches"])
@@ -113,7 +115,7 @@ def test_how_the_model_runner_calls_a_connector(
         assert [part["shape"][1:] for part in parts] == shapes
         assert all(part["contiguous"] and part["format"] in (0, 2, 30) and part["device"] == 0 for part in parts)
     step = [call for layer in layers for call in (["written", layer if written else ""], ["saved", layer])]
-    steps = 4  # of 600 tokens in chunks of 512, and of two tokens more
+    steps = 4  # 600 tokens in chunks of 512, then two tokens
     assert [call for call in told["calls"] if call[0] != "over"] == step * steps
     assert told["calls"].count(["over", ""]) >= steps
 

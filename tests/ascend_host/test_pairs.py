@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells: tokens equal to one engine's of vllm-ascend, every byte checked by `verify: full`. Those of one set share its engines.
+"""Pairs under vllm-ascend: tokens equal to one of its engines', every byte checked by `verify: full`.
 
-Every commit runs the first four sets; all of them run where all tests are asked for.
+The cells of one set share its engines. Every commit runs the first four sets; runs of all tests run all sets.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ EXPERTS = ("--enable-expert-parallel",)
 ONE_AT_A_TIME = ("--no-async-scheduling",)
 RECOMPUTES = ("--additional-config", '{"recompute_scheduler_enable": true}')
 EAGLE3 = {"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 2}
-FEW = few_blocks(16)  # two requests' room and a half
+FEW = few_blocks(16)  # room for two and a half requests
 LATE = 3000
 
 
 @contextmanager
 def started(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Iterator[Pair]:
-    """All blocks of both are free when its cells are over."""
+    """Start a set; at its end all blocks of both engines must be free."""
     with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
         pair = engines.start(build, cluster)
         yield pair
@@ -48,7 +48,7 @@ def started(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> 
 
 
 class Running(ExitStack):
-    """The engines of one set at a time. Not a parametrized fixture, for whose sake pytest would sort the cells."""
+    """The engines of one set at a time. Not a parametrized fixture, because pytest would reorder the cells."""
 
     def __init__(self, build: HostBuild, told: Callable[[str], None]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def pair(engines: Engines, running: Running) -> Pair:
 
 
 def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
-    """Each request starts with P's token: what comes behind it is decoded, as by one engine."""
+    """Compare answers, each of which starts with P's token and continues with D's."""
     vocab = RECIPES[engines.model].vocab
     taken = sum(map(first_tokens, pair.decode))
     pair.check([fresh_prompt(length, vocab) for length in lengths], TOKENS, str(engines))
@@ -101,7 +101,10 @@ def chunks(engines: Engines, pair: Pair) -> None:
 
 
 def many(engines: Engines, pair: Pair) -> None:
-    """Where a prefill puts parts together that it has rounded one by one (MLA), prompts have to be cut alike: all fit into one step."""
+    """Send many requests at once.
+
+    Where a prefill merges parts that were rounded separately (MLA), prompts must be cut alike: all fit into one step.
+    """
     first, more = (30, 80) if engines.one_way else (5, 6)
     lengths = [first + more * i for i in range(MANY)]
     assert engines.one_way or sum(lengths) < CHUNK
@@ -109,7 +112,7 @@ def many(engines: Engines, pair: Pair) -> None:
 
 
 def penalised(engines: Engines, pair: Pair) -> None:
-    """D's workers count P's token as one that they have generated."""
+    """Penalties: D's workers must count P's token as generated."""
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
     taken, answers = first_tokens(d), []
     penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
@@ -127,7 +130,7 @@ def prefixes(engines: Engines, pair: Pair) -> None:
 
 
 def preempted(engines: Engines, pair: Pair) -> None:
-    """More answers than D has blocks for. P has enough: vllm-ascend takes no blocks back on a P."""
+    """More answers than D has blocks for. P has enough: vllm-ascend never preempts on a P."""
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
     expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
@@ -141,8 +144,10 @@ def preempted(engines: Engines, pair: Pair) -> None:
 
 
 def dropped(engines: Engines, pair: Pair) -> None:
-    """vllm-ascend's recompute scheduler ends a request for which it finds no block, as if it were complete. Behind our metaserver
-    each whole answer has all of its tokens; a request that was dropped too often is told so."""
+    """vllm-ascend's recompute scheduler ends a request without blocks as if it were complete.
+
+    Behind our metaserver each whole answer has all its tokens; a request that is dropped too often gets an error.
+    """
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
     expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
@@ -169,7 +174,10 @@ def dropped(engines: Engines, pair: Pair) -> None:
 
 
 def dropped_streams(engines: Engines, pair: Pair) -> None:
-    """Streams go on behind what their clients have: each that ends well has one engine's tokens, and one that cannot go on says so."""
+    """Dropped streams continue after their clients' last token.
+
+    Each complete one has one engine's tokens; one that cannot continue ends with an error.
+    """
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
     expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
     answers = attempt(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])

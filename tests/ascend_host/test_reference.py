@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each reference against another definition of the same operator: torch's own function, or a loop over the elements.
+"""Each reference operator against another definition: torch's own function, or a loop over the elements.
 
-So that an error of ours is not taken for one of vllm-ascend's. Runs wherever torch is.
+So that an error here is not taken for one of vllm-ascend's. Runs wherever torch is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
 def test_every_reference_is_tested_here() -> None:
     tested = {name.removeprefix("test_") for name in globals()}
     tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
-    tested |= {"moe_init_routing", "grouped_matmul", "moe_token_unpermute"}  # as a layer of experts
+    tested |= {"moe_init_routing", "grouped_matmul", "moe_token_unpermute"}  # tested as a layer of experts
     assert {function.__name__ for function in reference.MEANINGS.values()} - tested == set()
 
 
@@ -93,7 +93,7 @@ def test_format_cast() -> None:
 
 
 def turned(x: Tensor, angles: Tensor, pairs: bool) -> Tensor:
-    """Planes as complex numbers, times e^(i·angle). `angles` has half of the width."""
+    """Return planes as complex numbers, multiplied by e^(i·angle). `angles` has half of the width."""
     half = x.shape[-1] // 2
     first, second = (x[..., ::2], x[..., 1::2]) if pairs else (x[..., :half], x[..., half:])
     plane = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
@@ -183,7 +183,7 @@ counts = st.lists(st.integers(0, 2 * TOKENS), min_size=1, max_size=3)
 
 
 def tables(seed: int, rows: int) -> Tensor:
-    """Three blocks for each sequence, none twice."""
+    """Return three blocks for each sequence, all different."""
     return torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed)).view(3, 3)[:rows].int()
 
 
@@ -247,14 +247,14 @@ def test_kv_rmsnorm_rope_cache(seed: int, count: int, wanted_out: bool) -> None:
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """torch's attention; all are [tokens, heads, channels]."""
+    """Return torch's attention; all are [tokens, heads, channels]."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def sums_of(query: Tensor, key: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """The logarithm of the sum of a row's exponentials, element by element."""
+    """Return the logarithm of the sum of a row's exponentials, element by element."""
     out = torch.empty(query.shape[0], query.shape[1], 1)
     for q in range(query.shape[0]):
         for head in range(query.shape[1]):
@@ -276,7 +276,7 @@ lengths_of_two = st.lists(st.integers(1, 5), min_size=2, max_size=2)
 def test_fused_infer_attention_score(
     seed: int, queries: list[int], before: list[int], kv_heads: int, paged: bool
 ) -> None:
-    """TND with a causal mask: keys as they come, or from a paged cache."""
+    """TND with a causal mask: keys given directly, or from a paged cache."""
     heads, width, scale = 2, 3, 0.7
     keys = [q + b - 1 for q, b in zip(queries, before, strict=True)]
     q = [random(seed + i, n, heads, width) for i, n in enumerate(queries)]
@@ -314,7 +314,7 @@ def test_fused_infer_attention_score(
 @MANY
 @given(seeds, st.integers(1, 5), st.sampled_from(["BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD"]))
 def test_fused_infer_attention_score_v2(seed: int, keys: int, layout: str) -> None:
-    """A decode step as MLA makes it: heads of the query share one latent, whose rotary part comes apart."""
+    """A decode step of MLA: heads of the query share one latent, whose rotary part is separate."""
     batch, heads, latent, rope = 2, 3, 4, 2
     q, q_rope = random(seed, batch, 1, heads, latent), random(seed + 1, batch, 1, heads, rope)
     k, k_rope = random(seed + 2, batch, keys, 1, latent), random(seed + 3, batch, keys, 1, rope)
@@ -376,7 +376,7 @@ def test_paged_attention(seed: int, count: int) -> None:
 @MANY
 @given(seeds, st.integers(0, 4), st.integers(1, 4))
 def test_attention_update(seed: int, first: int, second: int) -> None:
-    """Attention over two parts of the keys, put together, is attention over all; a part may be empty."""
+    """Attention merged from two parts of the keys equals attention over all; a part may be empty."""
     query, key = random(seed, 1, 2, 3), random(seed + 1, first + second, 2, 3)
     whole = plain(query, key, key, 1.0)
     results, sums = [], []
@@ -412,8 +412,10 @@ def test_moe_gating_top_k(seed: int, tokens: int, k: int, renorm: bool, sigmoid:
 @MANY
 @given(seeds, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_a_layer_of_experts(seed: int, tokens: int, k: int, first: int, fewer: int) -> None:
-    """Routing, grouped product and putting together again: each token is the weighted sum of what its experts here make
-    of it. An index of an expert that is elsewhere is -1, which vllm-ascend makes positive, its weight 0."""
+    """Routing, grouped product and merging: each token is the weighted sum of the results of its experts here.
+
+    The index of an expert on another rank is -1, which vllm-ascend makes positive, with the weight 0.
+    """
     end = 6 - fewer
     x, weights = random(seed, tokens, 4), random(seed + 1, end - first, 4, 3)
     experts = torch.stack(
@@ -453,7 +455,7 @@ def test_top_k_top_p(seed: int, k: int, p: float) -> None:
     for row, kept in zip(logits, got, strict=True):
         best = row.sort(descending=True).indices[:k]
         chances = row[best].softmax(-1)
-        # A token stays as long as those before it do not reach p.
+        # A token stays if those before it do not reach p.
         stays = {int(token) for i, token in enumerate(best) if i == 0 or float(chances[:i].sum()) < p}
         assert {i for i in range(8) if kept[i] > -math.inf} == stays
         assert all(kept[i] == row[i] for i in stays)

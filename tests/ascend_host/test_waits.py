@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's waits for the model's stream are taken out one by one (plugin/ascend_host/faults.py): each time the tokens are wrong, or
-`verify: full` finds the bytes. With all of them in their places the same engines are right (test_pairs.py).
+"""P's waits for the model's stream, removed one by one (plugin/ascend_host/faults.py).
+
+Each time the tokens are wrong, or `verify: full` detects the bytes. With all waits the same engines are right
+(test_pairs.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ LENGTH = 300
 REGROUPED = {"regroup": "always"}
 LATE = 200_000
 OF_BYTES = ("PD-WIRE-004", "did not give their part")  # a checksum, a tag of an exchange
-EQUAL = 1e-4  # between two logarithms of a chance
+EQUAL = 1e-4  # between two log-probabilities
 
 WITHOUT = {
     "computed": Engines("without computed", p=Side(late_us=LATE, forgets="computed"), verify="off"),
@@ -40,18 +42,21 @@ def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
 
 
 def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[float]]:
-    """Tokens, and the logarithms of their chances: those change with any byte of the cache."""
+    """Return tokens and their log-probabilities, which change with any byte of the cache."""
     choice = post(url, body_of(prompt, 12, logprobs=1, **more))["choices"][0]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def checked_bytes(pair: Pair) -> list[str]:
-    """What the engines' logs say of bytes that did not pass their checks."""
+    """Return the log lines about bytes that failed their checks."""
     return [line for line in pair.failed_transfers() if any(code in line for code in OF_BYTES)]
 
 
 def wrong(engines: Engines, build: HostBuild, cluster: Cluster) -> list[str]:
-    """What was not as it should be, of three prompts one after the other. Each ends at its second token, which nobody knows before."""
+    """Return what was wrong with three prompts one after the other.
+
+    Each ends at its second token, which is not known before.
+    """
     pair = engines.start(build, cluster)
     prompts = [fresh_prompt(LENGTH) for _ in range(3)]
     expected = [said(pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
@@ -61,7 +66,7 @@ def wrong(engines: Engines, build: HostBuild, cluster: Cluster) -> list[str]:
             got, sure = said(pair.front.url, prompt, stop_token_ids=[tokens[1]])
         except RequestFailed as failed:
             if not (told := checked_bytes(pair)):
-                raise  # something else went wrong, which shows nothing
+                raise  # an unrelated error shows nothing
             found.append(f"{failed}; {told}")
             continue
         if got != tokens[: len(got)]:

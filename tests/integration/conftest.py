@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines for the integration tests: one cluster per session, pairs per module, everything stopped and counted.
+"""Fixtures of the integration tests: one cluster of real engines per session, pairs per module.
 
-A start takes 20 to 40 s on two cores, so the tests are grouped by the engines they need.
+A start takes 5 to 15 s on two cores, so the tests are grouped by the engines they need. At the end everything is
+stopped, and leftovers fail the session.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from pairs import Pair, PairMaker
+from pairs import FORKED, Pair, PairMaker
 
 from scripts.support.cells import Site, make_site, start_pair
 from scripts.support.cluster import STRICT, Cluster, fresh_directory
 from scripts.support.compare import Tally
 from scripts.support.engine import Engine
-
-# Not shown for every file yet: asked for with PD_TEST_FORK=1.
-FORKED = (Path(__file__).parent / "plugins" / "forked",) if os.environ.get("PD_TEST_FORK") == "1" else ()
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +37,11 @@ def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def ports(cluster: Cluster) -> list[int]:
-    """Ports of the session's metaservers: each D allows all of them, so it can serve several P's one after another.
-    The last one is a test's own, the one before it the faulty pair's, and the one before that is for pairs one after another."""
+    """Ports of the session's metaservers, all allowed by each D, so that it can serve several P's one after another.
+
+    The last port is for a test's own metaserver, the one before it for the faulty pair's, and the one before that for
+    pairs that use it one after another.
+    """
     return [cluster.port() for _ in range(33)]
 
 
@@ -53,7 +52,7 @@ def allowed(ports: list[int]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
-    """A metaserver in front of running engines, on one of the allowed ports."""
+    """Return a function that starts a metaserver in front of running engines, on one of the allowed ports."""
     free = ports[:-3]
 
     def make(prefill: Engine, *decode: Engine, options: tuple[str, ...] = ()) -> Pair:
@@ -65,7 +64,7 @@ def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
 
 @pytest.fixture(scope="session")
 def faulty(cluster: Cluster, allowed: list[str], ports: list[int], tally: Tally) -> Iterator[Site]:
-    """A pair that fails on order, with short timers; its D checks nothing, so a wrong byte is a wrong token."""
+    """A pair with faults on order and short timers. Its D checks no blocks, so a wrong byte gives a wrong token."""
     prefill, decode, orders = start_pair(cluster, "faulty", 1, allowed, verify="off")
     site = make_site(cluster, prefill, decode, orders, ports[-2], tally)
     yield site

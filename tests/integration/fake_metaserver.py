@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A metaserver that a test scripts: it takes D's reservation and answers as told. Real HTTP on 127.0.0.1."""
+"""A scripted metaserver: it takes D's reservation and answers as a test says. Real HTTP on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = tuple[int, list[dict[str, Any]]]  # status, lines
+Answer = tuple[int, list[dict[str, Any]]]  # HTTP status, lines of the answer
 Script = Callable[[dict[str, Any]], Answer]
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 30.0  # of a connection on which nothing comes
+    timeout = 30.0  # for a connection without data
     server: _Server
 
     def do_POST(self) -> None:
@@ -27,7 +27,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Content-Length", str(len(payload)))
-        # One answer a connection: a kept one would go on answering for this script after the next one has begun.
+        # One answer per connection: a kept connection would still use this script after the next one has begun.
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(payload)
@@ -37,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = False  # closing it waits for the answers under way
+    daemon_threads = False  # closing the server waits for answers in progress
     allow_reuse_address = True
 
     def __init__(self, port: int, script: Script) -> None:
@@ -48,7 +48,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def fake_metaserver(port: int, script: Script) -> Iterator[list[dict[str, Any]]]:
-    """Serve until the block is left and what came is answered; yields the reservations that came."""
+    """Serve inside the block, and finish open answers at its end. Yields the bodies received."""
     server = _Server(port, script)
     thread = threading.Thread(target=server.serve_forever, name="fake-metaserver", kwargs={"poll_interval": 0.05})
     thread.start()
@@ -61,7 +61,7 @@ def fake_metaserver(port: int, script: Script) -> Iterator[list[dict[str, Any]]]
 
 
 def says_failed(body: dict[str, Any]) -> Answer:
-    """P was chosen, then could not."""
+    """Answer that P was chosen and then failed."""
     return 200, [
         {"event": "accepted", "prefill": "127.0.0.1:1"},
         {"event": "failed", "code": "PD-META-004", "detail": "the prefill engine is gone"},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of tiny models, one for each kind of cache: how they are started, exercised, and made to leave something out."""
+"""Pairs of tiny models, one for each kind of cache: starts, common checks, and planted faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of(model: str, **more: Any) -> Make:
 
 
 def leaving(what: str, **more: Any) -> dict[str, Any]:
-    """Of a P that pushes everything else (plugins/kinds/pd_test_groups.py)."""
+    """Return the settings of a P that does not push `what` (plugins/kinds/pd_test_groups.py)."""
     return {
         "connector": "LeavingConnector",
         "transfer": {"kv_connector_module_path": "pd_test_groups"},
@@ -55,7 +55,7 @@ def leaving(what: str, **more: Any) -> dict[str, Any]:
 
 
 def learn_of_first_tokens(pair: Pair) -> None:
-    """P says with its first answer that it tells its tokens: from then on D loads all of a prompt."""
+    """Wait until D knows that P sends first tokens, which P's first answer says. From then on D loads whole prompts."""
     (d,) = pair.decode
     before, url = first_tokens(d), pair.front.url
     eventually(lambda: complete(url, body_of(fresh_prompt(40), 2)) and first_tokens(d) > before, "a first token of P's")
@@ -65,7 +65,10 @@ def learn_of_first_tokens(pair: Pair) -> None:
 def running(
     cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
 ) -> Iterator[Pair]:
-    """A pair of these, the first one P, and of engines that are there already; stopped also where a test fails."""
+    """Start these engines, the first one P, and pair them with engines that run already.
+
+    The started ones are stopped also when a test fails.
+    """
     started = cluster.start(*specs)
     pair = make_pair(*started, *beside)
     recipe = recipe_of(specs[0].model)
@@ -78,7 +81,7 @@ def running(
 
 
 def engines(make: Make) -> tuple[Any, Any]:
-    """The fixtures `decode`, one engine for the tests of a module, and `pair`, with a P for those of a class."""
+    """Return the fixtures `decode`, one engine for a module, and `pair`, which adds a P for each class."""
 
     @pytest.fixture(scope="module", name="decode")
     def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
@@ -101,7 +104,7 @@ def exercise(pair: Pair, name: str, lengths: Sequence[int]) -> None:
 
 
 def wrong_answers(pair: Pair, lengths: Sequence[int]) -> int:
-    """How many are not a single engine's, though all was loaded as far as D knows: of a pair that does something wrong on purpose."""
+    """Count the answers that differ from a single engine's although D has loaded all, with a planted fault."""
     wrong = 0
     for length in lengths:
         prompt = fresh_prompt(length)
@@ -114,7 +117,7 @@ def wrong_answers(pair: Pair, lengths: Sequence[int]) -> int:
 
 
 def check_left(pair: Pair, length: int, longest: int = 2048) -> None:
-    """Clients that leave at several moments take nothing with them. `longest`: what the engines take."""
+    """Check that clients that disconnect at several moments leave nothing behind. `longest` is the engines' max_len."""
     free = pair.free_counts()
     for seconds in (0.02, 0.2, 0.4):
         leave_after(pair.front.url, body_of(fresh_prompt(longest * 3 // 4), longest // 5), seconds)
@@ -123,7 +126,7 @@ def check_left(pair: Pair, length: int, longest: int = 2048) -> None:
 
 
 def check_failed_load(pair: Pair, port: int, lengths: Sequence[int]) -> None:
-    """A load that fails ends its request alone, with the policy `fail`."""
+    """Check that with the policy `fail` a failed load ends only its own request."""
     free = pair.free_counts()
     with fake_metaserver(port, says_failed) as seen:
         url = f"http://127.0.0.1:{port}"
@@ -134,19 +137,19 @@ def check_failed_load(pair: Pair, port: int, lengths: Sequence[int]) -> None:
 
 
 def check_computed_again(pair: Pair, port: int, lengths: Sequence[int]) -> None:
-    """A load that fails is computed by D, with the policy `recompute`."""
+    """Check that with the policy `recompute` D computes the prompt of a failed load."""
     free = pair.free_counts()
     with fake_metaserver(port, says_failed) as seen:
         for length in lengths:
             prompt, url = fresh_prompt(length), f"http://127.0.0.1:{port}"
             answer = complete(pair.decode[0].url, transfer_request(url, str(length), prompt, 12))
             pair.compare([prompt], [answer], "computed again")
-        assert sum("reservation" in body for body in seen) == len(lengths)  # the others tell how the loads ended
+        assert sum("reservation" in body for body in seen) == len(lengths)  # the other bodies report how loads ended
     wait_for_free_blocks((pair.prefill, *pair.decode), free)
 
 
 def check_first_token_lost(pair: Pair, port: int, length: int, *, fails: bool) -> None:
-    """All of a prompt has come, and P's token not: nothing else can begin there, so the load has failed."""
+    """Check that a load fails if all of the prompt arrives but not P's first token, without which D cannot begin."""
     free, url, prompt = pair.free_counts(), f"http://127.0.0.1:{port}", fresh_prompt(length)
     ours = "vllm:ascend_pd_num_failed_recvs_total"
     before = counter(pair.decode[0], ours), first_tokens(pair.decode[0])
@@ -175,8 +178,10 @@ def check_first_token_lost(pair: Pair, port: int, length: int, *, fails: bool) -
 
 
 def check_cut(pair: Pair, lengths: Sequence[int]) -> None:
-    """Of a prompt whose first token is D's own the last one is not loaded. P knows too late how a grammar lets an answer begin to say at
-    the start whether it will tell."""
+    """Check that the last prompt token is not loaded if D computes the first token.
+
+    P learns too late how a grammar lets an answer begin to promise its first token at the start.
+    """
     shaped = {"structured_outputs": {"regex": "[a-z]{2,40}"}, "ignore_eos": False}
     for length in lengths:
         prompt, before = fresh_prompt(length), (pair.loaded_tokens(), first_tokens(pair.decode[0]))
@@ -186,7 +191,10 @@ def check_cut(pair: Pair, lengths: Sequence[int]) -> None:
 
 
 def check_choices(pair: Pair, length: int) -> None:
-    """Two answers to one prompt, each from a load of its own. Greedy sampling takes one; of one candidate any sampling is greedy."""
+    """Check two choices for one prompt, each with a load of its own.
+
+    vLLM makes one choice of a greedy request, so this samples from a single candidate, which is as good as greedy.
+    """
     prompt = fresh_prompt(length)
     (expected,) = reference_answers(pair.prefill, [prompt], 12)
     found = post(pair.front.url, body_of(prompt, 12, n=2, temperature=1.0, top_k=1))["choices"]
@@ -194,7 +202,7 @@ def check_choices(pair: Pair, length: int) -> None:
 
 
 def check_preempted(pair: Pair, lengths: Sequence[int], tokens: int) -> None:
-    """More at once than D has blocks for: it takes some back and computes them again."""
+    """Check more requests at once than D has blocks for: it preempts some and computes them again."""
     (d,) = pair.decode
     free, before = pair.free_counts(), counter(d, "vllm:num_preemptions_total")
     prompts = [fresh_prompt(length) for length in lengths]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs that the scripts of examples/ start, as an operator would: until ctrl-C, after which nothing may be left."""
+"""Pairs started by the scripts of examples/, as an operator would: until ctrl-C, which must leave nothing running."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scripts.support.compare import Tally
 from scripts.support.engine import Served
 from scripts.support.models import ROOT
 from scripts.support.process import Child, ProcessDied
+from scripts.support.spec import child_environment
 
 EXAMPLES = ROOT / "examples"
 READY_S, STOP_S = 500.0, 90.0
@@ -29,8 +30,10 @@ Script = tuple[str | Path, ...]  # a file below examples/, and its arguments
 def launched(
     cluster: Cluster, url: str, *scripts: Script, settings: Mapping[str, str] | None = None
 ) -> Iterator[list[Child]]:
-    """Scripts with default signals, whatever this run was started with; `url` is ready inside the block. What does not
-    end with ctrl-C counts as left behind."""
+    """Run scripts with default signal handlers; `url` is ready inside the block.
+
+    What SIGINT does not end counts as a leak.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | dict(settings or {})
     children: list[Child] = []
     try:
@@ -69,8 +72,10 @@ def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
 
 
 @contextmanager
-def launched_pair(cluster: Cluster, tally: Tally, script: str, model: Path, p_tp: int, d_tp: int) -> Iterator[Pair]:
-    """A pair of these sizes, started by an example; every pushed block is checked, and a failed request fails."""
+def launched_pair(
+    cluster: Cluster, tally: Tally, script: str, model: Path, p_tp: int, d_tp: int, plugins: tuple[Path, ...] = ()
+) -> Iterator[Pair]:
+    """Start a pair of these sizes by an example. Every pushed block is checked, and a failed load fails its request."""
     base, own = cluster.ports(3), cluster.logs / f"launched-{p_tp}-{d_tp}"
     settings = {
         "PD_SERVED_NAME": "model",
@@ -81,6 +86,7 @@ def launched_pair(cluster: Cluster, tally: Tally, script: str, model: Path, p_tp
         "PD_P_CHUNK": "256",
         "PD_P_KV_BYTES": str(64 << 20),
         "PD_D_KV_BYTES": str(64 << 20),
+        **({"PYTHONPATH": child_environment(plugins)["PYTHONPATH"]} if plugins else {}),
     }
     words = ("--model", model, "--p-tp", p_tp, "--d-tp", d_tp, "--port-base", base, "--log-dir", own, "--timeout", 400)
     url = f"http://127.0.0.1:{base}"

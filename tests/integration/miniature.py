@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine without a model: vLLM's real Scheduler and KVOutputAggregator, and our real connectors on every worker.
 
-What a model runner does in a step is done here in the order of vLLM 0.32; the "forward" only calls the layer hooks.
-P's caches are filled once with bytes that depend on layer, block and place, so what lands on D can be told apart.
+A step does what a model runner does, in the order of vLLM 0.32; the "forward" only calls the layer hooks. P's caches
+are filled once with bytes that depend on layer, block and place, so that bytes on D can be identified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from scripts.support.models import RECIPES, ensure
 from vllm_ascend_pd.connector import AscendPushConnector
 
-BLOCK = 16  # what vLLM's CPU backend uses for MLA
+BLOCK = 16  # the block size of MLA in vLLM's CPU backend
 WIDTH = 576
 BLOCKS = 64
 LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(RECIPES["mla"].layers))
@@ -38,7 +38,7 @@ LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(RECIPES["mla"].
 
 @dataclass
 class Finished:
-    """Ids as the aggregator completed them, one entry per completion."""
+    """Request ids completed by the aggregator, one entry per completion."""
 
     sent: list[str]
     received: list[str]
@@ -46,7 +46,10 @@ class Finished:
 
 
 class MiniatureEngine:
-    """One MLA engine of `tp` workers in this process, over the memory transport. `children`: behind a MultiConnector."""
+    """One MLA engine of `tp` workers in this process, over the memory transport.
+
+    `children` are the connectors behind a MultiConnector.
+    """
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class MiniatureEngine:
         spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
         self._caches = KVCacheConfig(
             num_blocks=BLOCKS,
-            kv_cache_tensors=[],  # our own tensors stand in for what a runner would allocate
+            kv_cache_tensors=[],  # our own tensors replace those that a runner would allocate
             kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
         )
         self.scheduler: Any = Scheduler(
@@ -107,7 +110,7 @@ class MiniatureEngine:
         return made
 
     def fill(self, seed: int) -> None:
-        """The same bytes on every rank, as MLA's replicas hold them."""
+        """Write the same bytes on every rank, as replicas of MLA's cache hold them."""
         dice = torch.Generator().manual_seed(seed)
         for name in LAYERS:
             content = torch.rand(BLOCKS, 1, BLOCK, WIDTH, generator=dice)
@@ -130,7 +133,7 @@ class MiniatureEngine:
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 
     def step(self) -> None:
-        """One engine step, as vLLM's core and model runners do it."""
+        """Run one engine step, as vLLM's core and model runners do."""
         output: SchedulerOutput = self.scheduler.schedule()
         results = [self._run(worker, output, rank) for rank, worker in enumerate(self.workers)]
         combined = self._aggregator.aggregate(results)
@@ -173,7 +176,7 @@ class MiniatureEngine:
 
 
 def run_until(engines: tuple[MiniatureEngine, ...], reached: Any, deadline_s: float = 30.0) -> None:
-    """Step the engines in turn until `reached()`; fails when the deadline passes."""
+    """Step the engines in turn until `reached()` is true. Fails at the deadline."""
     until = time.monotonic() + deadline_s
     while not reached():
         assert time.monotonic() < until, "not reached in time: " + ", ".join(str(e.finished) for e in engines)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair behind a metaserver, and how its answers are judged."""
+"""Pairs behind a metaserver, and checks of their answers."""
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scripts.support.checks import (
@@ -26,6 +28,7 @@ from scripts.support.compare import Tally
 from scripts.support.engine import Served
 
 __all__ = [
+    "FORKED",
     "Pair",
     "PairMaker",
     "close_traces",
@@ -39,6 +42,8 @@ __all__ = [
     "wait_for_free_blocks",
 ]
 
+# A start takes a third of the processor's time with it. PD_TEST_FORK=0: engines start as vLLM starts them on CPUs.
+FORKED = () if os.environ.get("PD_TEST_FORK") == "0" else (Path(__file__).parent / "plugins" / "forked",)
 _FAILED = re.compile(r"(transfer|push) .*(failed|cannot be pushed)|is prefilled but not pushed|is prefilled locally")
 
 
@@ -51,14 +56,14 @@ class Pair:
     prefill: Served
     decode: tuple[Served, ...]
     tally: Tally
-    alone: Served | None = None  # the engine whose own answers are right; without one, P
+    alone: Served | None = None  # the reference for answers; None: P
 
     @property
     def reference(self) -> Served:
         return self.alone or self.prefill
 
     def check_lengths(self, name: str) -> None:
-        """Eleven answers: prompts of lengths around the borders of blocks and chunks one by one, then six at once."""
+        """Check eleven answers: lengths around the sizes of blocks and chunks one by one, then six prompts at once."""
         for length in (20, 127, 128, 300, 700):
             self.check([fresh_prompt(length)], name=name)
         self.check([fresh_prompt(30 + 40 * i) for i in range(6)], name=f"{name}, 6 at once")
@@ -70,8 +75,11 @@ class Pair:
         name: str = "",
         expected: Sequence[Answer] | None = None,
     ) -> list[Answer]:
-        """All prompts at once through the metaserver; every answer must be the single engine's (or what is `expected`). Each prompt
-        that crosses must have been loaded from P: a D that computes by itself proves nothing."""
+        """Send all prompts at once; every answer must equal the single engine's, or `expected`.
+
+        All prompts of more than one token must have been loaded from P: an answer that D computed by itself proves
+        nothing.
+        """
         if expected is None:
             expected = reference_answers(self.reference, prompts, max_tokens)
         before, failed = self.loaded_tokens(), self.failed_transfers()
@@ -86,20 +94,20 @@ class Pair:
         return answers
 
     def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], name: str) -> None:
-        """Judge answers that were got in another way."""
+        """Compare answers that were obtained in another way with the reference's."""
         expected = reference_answers(self.reference, prompts, len(answers[0].tokens))
         for p, want, got in zip(prompts, expected, answers, strict=True):
             self.tally.check(name, p, want.tokens, got.tokens, self.reference.url, {"cache_salt": fresh_salt("gap")})
 
     def check_prefix_on_decode(self, block: int) -> None:
-        """D asks only for what it has not: of full blocks that are there nothing."""
+        """Check that D loads only what it does not have: none of the full blocks in its cache."""
         head = fresh_prompt(5 * block)
         first = [*head, *fresh_prompt(block + 8)]
         self.check([first], name="cold")
         cases = (
-            ([*head, *fresh_prompt(3 * block + 5)], 3 * block + 5),  # part of it is there
-            (first, 8),  # all full blocks are there
-            (head, block),  # a prompt of whole blocks: D computes in the last one itself, so it wants it again
+            ([*head, *fresh_prompt(3 * block + 5)], 3 * block + 5),  # part of it is cached
+            (first, 8),  # all full blocks are cached
+            (head, block),  # only whole blocks: D computes in the last one itself, so it loads that again
         )
         for tokens, wanted in cases:
             before = self.loaded_tokens()
@@ -109,15 +117,15 @@ class Pair:
             self.compare([tokens], [answer], f"with {len(tokens) - wanted} tokens on D")
 
     def check_prefix_on_prefill(self, block: int) -> None:
-        """P pushes the prefix that it did not compute for this request, too."""
+        """Check that P also pushes a prefix that it did not compute for this request."""
         head = fresh_prompt(6 * block)
-        complete(self.prefill.url, body_of([*head, 9], 1))  # P alone: D has never seen it
+        complete(self.prefill.url, body_of([*head, 9], 1))  # to P only: D does not have it
         before = counter(self.prefill, "vllm:prefix_cache_hits_total")
         self.check([[*head, *fresh_prompt(50)]], name="prefix on P")
         hits = before + len(head)
         eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
-        # Behind a long prompt the others wait, and find each other's blocks in the step that computes them. How much of it D loads
-        # depends on who is first there too.
+        # Behind a long prompt the others wait, and then share blocks in the very step that computes them. How much of
+        # them D loads depends on the order of arrival there too.
         head = fresh_prompt(6 * block)
         prompts = [fresh_prompt(min(24 * block, 1200)), *([*head, *fresh_prompt(20 + i)] for i in range(4))]
         failed = self.failed_transfers()
@@ -125,18 +133,18 @@ class Pair:
         assert self.failed_transfers() == failed
 
     def loaded_tokens(self) -> int:
-        """Tokens that the D engines took from P so far, by vLLM's own counter."""
+        """Return how many tokens the D engines have loaded from P, by vLLM's own counter."""
         return sum(loaded_tokens(engine) for engine in self.decode)
 
     def failed_transfers(self) -> list[str]:
-        """What the engines' logs say of failed transfers: a D that recomputes would hide them."""
+        """Return the log lines about failed transfers, which a D that recomputes would hide."""
         return [line for engine in (self.prefill, *self.decode) for line in failures(engine)]
 
     def free_counts(self) -> dict[str, int]:
         return {engine.name: settled_free_blocks(engine) for engine in (self.prefill, *self.decode)}
 
 
-PairMaker = Callable[..., Pair]  # (prefill, *decode, options of the metaserver)
+PairMaker = Callable[..., Pair]  # prefill, *decode, options of the metaserver
 
 
 def failures(engine: Served) -> list[str]:
@@ -145,7 +153,7 @@ def failures(engine: Served) -> list[str]:
 
 
 def close_traces(pair: Pair) -> None:
-    """A process writes its trace out with the first event after a second: make one in every process."""
+    """Make each process write its trace: one does so with the first event after a second."""
     time.sleep(1.1)
     gather(pair.front.url, [body_of(fresh_prompt(40), 1) for _ in range(2 * len(pair.decode))])
 
@@ -153,6 +161,6 @@ def close_traces(pair: Pair) -> None:
 def transfer_request(
     metaserver: str, ticket: str, tokens: Sequence[int], max_tokens: int = 8, **more: Any
 ) -> dict[str, Any]:
-    """What a metaserver sends to D: a request with a ticket."""
+    """Return a request as a metaserver sends it to D, with a ticket."""
     params = {"do_remote_prefill": True, "metaserver": metaserver, "ticket": ticket, **more}
     return body_of(tokens, max_tokens, kv_transfer_params=params)

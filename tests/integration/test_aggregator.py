@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four prefill workers, two decode workers, one latent head: what vLLM's own aggregator makes of their reports.
+"""Reports of four prefill and two decode workers with one latent head, combined by vLLM's own aggregator.
 
 Only the model is missing: schedulers, aggregator, block pools, connectors, side channel and metaserver call are real.
 """
@@ -28,7 +28,7 @@ SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, 
 
 
 class Site:
-    """P with TP 4 and D with TP 2 behind a metaserver that only hands reservations over."""
+    """P with TP 4 and D with TP 2 behind a metaserver that only passes reservations on."""
 
     def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]]) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -44,7 +44,7 @@ class Site:
         return self.prefill, self.decode
 
     def send(self, name: str) -> tuple[str, str]:
-        """One request through D and P; returns their ids on each side."""
+        """Send one request through D and P. Return its ids on each side."""
         tokens = [3 + (7 * i + zlib.crc32(name.encode())) % 500 for i in range(TOKENS)]
         self.decode.add(
             f"{name}-d", tokens, {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}, max_tokens=2
@@ -94,7 +94,10 @@ def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Calla
                 assert torch.equal(landed[-1, 0, : TOKENS % BLOCK], source[-1, 0, : TOKENS % BLOCK])
 
     def all_received() -> bool:
-        """Each is compared in the step that reports it: a few steps later D has decoded it and let its blocks go."""
+        """Compare each request in the step that reports it: a few steps later D has freed its blocks.
+
+        Returns whether all have been compared.
+        """
         for p_id, d_id in ids:
             if p_id in prefill.scheduler.requests and prefill.blocks_of(p_id):
                 seen[p_id] = prefill.blocks_of(p_id)
@@ -119,7 +122,7 @@ def test_a_failure_on_one_of_four_workers_fails_the_request_on_all(
     made: list[MemoryTransport] = []
 
     class OneBadWorker(MemoryTransport):
-        """The third transfer engine of this process, P's rank 2, cannot write."""
+        """P's rank 2, the third transport made in this process, fails every write."""
 
         def land(self, write: Write) -> WriteState:
             return WriteState.FAILED if self is made[2] else super().land(write)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behind vLLM's MultiConnector, beside others: what another connector serves, or holds, is not ours, and what both hold is free
-when both have let it go. Without a model (vLLM's own scheduler, aggregator and MultiConnector), and with real engines.
+"""Tests with other connectors beside ours in vLLM's MultiConnector.
+
+Ours does not touch what another one loads or holds, and blocks that both hold are free once both have released them.
+Without a model (vLLM's own scheduler, aggregator and MultiConnector), and with real engines.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MEMORY = {"transport": "memory", "patient": False, "patient_shm": "off", "verify
 
 @pytest.fixture(params=["ours first", "ours second"])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[MiniatureEngine, MiniatureEngine, str, Any]]:
-    """P with TP 2 and D with TP 2, each with a sibling; the metaserver's address, and what it was sent."""
+    """P with TP 2 and D with TP 2, each with a sibling; the metaserver's address, and the bodies it received."""
     sys.path.insert(0, str(PLUGIN))
     port, reservations = free_port(), queue.SimpleQueue[dict[str, Any]]()
     url = f"http://127.0.0.1:{port}"
@@ -85,7 +87,7 @@ def test_each_connectors_requests_end_and_all_blocks_go_back(engines: Any) -> No
 
 @pytest.mark.timeout(180)
 def test_what_ended_before_its_push_had_blocks_is_told_by_nobody_but_its_sibling(engines: Any) -> None:
-    """A push whose request is aborted holds its blocks until its writes are over; the sibling holds them, too."""
+    """After an abort, a push holds its blocks until its writes are over, and the sibling holds them, too."""
     prefill, decode, url, reservations = engines
     free = prefill.free_blocks()
     decode.add("r-d", TOKENS, {"do_remote_prefill": True, "metaserver": url, "ticket": "t"}, max_tokens=2)

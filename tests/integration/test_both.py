@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines that are both P and D (`kv_both`), behind vLLM's toy proxy as it is, once in each direction: which engine is P changes with
-the request. `verify: full`; every answer is the single engine's, every prompt was loaded from the other engine, and every block comes back."""
+"""Two engines that are both P and D (`kv_both`), behind vLLM's unchanged toy proxy in both directions.
+
+The request decides which engine is P. With `verify: full`: every answer is the single engine's, every prompt is loaded
+from the other engine, and all blocks are freed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 
 @dataclass
 class Site:
-    """Two engines, and the port of each one's own listener."""
+    """Two engines, and the port of each one's listener."""
 
     cluster: Cluster
     tally: Tally
@@ -57,11 +60,11 @@ class Site:
 def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
     name, tp, keys = request.param
     model, first = ensure(name), cluster.ports(8)
-    listeners = first, first + 4  # with room behind each: D's workers listen there
+    listeners = first, first + 4  # room after each port, on which D's workers listen
 
     def spec(index: int, size: int) -> EngineSpec:
         held = {"hold_sources": 24, "hold_share": 0.5, "hold_s": 60.0, "side_channel_port": listeners[index]}
-        held["first_token_wait_s"] = 10.0  # on a busy machine too every token is to be in time
+        held["first_token_wait_s"] = 10.0  # every first token in time, also on a busy machine
         extra = cluster.push_config(**held, **keys, prefill_listeners=[f"127.0.0.1:{listeners[1 - index]}"])
         name = f"both-{index}-tp{size}"
         return EngineSpec(name, model, role="kv_both", tp=size, chunk=256, policy="fail", extra=extra)
@@ -72,7 +75,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
 
 
 def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
-    """One after the other, then both directions at once, each with what the other has computed in its cache."""
+    """Send one after the other, then in both directions at once, with prefixes cached on the other engine."""
     fronts = [site.behind(routers.toy, prefill) for prefill in (0, 1)]
     pairs = [pair for _, pair in fronts]
     try:
@@ -91,7 +94,7 @@ def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
                 one.result()
         for pair in pairs:
             pair.check_prefix_on_prefill(BLOCK)
-        for engine in site.engines:  # each tells of both its roles
+        for engine in site.engines:  # each counts in both its roles
             assert counter(engine, "vllm:ascend_pd_bytes_transferred_total") and loaded_tokens(engine)
         wait_for_free_blocks(site.engines, free)
     finally:
@@ -100,7 +103,7 @@ def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
 
 
 def test_what_was_loaded_is_pushed_on(site: Site) -> None:
-    """The prefix that an engine got as D it gives away as P."""
+    """A prefix that an engine loaded as D is pushed by it as P."""
     (there, first), (back, second) = (site.behind(routers.toy, prefill) for prefill in (0, 1))
     head = fresh_prompt(8 * BLOCK)
     try:
@@ -121,7 +124,8 @@ def test_both_at_once_work_too(site: Site) -> None:
     try:
         free = fronts[0][1].free_counts()
         for _, pair in fronts:
-            pair.check([fresh_prompt(n) for n in LENGTHS[1:]], name="push demo")  # of one token D wants nothing
+            # D loads nothing of a prompt of one token
+            pair.check([fresh_prompt(n) for n in LENGTHS[1:]], name="push demo")
         wait_for_free_blocks(site.engines, free)
     finally:
         for router, _ in fronts:
@@ -129,7 +133,10 @@ def test_both_at_once_work_too(site: Site) -> None:
 
 
 def test_an_engine_may_fetch_from_itself(site: Site) -> None:
-    """A router that knows one engine only sends both requests there. D has the full blocks in its cache, the rest it loads."""
+    """A router that knows only one engine sends both requests there.
+
+    D has the full blocks in its cache and loads the rest.
+    """
     one = site.engines[0]
     router = site.router(routers.toy, one, one)
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of caches and the features of engines: of each kind every pair of features, in as few pairs of engines as have them.
+"""Kinds of caches combined with features of engines: for each kind all pairs of features, in few pairs of engines.
 
-What a request can do is done in every cell: lengths, several at once, two choices, clients that leave, a load that fails, a common
-prefix, and where D has few blocks preemption.
+Every cell tests what a request can do: lengths, several at once, two choices, clients that disconnect, a failed load, a
+common prefix, and preemption where D has few blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 @dataclass(frozen=True)
 class Kind:
     model: str
-    few: int  # blocks: of eight requests they take the prompts, and not all that is answered
+    few: int  # blocks for the prompts of eight requests, but not for their whole answers
     arguments: tuple[str, ...] = ()
     draft: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ def _spec(
 
 
 def cells() -> list[tuple[str, Cell]]:
-    """By D, then by P: neighbours share engines."""
+    """Return the cells sorted by D, then by P, so that neighbours share engines."""
 
     def order(cell: Cell) -> tuple[str, ...]:
         return cell["prefixes"], cell["shape"][2:3], cell["blocks"], cell["policy"], cell["shape"], cell["chunks"]
@@ -99,7 +99,7 @@ def cells() -> list[tuple[str, Cell]]:
 
 
 class Shelf:
-    """One P and one D at most: those of the last cell, unless the next one wants others."""
+    """At most one P and one D: those of the last cell, until the next one needs others."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._there = cluster, dict[str, tuple[EngineSpec, Engine]]()
@@ -151,9 +151,7 @@ def test_a_cell(
 
 def check_all(pair: Pair, cell: Cell, port: int, title: str) -> None:
     exercise(pair, title, LENGTHS)
-    if (
-        "drafts" not in title
-    ):  # vLLM's sampler on a CPU dies of top_k where tokens are drafted, and greedy sampling takes one choice
+    if "drafts" not in title:  # on a CPU vLLM's sampler fails with top_k and drafts; greedy sampling makes one choice
         check_choices(pair, 97)
     check_left(pair, 159, longest=LONGEST)
     head = fresh_prompt(200)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft models through real pairs, `verify: full`: the text is the single engine's, and so is what D accepts of its drafts.
+"""Draft models through real pairs, `verify: full`: the text is the single engine's, and so are D's accepted drafts.
 
-Right text proves nothing here: a draft model without its cache of the prompt only guesses worse. So D itself is the reference,
-asked without a transfer: it computes the prompt, its draft model too. The models (scripts/support/drafts.py) are made so that
-drafts are mostly right with that cache, and mostly wrong without it.
+Right text proves nothing here: a draft model without its cache of the prompt only drafts worse. So the reference is D
+itself, asked without a transfer, which computes the prompt with its draft model, too. The models
+(scripts/support/drafts.py) are made so that drafts are mostly right with that cache, and mostly wrong without it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
-from kind_pairs import engines, running
+from kind_pairs import KINDS, engines, running, spec
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
 from scripts.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
 from scripts.support.client import body_of, complete, post
 from scripts.support.cluster import Cluster
+from scripts.support.compare import Tally
 from scripts.support.engine import Engine
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
@@ -28,38 +29,46 @@ from scripts.support.spec import EngineSpec
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 TOKENS = 32
-LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; behind each its drafts
-IN_TIME = {"first_token_wait_s": 10.0}  # on a busy machine too every token is
-ENOUGH = 100  # drafted tokens, that a rate may be told
+LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; drafts follow each prompt
+IN_TIME = {"first_token_wait_s": 10.0}  # every first token in time, also on a busy machine
+ENOUGH = 100  # drafted tokens, enough for a rate
 
 
 def drafts_of(engine: Engine, url: str, prompts: Sequence[Sequence[int]], *, behind: int = 0, **more: Any) -> Drafted:
-    """What the engine drafts for these prompts, asked at `url`, one after the other: in a batch each request waits for others.
-    `behind`: so many first tokens of an answer are part of its prompt."""
+    """Return the engine's drafts for these prompts, sent to `url` one after the other: in a batch they would wait.
+
+    The first `behind` tokens of each answer are a part of its prompt.
+    """
     with drafted(engine) as found:
         for prompt in prompts:
-            tokens = TOKENS - behind if len(prompt) > 1 else TOKENS  # of a prompt of one token nothing is loaded
+            tokens = TOKENS - behind if len(prompt) > 1 else TOKENS  # nothing is loaded of a prompt of one token
             complete(url, body_of(prompt, tokens, cache_salt=fresh_salt("drafts"), **more))
     return found()
 
 
 def started(d: Engine, prompts: Sequence[Sequence[int]]) -> Drafted:
-    """What D drafts of itself for requests that begin with P's token: none in the step that computes it."""
+    """Return D's own drafts for requests that begin with P's token: none in the step that computes it."""
     firsts = [complete(d.url, body_of(prompt, 1, cache_salt=fresh_salt("first"))).tokens for prompt in prompts]
     begun = [[*prompt, *first] if len(prompt) > 1 else prompt for prompt, first in zip(prompts, firsts, strict=True)]
     return drafts_of(d, d.url, begun, behind=1)
 
 
 def padded(alone: Drafted, prompts: Sequence[Sequence[int]]) -> Drafted:
-    """The same as vLLM counts it where the prompt was loaded: the step that computes one token is padded to the size of a step with
-    drafts, and what it is padded with counts as drafts that were not accepted."""
+    """Return the same drafts as vLLM counts them for loaded prompts.
+
+    The step that computes one token is padded to the size of a step with drafts, and the padding counts as drafts that
+    were not accepted.
+    """
     loaded = sum(len(prompt) > 1 for prompt in prompts)
     return Drafted(alone.steps + loaded, alone.tokens + loaded * alone.tokens // alone.steps, alone.accepted)
 
 
 def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], None], *, chunked: bool = False) -> None:
-    """Tokens of a single engine, and drafts as good as those of a D that has computed the prompt itself. `chunked`: where P's chunks end
-    vLLM's drafter takes a prompt's last token for the next one, which is another one in the prompt that D is asked alone."""
+    """Check for a single engine's tokens, and for drafts as good as those of a D that has computed the prompt itself.
+
+    `chunked`: at the ends of P's chunks vLLM's drafter takes a prompt's last token for the next one, which differs in
+    the prompt that D is asked alone.
+    """
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in lengths]
     alone, taken = started(d, prompts), first_tokens(d)
@@ -82,7 +91,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
 
 
 def check_left_out(pair: Pair, name: str, told: Callable[[str], None]) -> None:
-    """D alone has the draft model. Also what the comparison above is worth: the push of draft layers left out is seen."""
+    """Check a pair in which only D has the draft model, so that its layers are not pushed: drafts must be worse."""
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in (100, 333, 700)]
     alone = drafts_of(d, d.url, prompts)
@@ -116,8 +125,10 @@ class TestMtp:
         check(pair, LENGTHS, "MTP 1→1, 1 token drafted on P and 3 on D", told)
 
     def test_what_p_drafts_behind_its_own_first_token_is_not_used(self, pair: Pair, ports: list[int]) -> None:
-        """The draft layer's KV at the last prompt position is made of the first token. Whatever P's was, D computes that
-        position again with its own."""
+        """The draft layer's KV at the last prompt position depends on the first token.
+
+        D computes that position again with its own first token, whatever P's was.
+        """
         (d,) = pair.decode
         prompts = [fresh_prompt(length) for length in (64, 65, 200)]
         alone = drafts_of(d, d.url, prompts)
@@ -126,7 +137,7 @@ class TestMtp:
 
         def wrong_first(body: dict[str, Any]) -> Said:
             if "reservation" not in body:
-                return 204, []  # how a load ended
+                return 204, []  # the report of a load's end
             prompt, answer = prompts[int(body["ticket"])], expected[int(body["ticket"])]
             other = (answer.tokens[0] + 7) % 500
             params = {"do_remote_decode": True, "reservation": body["reservation"]}
@@ -188,7 +199,10 @@ def test_a_draft_model_of_another_shape(
     make_pair: PairMaker,
     told: Callable[[str], None],
 ) -> None:
-    """Eagle3 with twice as many KV heads as its target. With TP 2→1 the ranks exchange both kinds of layers, and P computes in chunks."""
+    """Eagle3 with twice as many KV heads as its target.
+
+    With TP 2→1 the ranks exchange both kinds of layers, and P computes in chunks.
+    """
     draft = own("eagle3", "spec-eagle3", num_speculative_tokens=1)
     target: Path = ensure("spec")
     more = {"regroup": "always"} if p_tp > 1 else {}
@@ -222,8 +236,11 @@ def test_other_draft_models(
     make_pair: PairMaker,
     told: Callable[[str], None],
 ) -> None:
-    """Eagle; a whole model of its own (here the target itself), whose layers have a prefix before their names; DFlash, which makes its
-    layers' KV of the target's hidden states before it runs, and drafts all tokens in one pass."""
+    """Eagle, a whole separate model, and DFlash.
+
+    The separate model (here the target itself) has a prefix in its layers' names. DFlash makes its layers' KV from the
+    target's hidden states before it runs, and drafts all tokens in one pass.
+    """
     target: Path = ensure(model)
     of = own(method, draft, num_speculative_tokens=2)
     common: dict[str, Any] = {"draft": of}
@@ -259,7 +276,7 @@ def test_dflash_without_the_prompts_cache_is_never_right(
 
 @pytest.mark.slow
 def test_drafts_without_a_model_have_no_cache(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-    """ngram on D alone: P knows nothing of it. A prompt has nearly every token of the vocabulary, so a single one is looked up."""
+    """ngram on D alone, without P. A prompt has nearly every token of the vocabulary, so lookups use a single token."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     target, config = ensure("spec"), cluster.push_config(*allowed, **IN_TIME)
     specs = (
@@ -274,3 +291,40 @@ def test_drafts_without_a_model_have_no_cache(cluster: Cluster, allowed: list[st
             for prompt in prompts:
                 pair.check([prompt], TOKENS, name="ngram on D alone")
         assert found().tokens > ENOUGH < alone.tokens and found().accepted == alone.accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p_drafts", "d_drafts", "p_tp"), [(1, 3, 1), (3, 1, 2)])
+def test_mtp_beside_states(
+    p_drafts: int,
+    d_drafts: int,
+    p_tp: int,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    told: Callable[[str], None],
+) -> None:
+    """Gated DeltaNet in three layers of four, without prefix caches.
+
+    Each drafted token has a row more in the convolution's state, and a block of its own. With prefix caches vLLM moves
+    states by a kernel that CPUs lack.
+    """
+    more: dict[str, Any] = {"arguments": ("--dtype", "bfloat16", "--no-enable-prefix-caching")}
+
+    def drafting(name: str, role: str, tokens: int, extra: dict[str, Any], **given: Any) -> EngineSpec:
+        draft = {"method": "mtp", "num_speculative_tokens": tokens}
+        return spec(
+            name, "qwen3next-mtp", role, extra, draft=draft, plugins=(KINDS.parent / "states",), **more, **given
+        )
+
+    config = cluster.push_config(*allowed, **IN_TIME)
+    specs = (
+        drafting("next-mtp-p", "kv_producer", p_drafts, cluster.push_config(), tp=p_tp),
+        drafting("next-mtp-d", "kv_consumer", d_drafts, config),
+    )
+    with running(cluster, make_pair, *specs) as pair:
+        # In bfloat16 sums depend on the number of ranks, and a prompt's kernel is not a token's.
+        pair.tally = Tally(tie=0.25, excused_per=1)
+        name = f"Qwen3-Next's MTP {p_tp}→1, {p_drafts} and {d_drafts} tokens"
+        check(pair, (1, 2, 95, 96, 97, 333, 700), name, told, chunked=True)
+        told(f"figure: {name}: {pair.tally.summary()}")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples where a CPU can run them: check.sh against a real pair that is there already; each that starts engines, as
-it is written (slow: three to five servers each; test_one_head starts its pairs by two of them)."""
+"""The examples that run on a CPU: check.sh against a real pair, and the ones that start engines, as written.
+
+Those are slow: three to five servers each. test_one_head starts its pairs by two of them.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from scripts.support.cells import Site
 from scripts.support.cluster import Cluster
 from scripts.support.models import ensure
 
-Arrangement = tuple[int, list[Script], dict[str, str]]  # the metaserver's port, what to run, its settings
+Arrangement = tuple[int, list[Script], dict[str, str]]  # the metaserver's port, the scripts, their settings
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 def check(url: str, model: str, tries: int = 60) -> subprocess.CompletedProcess[str]:
-    """examples/check.sh, as an operator runs it."""
+    """Run examples/check.sh as an operator would."""
     environment = os.environ | {"CHECK_TRIES": str(tries), "no_proxy": "127.0.0.1"}
     return subprocess.run(
         [EXAMPLES / "check.sh", url, model], env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -49,7 +51,7 @@ def test_check_sh_fails_for_another_model_and_where_nobody_is(faulty: Site) -> N
 
 
 def neighbours(script: str, model: Path, cluster: Cluster) -> Arrangement:
-    """A launcher of three servers on neighbouring ports."""
+    """Return the arrangement of an example with three servers on neighbouring ports."""
     base = cluster.ports(3)
     words = ("--model", model, "--port-base", str(base), "--log-dir", cluster.logs / f"as-written-{base}")
     return base, [(script, *words, "--timeout", "480")], {}
@@ -60,7 +62,7 @@ def of_four(script: str, model: Path, cluster: Cluster) -> Arrangement:
 
 
 def two_hosts(folder: str, model: Path, cluster: Cluster) -> Arrangement:
-    """Both hosts are this one."""
+    """Return the arrangement of an example for two hosts, both of which are this one."""
     engines = [(f"{folder}/{role}.sh", "--model", model) for role in ("prefill", "decode")]
     hosts = {"PREFILL_HOST": "127.0.0.1", "DECODE_HOST": "127.0.0.1"}
     return 8000, [*engines, (f"{folder}/metaserver.sh",)], hosts | {"SECRET_FILE": str(cluster.secret_file)}
@@ -94,4 +96,4 @@ def test_an_example_runs_as_it_is_written(
         said = children[0].log.read_text()
         assert "stopped" in said and "killed" not in said
     with socket.create_server(("127.0.0.1", port)):
-        pass  # nobody has the port any more
+        pass  # the port is closed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A metaserver before two real P's and a D: vLLM's serve benchmark as it is, and a P that is killed under load.
+"""A metaserver with two real P's and a D: vLLM's serve benchmark, unchanged, and a P that is killed under load.
 
-Three engines are started for this file alone, so everything here is slow.
+Everything here is slow: this file starts three engines of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def door(cluster: Cluster) -> Iterator[Door]:
         EngineSpec("door-p2", model, role="kv_producer", extra=cluster.push_config()),
         EngineSpec("door-d", model, role="kv_consumer", kv_bytes=256 << 20, extra=cluster.push_config(url)),
     )
-    # Ready means: its canary has moved a block.
+    # Readiness means that the canary has moved a block.
     front = cluster.metaserver([prefill, spare], [decode], port, ("--trace-dir", str(cluster.traces)))
     with httpx.Client(base_url=url, trust_env=False) as operator:
         door = Door(url, prefill, spare, decode, operator)
@@ -62,7 +62,7 @@ def door(cluster: Cluster) -> Iterator[Door]:
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backend: str) -> None:
-    """As a script, since the `vllm` command does not start with the CPU wheel."""
+    """Run it as a script: the `vllm` command does not start with the CPU wheel."""
     path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
     words = ["--backend", backend, "--base-url", door.url, "--endpoint", path, "--model", "model"]
     words += ["--tokenizer", str(ensure("gqa")), "--dataset-name", "random", "--num-prompts", "24", "--ignore-eos"]
@@ -77,14 +77,14 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["completed"] == 24 and told["total_output_tokens"] == 24 * 8
-    # And the request with which it looks whether the server is there.
+    # The benchmark sends one more request, to test the server.
     eventually(lambda: prefilled(door.url) >= before + 24, "24 loads")
 
 
 def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
     door: Door, cluster: Cluster, tally: Tally, tmp_path: Path
 ) -> None:
-    """50 streams; every answer must be whole and right, the page shows what happened, the P comes back by itself."""
+    """50 streams: every answer is whole and right, the page shows what happened, the restarted P is used again."""
     gone = door.spare.url.removeprefix("http://")
     prompts = [fresh_prompt(600) for _ in range(50)]
     bodies = [body_of(p, 32) for p in prompts]
@@ -121,12 +121,12 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
 
 
 def restarted(cluster: Cluster, killed: Engine) -> EngineSpec:
-    """The same command on the same port; the cluster forgets the one that was killed."""
+    """Return the command of the killed engine with its port, and remove the engine from the cluster."""
     cluster.stop(killed)
     return killed.spec
 
 
 def shown(name: str, state: str) -> str:
-    """True in the status page when it shows the instance in this state."""
+    """Return an expression that is true when the status page shows the instance in this state."""
     rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
     return f"{rows}?.cells[2]?.innerText === '{state}'"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real faults in a real pair: cells of the table in scripts/support/cells.py, and what they leave in the metrics.
+"""Real faults in a real pair: the cells in scripts/support/cells.py, and their traces in the metrics.
 
-Nothing here starts an engine of its own but the cells that kill one; those are slow. `scripts/fault_matrix.sh` runs all
-27 with prefill TP 2; docs/reliability.md has its table.
+Only cells that kill an engine start one; those are slow. `scripts/fault_matrix.sh` runs all 27 with prefill TP 2;
+docs/reliability.md has its table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scripts.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, Cell, Run, 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 EXPIRED = "vllm:ascend_pd_num_kv_expired_reqs_total"
-QUICK = {"4D", "5P", "6M"}  # a stopped process takes its ten seconds: one for each role in CI
+QUICK = {"4D", "5P", "6M"}  # a stopped process costs ten seconds, so CI has one for each role
 
 
 def _marked(cell: Cell) -> object:
@@ -35,10 +35,10 @@ def test_every_stage_and_role_has_one_fault_and_each_fault_comes_nine_times() ->
 
 @pytest.mark.parametrize("cell", [_marked(cell) for cell in CELLS])
 def test_cell(cell: Cell, faulty: Site) -> None:
-    """Right tokens or a clear error in time; nobody else dies; all blocks come back; the pair serves on."""
+    """Right tokens or a clear error in time; no other process dies; all blocks are freed; the pair keeps serving."""
     expired = {role: counter(faulty.servers[role], EXPIRED) for role in "PD"}
     row = Run(faulty, cell)()
-    if cell.name == "4D":  # no READY: P gives up by itself, and D, once awake, hears of it
+    if cell.name == "4D":  # without READY P gives up, and D learns of it once it continues
         assert counter(faulty.prefill, EXPIRED) > expired["P"]
     if cell.name == "5P":
         assert counter(faulty.decode, EXPIRED) > expired["D"]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real deaths in a real pair behind vLLM's own routers: P first (the toy proxy), and both at once (the demo of NIXL's push). Prefill, decode
-and router are killed at each stage that the order has; what must hold then is as behind our metaserver (scripts/support/cells.py)."""
+"""Kills in a real pair behind vLLM's own routers: P first (the toy proxy), and both at once (the demo of NIXL's push).
+
+Prefill, decode and router are killed at each stage of the order; the same promises hold as behind our metaserver
+(scripts/support/cells.py).
+"""
 
 from __future__ import annotations
 
@@ -42,5 +45,5 @@ def test_each_role_is_killed_at_each_stage_of_each_order() -> None:
     ("site", "cell"), [(cell.order, cell) for cell in ROUTED], indirect=["site"], ids=[cell.name for cell in ROUTED]
 )
 def test_cell(site: Site, cell: Cell) -> None:
-    """Right tokens or a clear error in time; nobody else dies; all blocks come back; the pair serves on."""
+    """Right tokens or a clear error in time; no other process dies; all blocks are freed; the pair keeps serving."""
     Run(site, cell)()

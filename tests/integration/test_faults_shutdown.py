@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM to each role while transfers are in flight: it ends by itself in its grace time, tells the others, leaves
-nothing behind. Prefill has TP 2 and regroups always, so exchanges between its ranks are under way too.
+"""SIGTERM to each role during transfers: it ends by itself in its grace time, informs the others, and leaves nothing.
 
-Every engine that ends has to be started again: slow.
+Prefill has TP 2 and always regroups, so its ranks are exchanging, too. Slow: every engine that ends has to be started
+again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTHS = tuple(300 + 60 * i for i in range(10))
 GRACE_S = float(GRACE[1])
-END_S = 10.0  # for what an engine does once its requests have ended or its grace is over
-# Ours; vLLM itself writes tracebacks when it is given no time.
+END_S = 10.0  # for an engine's end after its requests have ended or its grace time is over
+# Our messages only: vLLM itself writes tracebacks when it has no time to end.
 BAD = re.compile(r"did not (end|close|return) within|writer thread died|ERROR.*shutting down: ")
 
 
@@ -43,7 +43,7 @@ def site(cluster: Cluster, tally: Tally) -> Iterator[Site]:
 
 
 def with_grace(site: Site, role: str, grace: bool) -> None:
-    """Restart the engine with or without vLLM's grace time, if it was started otherwise."""
+    """Restart the engine if its grace time is not as wanted."""
     engine = site.servers[role]
     arguments = tuple(word for word in engine.spec.arguments if word not in GRACE) + (GRACE if grace else ())
     if arguments != engine.spec.arguments:
@@ -66,7 +66,8 @@ def test_it_ends_by_itself_and_leaves_nothing(site: Site, role: str, grace: bool
     site.orders["P"].stop_at("layer_submitted")
     clients = Clients(site.front.url, [body_of(p, TOKENS) for p in prompts])
     pid = site.orders["P"].stopped(REACH_S)
-    wake = threading.Timer(0.3, faults.wake_pid, (pid,))  # after the signal, so that the transfers are surely under way
+    # after the signal, so that transfers are certainly in progress
+    wake = threading.Timer(0.3, faults.wake_pid, (pid,))
     wake.start()
     begun = time.monotonic()
     left = victim.process.stop(GRACE_S + END_S if grace else END_S)
@@ -83,7 +84,7 @@ def test_it_ends_by_itself_and_leaves_nothing(site: Site, role: str, grace: bool
     site.replace(role)
     right = 0
     for p, want, got in zip(prompts, expected, clients.results, strict=True):
-        if isinstance(got, Answer) and got.finish != "abort":  # which is vLLM's word for an answer that it cut short
+        if isinstance(got, Answer) and got.finish != "abort":  # vLLM's word for an answer that it cut short
             site.tally.check(f"SIGTERM to {role}", p, want.tokens, got.tokens, site.prefill.url)
             right += 1
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's first token in a real pair: every request is answered as by one engine, and those that can be start with P's token."""
+"""P's first token in a real pair: every answer is as one engine's, and requests start with P's token where possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REASON = re.compile(r'vllm:ascend_pd_num_first_tokens_computed_total\{.*reason=
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and where its first token comes from: P, or D for a reason."""
+    """A request, and the origin of its first token: P, or D for a reason."""
 
     name: str
     more: dict[str, Any] = field(default_factory=dict)
@@ -39,8 +39,8 @@ class Case:
     tokens: int = 9
     choices: int = 1
     chat: bool = False
-    ends: str = ""  # at the first token, by: its id, its text
-    same: bool = True  # the answer is one engine's, token for token
+    ends: str = ""  # it ends at the first token, by "id" or "text"
+    same: bool = True  # whether the answer must equal one engine's token for token
 
     def body(self, prompt: list[int], first: tuple[int, str]) -> dict[str, Any]:
         more = dict(self.more)
@@ -53,7 +53,7 @@ class Case:
         return body_of(prompt, self.tokens, **more)
 
 
-LIKELIEST = {"temperature": 0.8, "top_k": 1}  # sampled, and yet always the same
+LIKELIEST = {"temperature": 0.8, "top_k": 1}  # sampled, but always the same
 CASES = [
     Case("greedy"),
     Case("a chat", chat=True),
@@ -89,7 +89,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    extra = cluster.push_config(*allowed, first_token_wait_s=10.0)  # on a busy machine too every token is to be in time
+    extra = cluster.push_config(*allowed, first_token_wait_s=10.0)  # every first token in time, also on a busy machine
     spec = EngineSpec("first-d", ensure("gqa"), role="kv_consumer", policy="fail", extra=extra)
     (d,) = cluster.start(dataclasses.replace(spec, arguments=("--enable-mfu-metrics",)))
     yield d
@@ -116,7 +116,7 @@ def taken(pair: Pair) -> int:
 
 
 def computed(pair: Pair) -> dict[str, int]:
-    """First tokens that D computed, by reason."""
+    """Return how many first tokens D computed, by reason."""
     (d,) = pair.decode
     settled_free_blocks(d)
     text = httpx.get(f"{d.url}/metrics", timeout=10.0, trust_env=False).text
@@ -124,7 +124,7 @@ def computed(pair: Pair) -> dict[str, int]:
 
 
 def essence(answer: dict[str, Any]) -> dict[str, Any]:
-    """What of an answer two engines must have alike."""
+    """Return the parts of an answer that must be equal on two engines."""
     choices = [
         {key: value for key, value in choice.items() if key not in ("prompt_token_ids", "routed_experts")}
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -134,7 +134,7 @@ def essence(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Log-probabilities of two engines differ in the last digits: another order of sums."""
+    """Round log-probabilities: two engines differ in the last digits by the order of additions."""
     if isinstance(value, float):
         return pytest.approx(value, abs=2e-3)
     if isinstance(value, dict):
@@ -143,7 +143,7 @@ def rounded(value: Any) -> Any:
 
 
 def streamed(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream; its usage comes last."""
+    """Return the events of a stream, the last of which is its usage."""
     whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
     text = httpx.post(url + path, json=whole, timeout=TIMEOUT, trust_env=False).text
     lines = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
@@ -152,7 +152,7 @@ def streamed(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a stream of completions, by choice: ids, text, log-probabilities, end; and the usage."""
+    """Return a stream of completions by choice: ids, text, log-probabilities, end; and the usage."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for part in event["choices"]:
@@ -172,7 +172,10 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def readable(pair: Pair) -> tuple[list[int], tuple[int, str]]:
-    """A prompt, and the first token of its answer, which has a text: some tokens are bytes of a letter, or have none."""
+    """Return a prompt, and the first token of its answer, which has a readable text.
+
+    Some tokens are parts of a character, or have no text.
+    """
     for _ in range(50):
         prompt = fresh_prompt(70)
         told = post(pair.prefill.url, body_of(prompt, 1))["choices"][0]
@@ -188,7 +191,7 @@ def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: Case) -> None:
     one, events = post(pair.prefill.url, body, path), streamed(pair.prefill.url, path, body)
     before, reasons = taken(pair), computed(pair)
     answer = post(pair.front.url, body, path)
-    stream = streamed(pair.front.url, path, {**body, "cache_salt": "again"})  # else D has the prompt already
+    stream = streamed(pair.front.url, path, {**body, "cache_salt": "again"})  # otherwise D has the prompt already
     if case.same:
         assert essence(answer) == rounded(essence(one))
         assert joined(stream) == rounded(joined(events))
@@ -205,8 +208,10 @@ def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: Case) -> None:
 
 
 def test_decode_computes_one_step_fewer_of_each_request(pair: Pair) -> None:
-    """By vLLM's own estimate of what its steps computed: with P's token as the only one D computes nothing at all, and of six tokens
-    it computes as much less as one token of that place costs."""
+    """By vLLM's own estimate of computed work: D computes nothing for an answer of P's token alone.
+
+    For six tokens it saves what the first one costs.
+    """
     (d,) = pair.decode
 
     def computed_for(tokens: int, **more: Any) -> float:

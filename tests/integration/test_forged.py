@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that talk to a real engine directly, with transfer parameters of their own making.
+"""Clients that send forged transfer parameters directly to a real engine.
 
-Each gets a 4xx or the right tokens from a plain prefill; nobody dies, no block stays taken, and the pair serves on. The
-same at the scheduler's level, with many more forgeries, is tests/unit/test_forged_requests.py.
+Each gets a 4xx or the right tokens of a plain prefill; no process dies, no block stays allocated, and the pair keeps
+serving. tests/unit/test_forged_requests.py has many more forgeries at the scheduler's level.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_forged_parameters_are_a_plain_prefill_or_a_4xx(faulty: Site) -> None:
                 faulty.tally.check(f"{engine.name}, {name}", prompt, want.tokens, got.tokens, faulty.prefill.url, {})
         for name, got in zip(WRONG, attempt(engine.url, [_wrong(value) for value in WRONG.values()]), strict=True):
             assert isinstance(got, RequestFailed) and 400 <= got.status < 500, f"{engine.name}, {name}: {got}"
-        # vLLM's own way in for what its schema does not allow. It ends in vLLM's API server, or in a plain prefill.
+        # vLLM's own way to pass what its schema does not allow. It ends in vLLM's API server, or in a plain prefill.
         for got in attempt(engine.url, [_aside(value) for value in ("text", 7, [1, 2])]):
             assert isinstance(got, Answer | RequestFailed), got
     wait_for_free_blocks(engines, before)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver before a real pair, asked by the unmodified `openai` client. The engines are the faulty pair's, which
-behave as long as nobody orders a fault."""
+"""The metaserver with a real pair and the unchanged `openai` client.
+
+The engines are the faulty pair's, without a fault.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Door:
     url: str
     decode: Engine
     client: openai.OpenAI
-    single: openai.OpenAI  # the prefill engine asked directly: what one engine answers
+    single: openai.OpenAI  # the prefill engine, asked directly: one engine's answers
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def door(faulty: Site, make_pair: PairMaker) -> Iterator[Door]:
 
 @contextmanager
 def prefilled_by_p(url: str, count: int) -> Iterator[None]:
-    """What is asked inside brings so many loads from P. D may report one after it has answered."""
+    """Require `count` loads from P for the requests inside. D may report one after its answer."""
     wanted = prefilled(url) + count
     yield
     eventually(lambda: prefilled(url) >= wanted, f"{count} loads")
@@ -52,7 +54,7 @@ def prefilled_by_p(url: str, count: int) -> Iterator[None]:
 
 
 def both(door: Door, ask: Callable[[openai.OpenAI], Any], loads: int = 1) -> None:
-    """The pair says what one engine says, and the prefill was P's."""
+    """Require the answer of one engine from the pair, prefilled by P."""
     with prefilled_by_p(door.url, loads):
         through = ask(door.client)
     assert through == ask(door.single)
@@ -74,13 +76,13 @@ def test_completions_and_chat_say_what_one_engine_says(door: Door) -> None:
 def test_list_prompts_and_several_choices(door: Door) -> None:
     prompts = ["the first prompt " * 20, "the second prompt " * 20]
     both(door, lambda c: [x.text for x in c.completions.create(prompt=prompts, **WORDS).choices], loads=2)
-    asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
+    asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: with one, vLLM on a CPU fails in a chunked prefill
     with prefilled_by_p(door.url, 2):
         assert len(door.client.completions.create(prompt="two answers " * 20, **asked).choices) == 2
 
 
 def test_several_choices_of_a_chat_and_of_a_stream(door: Door) -> None:
-    asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: vLLM on CPU dies of one in a chunked prefill
+    asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: with one, vLLM on a CPU fails in a chunked prefill
     messages = [{"role": "user", "content": "two answers to this, please " * 20}]
     with prefilled_by_p(door.url, 2):
         assert len(door.client.chat.completions.create(messages=messages, **asked).choices) == 2
@@ -120,7 +122,7 @@ def test_a_sidecar_of_d_prefills_where_the_header_says(faulty: Site, ports: list
     try:
         for number, named in enumerate((p, "", p)):
             prompt = f"{number} {named} how are you " * 30
-            with prefilled_by_p(front.url, 1 if named else 0):  # by D where nobody is named
+            with prefilled_by_p(front.url, 1 if named else 0):  # D prefills where no P is named
                 answer = ask(front.url, prompt, named)
             right = ask(faulty.prefill.url, prompt)
             assert answer.json()["choices"][0]["text"] == right.json()["choices"][0]["text"]

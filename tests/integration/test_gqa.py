@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GQA through real pairs, `verify: full`: TP 1→1, 1→2, 2→1, 2→2 and pipelines of two, every answer the single engine's.
 
-Two decode engines stay for the whole module; prefill engines come and go in front of them. The first D fails a request
-whose KV does not come, the second recomputes it.
+Two decode engines stay for the whole module; prefill engines are started for one class each. The first D fails a
+request whose KV does not arrive, the second computes it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def decodes(cluster: Cluster, allowed: list[str]) -> Iterator[tuple[Engine, Engi
 
 @pytest.fixture(scope="class")
 def one(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair, Pair]]:
-    """P with TP 1: behind it D with TP 1, D with TP 2, and both."""
-    share = ("--long-prefill-token-threshold", "256")  # so that several long prompts share a step
+    """P with TP 1, in pairs with a D with TP 1, a D with TP 2, and both."""
+    share = ("--long-prefill-token-threshold", "256")  # several long prompts share a step
     (p,) = cluster.start(
         EngineSpec("gqa-p1", ensure("gqa"), role="kv_producer", extra=cluster.push_config(), arguments=share)
     )
@@ -77,7 +77,10 @@ def one(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
 
 @pytest.fixture(scope="class")
 def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
-    """P with TP 2, small chunks, and a cache that holds little more than one longest prompt; it publishes what that has."""
+    """P with TP 2, small chunks, and a cache for little more than one longest prompt.
+
+    It publishes its cache's events.
+    """
     port = cluster.port()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     (p,) = cluster.start(
@@ -89,10 +92,10 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
             chunk=96,
             kv_bytes=SMALL * BLOCK * 2048,
             extra=cluster.push_config(),
-            # A prompt takes half a step, so others run beside it; who is more urgent may take its blocks.
+            # A prompt takes half a step, so others run beside it; requests with higher priority may take its blocks.
             arguments=(
                 *("--long-prefill-token-threshold", "48", "--scheduling-policy", "priority"),
-                "--no-scheduler-reserve-full-isl",  # a prompt may begin before there is room for all of it
+                "--no-scheduler-reserve-full-isl",  # a prompt may begin before there are blocks for all of it
                 *("--kv-events-config", json.dumps(events)),
             ),
         )
@@ -107,7 +110,7 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
 def pipeline(
     cluster: Cluster, allowed: list[str], decodes: tuple[Engine, Engine], make_pair: PairMaker
 ) -> Iterator[tuple[Pair, Pair, Pair]]:
-    """P with two stages of two layers: behind it D with TP 1, D with TP 2, and D with a stage of one layer and one of three."""
+    """P with two stages of two layers, in pairs with D's: TP 1, TP 2, and stages of one and three layers."""
     model, config = ensure("gqa"), cluster.push_config(*allowed)
     cut = {"VLLM_PP_LAYER_PARTITION": "1,3"}
     p, d = cluster.start(
@@ -120,21 +123,23 @@ def pipeline(
 
 
 def counted(engine: Engine) -> dict[str, float]:
-    """Our metrics at the engine's /metrics, after a step that collected everything."""
+    """Return our metrics of an engine, after a step that has collected everything."""
     settled_free_blocks(engine)
     prefix = "vllm:ascend_pd_"
     return {name.removeprefix(prefix): value for name, value in engine.metrics().items() if name.startswith(prefix)}
 
 
 def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]], set[tuple[str, int]]]:
-    """From P's trace: the batches by (destination, step, layer), and the (transfer, step) that they carried. Left out is
-    a transfer in a step whose first layer was computed before the transfer's READY was there: it follows later, and a batch
-    in which it catches up has layers of it that the others' had before, beside layers of all of them."""
+    """Return from P's trace the batches by (destination, step, layer), and their (transfer, step) pairs.
+
+    Left out are transfers in a step whose first layer was computed before their READY came: they follow later, and a
+    batch in which one catches up mixes layers that others have sent already with layers of all transfers.
+    """
     ready: dict[str, float] = {}
     first: dict[int, float] = {}
     for event in events:
         if event.stage == "ready":
-            ready[event.facts["transfer"]] = event.t  # the last of a transfer's ranks
+            ready[event.facts["transfer"]] = event.t  # the last of the transfer's ranks
         elif event.stage == "layer_computed":
             first.setdefault(event.facts["step"], event.t)
     batches: dict[tuple[str, int, int], set[float]] = {}
@@ -153,7 +158,7 @@ def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]],
 
 @contextmanager
 def beside(prefill: Engine, bodies: list[dict[str, Any]], tokens: int) -> Iterator[None]:
-    """While P answers these, from when it has made so many tokens for them."""
+    """Run the block while P answers these requests, once it has generated `tokens` tokens for them."""
     before = counter(prefill, "vllm:generation_tokens_total")
     load = threading.Thread(target=gather, args=(prefill.url, bodies), name="load")
     load.start()
@@ -164,7 +169,7 @@ def beside(prefill: Engine, bodies: list[dict[str, Any]], tokens: int) -> Iterat
 
 
 def restarted(events: list[Event]) -> set[str]:
-    """Transfers whose push a worker began again at token 0."""
+    """Return the transfers whose push a worker restarted at token 0."""
     begun: set[tuple[str, str]] = set()
     again: set[str] = set()
     for event in events:
@@ -180,7 +185,7 @@ class TestFromTp1:
     def test_the_prefill_engine_answers_as_a_stock_engine_does(
         self, cluster: Cluster, one: tuple[Pair, Pair, Pair], tally: Tally
     ) -> None:
-        """P is the reference of this module, so once it is held against vLLM without the connector."""
+        """P is the reference of this module, so its own answers are compared with vLLM without a connector once."""
         (stock,) = cluster.start(EngineSpec("gqa-stock", ensure("gqa")))
         prompts = [fresh_prompt(n) for n in LENGTHS]
         expected, actual = (reference_answers(engine, prompts, 24) for engine in (stock, one[0].prefill))
@@ -203,10 +208,10 @@ class TestFromTp1:
         one[0].check_prefix_on_prefill(BLOCK)
 
     def test_usage_counts_as_cached_what_nobody_computed(self, one: tuple[Pair, Pair, Pair]) -> None:
-        """Not what D got from P: of that P has computed all that was not in its own cache."""
+        """Tokens that P computed for D do not count as cached."""
         pair, head = one[0], fresh_prompt(6 * BLOCK)
         longer = [*head, *fresh_prompt(50)]
-        # New to both; its beginning on both; all full blocks on both.
+        # new to both; its beginning cached on both; all its full blocks cached on both
         cases = ((head, 0), (longer, len(head)), (longer, 7 * BLOCK))
         for tokens, cached in cases:
             usage = post(pair.front.url, body_of(tokens, 4))["usage"]
@@ -220,7 +225,7 @@ class TestFromTp1:
         assert all(b > a for a, b in zip(before, after, strict=True)), "one of the two D's got nothing"
 
     def test_one_batch_per_destination_and_layer(self, one: tuple[Pair, Pair, Pair], cluster: Cluster) -> None:
-        """Session fusion, from the trace: whatever of a step goes to one D rank for one layer leaves together."""
+        """Session fusion, from the trace: all writes of a step to one D rank for one layer leave together."""
         both = one[2]
         since = time.monotonic()
         gather(both.front.url, [body_of(fresh_prompt(600 + i), 4) for i in range(32)])
@@ -272,7 +277,7 @@ class TestFromTp2:
         for prompt, there in (
             (prompts[3], True),
             (prompts[0], False),
-        ):  # it knows prompts by pieces of about 300 tokens
+        ):  # the metaserver compares prompts in pieces of about 300 tokens
             before = (
                 counter(pair.prefill, "vllm:prefix_cache_hits_total"),
                 front_counter(pair.front.url, "prompt_tokens_there"),
@@ -289,7 +294,7 @@ class TestFromTp2:
 
     def test_metrics_tell_each_push_once_whatever_the_tp_sizes(self, two: tuple[Pair, Pair]) -> None:
         lengths = (4 * BLOCK, 10 * BLOCK, 3 * BLOCK)
-        posts = "metaserver_time_seconds_count"  # D hears of the end of its POST beside its answer
+        posts = "metaserver_time_seconds_count"  # counted at the end of D's POST, which is independent of its answer
         for pair in two:
             engines = (pair.prefill, *pair.decode)
             before = {engine.name: counted(engine) for engine in engines}
@@ -305,9 +310,11 @@ class TestFromTp2:
             assert not p.get("num_failed_transfers_total") and not d.get("num_failed_recvs_total")
 
     def test_preemption_on_prefill_starts_the_push_over(self, two: tuple[Pair, Pair], cluster: Cluster) -> None:
-        """Two more urgent requests decode on P itself, more than 1,000 steps, and in the end have all 72 blocks. They have 16 when a
-        prompt comes that needs 38 steps and 57 blocks: whenever that is, it loses what it has while it is being pushed, and
-        that is overwritten before it gets others."""
+        """Two requests of higher priority decode on P itself, for more than 1,000 steps, until they have all 72 blocks.
+
+        They have 16 when a prompt comes that needs 38 steps and 57 blocks. So it is preempted while it is being pushed,
+        and its blocks are overwritten before it gets others.
+        """
         pair = two[0]
         for number in range(6):
             tokens = fresh_prompt(1800)
@@ -341,7 +348,7 @@ class TestFromTp2:
     def test_a_mixed_load_of_300_prompts_is_right_and_leaves_nothing(
         self, two: tuple[Pair, Pair], told: Callable[[str], None]
     ) -> None:
-        """The small brother of scripts/soak.sh: lengths, prefixes, repetitions, clients that leave."""
+        """A short version of scripts/soak.sh: lengths, prefixes, repetitions, clients that disconnect."""
         pair = two[0]
         servers = (pair.prefill, *pair.decode, pair.front)
         soak = Soak(
@@ -383,7 +390,7 @@ class TestFromPipeline:
 def dropped(
     cluster: Cluster, decodes: tuple[Engine, Engine], faulty: Site, make_pair: PairMaker
 ) -> Iterator[tuple[Pair, Pair, Pair]]:
-    """A P whose writes never leave, in front of a D that checks nothing, and of two that do: one fails, one recomputes."""
+    """A P that drops its writes, in pairs with a D that checks nothing and two that do: one fails, one recomputes."""
     pairs = (
         make_pair(faulty.prefill, faulty.decode),
         make_pair(faulty.prefill, decodes[0]),
@@ -399,7 +406,7 @@ def dropped(
 
 class TestWithoutThePush:
     def test_tokens_are_wrong(self, dropped: tuple[Pair, Pair, Pair]) -> None:
-        """So the other tests do not pass on stale KV: without the bytes, no answer is right."""
+        """Without the writes no answer is right, so the other tests cannot pass on stale KV."""
         pair = dropped[0]
         prompts = [fresh_prompt(n) for n in (64, 100, 333, 1000)]
         expected = reference_answers(pair.prefill, prompts, 12)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM calls a block cached when it schedules the step that computes it. A P that believes it pushes what was in the block before: a
-planted fault, which tokens show. (That the sound P is right in the same place is `check_prefix_on_prefill` in pairs.py.)
+"""A planted fault: a P that believes vLLM's word "cached" for blocks that the same step only computes.
+
+It pushes what was in such a block before, and the tokens show it. (`check_prefix_on_prefill` in pairs.py shows that the
+correct P is right in the same situation.)
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def test_blocks_of_the_step_taken_for_computed_make_other_answers(
     pair = make_pair(p, d)
     try:
         wrong = 0
-        for _ in range(ROUNDS):  # whether requests of one head meet in one step of P's is chance
+        for _ in range(ROUNDS):  # whether requests with one prefix meet in one step of P is chance
             head = fresh_prompt(6 * BLOCK)
             prompts = [fresh_prompt(1200), *([*head, *fresh_prompt(20 + i)] for i in range(6))]
             found = gather(pair.front.url, [body_of(prompt, 12) for prompt in prompts])

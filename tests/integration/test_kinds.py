@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that are unlike, through real pairs, `verify: full`: an indexer's keys beside MLA, and a draft model with heads beside both.
+"""Groups of different layers through real pairs, `verify: full`: indexers' keys and a draft model's heads beside MLA.
 
-The model (plugins/kinds) has both in plain torch, with chunks and prefix caching, which vLLM's own MLA has not on a CPU. What its
-indexers keep decides which tokens its attention looks at, so an answer without them is another one: the last class shows it.
+The model (plugins/kinds) has them in plain torch, with chunks and prefix caching, which vLLM's own MLA lacks on a CPU.
+The indexers' caches decide which tokens the attention sees, so without them answers differ: the last class shows it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTHS = (1, 20, BLOCK, BLOCK + 1, CHUNK, 333, 700)
 
 
 def tuples(**more: Any) -> dict[str, Any]:
-    """With the connector that is handed what vllm-ascend's is."""
+    """Return the settings of a connector with vllm-ascend's interface."""
     return {"connector": "TupleConnector", "transfer": {"kv_connector_module_path": "pd_test_tuples"}, **more}
 
 
@@ -46,7 +46,7 @@ decode, pair = engines(of("indexed"))
 
 
 class TestAnIndexerBesideMla:
-    """As vLLM has it: a layer of its own, beside three of four attentions."""
+    """vLLM's form: a layer of its own, beside three of four attentions."""
 
     def test_every_length_in_chunks(self, pair: Pair) -> None:
         exercise(pair, "indexer 1→1", LENGTHS)
@@ -91,7 +91,7 @@ class TestIndexerShapes:
     def test_in_one_tuple_with_the_latent_to_tp_2(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        """As vllm-ascend has it: a third tensor of the layer, where the layer has an indexer."""
+        """vllm-ascend's form: a third tensor of each layer with an indexer."""
         specs = (
             spec("tuple-p", "indexed", "kv_producer", cluster.push_config(), **tuples()),
             spec("tuple-d", "indexed", "kv_consumer", cluster.push_config(*allowed), **tuples(tp=2)),
@@ -101,7 +101,7 @@ class TestIndexerShapes:
             pair.check_prefix_on_decode(BLOCK)
 
     def test_quantised_and_in_one_tuple(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """C8: latent and rope packed with a scale as int8, the index key int8, its scale a tensor of its own."""
+        """C8: latent and rope packed with a scale as int8; the index key in int8, its scale a tensor of its own."""
         specs = (
             spec("int8-p", "indexed-int8", "kv_producer", cluster.push_config(), **tuples(tp=2)),
             spec("int8-d", "indexed-int8", "kv_consumer", cluster.push_config(*allowed), **tuples()),
@@ -112,14 +112,16 @@ class TestIndexerShapes:
     def test_a_draft_model_with_heads_beside_mla_and_indexers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
-        """Three kinds of layers in one group: Eagle3 with eight KV heads beside latents and index keys. The ranks of P exchange the
-        draft's layer, and push the others as they are."""
+        """Three kinds of layers in one group: Eagle3's eight KV heads beside latents and index keys.
+
+        P's ranks exchange the draft's layer, and push the others directly.
+        """
         draft = own("eagle3", "spec-indexed-eagle3", num_speculative_tokens=1)
         p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed, **IN_TIME)
         whole: dict[str, Any] = {
             "draft": draft,
             "chunk": 2048,
-        }  # in chunks P and D do not draft alike: see check_drafts
+        }  # P and D draft differently in chunks: see check_drafts
         specs = (
             spec("three-p", "spec-indexed", "kv_producer", p_config, tp=2, **whole),
             spec("three-d", "spec-indexed", "kv_consumer", d_config, **whole),
@@ -130,7 +132,10 @@ class TestIndexerShapes:
     def test_a_draft_model_that_has_indexers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
-        """As DeepSeek-V3.2's MTP layer has one. Here the draft is the model itself, so nearly all that it says is right."""
+        """As in DeepSeek-V3.2's MTP layer.
+
+        Here the draft is the model itself, so nearly all its tokens are accepted.
+        """
         draft = own("draft_model", "indexed", num_speculative_tokens=2)
         specs = (
             spec("drafting-p", "indexed", "kv_producer", cluster.push_config(), draft=draft),
@@ -145,8 +150,11 @@ class TestPlantedFault:
     def test_keys_that_are_written_after_the_hook_make_other_answers(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker
     ) -> None:
-        """P's own answers are right, and its indexers' caches are not when its hooks fire: what arrives is what lay there. Prompts of
-        one chunk, because the next one's step writes them; and no sum finds it, because P sums what it pushes."""
+        """P's answers are right, but its indexers' caches are stale when the hooks are called, and so on D.
+
+        The prompts are of one chunk, because the next step writes the keys. A checksum cannot detect it, because P
+        computes it of what it pushes.
+        """
         p = spec(
             "indexed-late",
             "indexed",

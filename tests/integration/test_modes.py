@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes of an engine that are not the cache's, each in a pair of its own: how steps are scheduled, what is cached, dtypes, LoRA.
+"""Modes of an engine beside its cache, each in a pair of its own: scheduling, prefix caches, dtypes, LoRA.
 
-Other modes have files of their own: ranks and experts, pipelines, drafts, Ray, releases of vLLM, routers.
+Other files have ranks and experts, pipelines, drafts, Ray, releases of vLLM, and routers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NO_ASYNC, NO_PREFIXES = ("--no-async-scheduling",), ("--no-enable-prefix-caching
 
 @dataclass(frozen=True)
 class Mode:
-    """What is said to P and to D beside the usual."""
+    """Additional arguments of P and of D."""
 
     p: tuple[str, ...] = ()
     d: tuple[str, ...] = ()
     chunk: int = 256
-    tie: float = 0.0  # where one engine's answer may change with the order of additions
-    second: str = ""  # which of the two, "p" and "d", run vLLM's second model runner
+    tie: float = 0.0  # of logits: one engine's answer may depend on the order of additions
+    second: str = ""  # the sides, "p" and "d", with vLLM's second model runner
 
     def environment(self, side: str) -> dict[str, str]:
         return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if side in self.second else {}
@@ -107,7 +107,7 @@ def test_a_mode(
 
 
 def adapter(folder: Path) -> Path:
-    """A random LoRA adapter for the projections of each layer, which makes other answers."""
+    """Write a random LoRA adapter for the projections of each layer, which changes the answers."""
     config = json.loads((ensure("gqa") / "config.json").read_text())
     rank, hidden, head = 8, config["hidden_size"], config["head_dim"]
     out = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
@@ -125,7 +125,7 @@ def adapter(folder: Path) -> Path:
 
 
 def test_lora(cluster: Cluster, allowed: list[str], make_pair: PairMaker, tmp_path: Path) -> None:
-    """One base model and one adapter, side by side: an adapter's KV is its own, also where the prompt is the same."""
+    """A base model and an adapter side by side: an adapter has KV of its own, also for the same prompt."""
     words = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter(tmp_path / 'tuned')}")
     pair = start(cluster, allowed, make_pair, Mode(words, words))
     try:

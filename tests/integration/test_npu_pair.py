@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real pair on NPUs through vllm-ascend: tokens equal to a single engine's, every block checked end to end.
 
-A small random model, so that nothing has to be downloaded. TP 2→1 regroups its short pieces: the exchange runs over HCCL
-inside a real engine.
+It uses a small random model, so nothing has to be downloaded. TP 2→1 regroups its short pieces: the exchange runs over
+HCCL inside a real engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose cache has one head, held by every rank: MQA at TP 2→1 and 1→2, MLA at 1→1, 1→2 and 2→1.
 
-With replicas on P each rank pushes its share; with replicas on D each rank gets all of it. The MQA pairs are started by
-scripts of examples/, which so run in CI.
+With replicas on P each rank pushes its share; with replicas on D each rank gets all of it. Scripts of examples/ start
+the MQA pairs, so CI runs them: one as vLLM starts its processes on CPUs, the other forks them as all other tests do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from launched import launched_pair
-from pairs import Pair, PairMaker, fresh_prompt
+from pairs import FORKED, Pair, PairMaker, fresh_prompt
 
 from scripts.support.cluster import Cluster
 from scripts.support.compare import Tally
@@ -32,13 +32,13 @@ def mqa_down(cluster: Cluster, tally: Tally) -> Iterator[Pair]:
 
 @pytest.fixture(scope="class")
 def mqa_up(cluster: Cluster, tally: Tally) -> Iterator[Pair]:
-    with launched_pair(cluster, tally, "1p1d/run.sh", ensure("mqa"), p_tp=1, d_tp=2) as pair:
+    with launched_pair(cluster, tally, "1p1d/run.sh", ensure("mqa"), 1, 2, FORKED) as pair:
         yield pair
 
 
 @pytest.fixture(scope="class")
 def mla(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
-    """P with TP 1 before D's of both sizes."""
+    """P with TP 1, in pairs with D's of both sizes."""
     config = cluster.push_config(*allowed)
     p, d1, d2 = cluster.start(
         EngineSpec("mla-p1", ensure("mla"), role="kv_producer", tp=1, extra=cluster.push_config()),
@@ -52,7 +52,7 @@ def mla(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[
 
 @pytest.fixture(scope="class")
 def mla_down(cluster: Cluster, mla: tuple[Pair, Pair], make_pair: PairMaker) -> Iterator[Pair]:
-    """P with TP 2 before the D with TP 1 that is there already."""
+    """P with TP 2, in a pair with the running D with TP 1."""
     (p,) = cluster.start(EngineSpec("mla-p2", ensure("mla"), role="kv_producer", tp=2, extra=cluster.push_config()))
     pair = make_pair(p, *mla[0].decode)
     yield pair

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures in a prompt: a small vision model, whose placeholders' KV is the picture's. P computes it, and the same words with another
-picture are another prompt, on either side's caches too."""
+"""Pictures in a prompt, with a small vision model whose placeholder tokens have the picture's KV.
+
+P computes it. The same words with another picture are another prompt, also in the prefix caches of both sides.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def picture(seed: int) -> str:
 
 
 def chat(seed: int, count: int, **more: Any) -> dict[str, Any]:
-    """One picture, and so many words of another seed."""
+    """Return a chat with the picture of a seed and `count` words, which depend on `count` alone."""
     dice = random.Random(count)
     words = " ".join(f"w{dice.randrange(FIRST_WORD, RECIPES['paligemma'].vocab)}" for _ in range(count))
     content = [{"type": "image_url", "image_url": {"url": picture(seed)}}, {"type": "text", "text": words}]
@@ -47,7 +49,7 @@ def chat(seed: int, count: int, **more: Any) -> dict[str, Any]:
 
 
 def tokens_of(pair: Pair, seed: int, count: int, salt: str, name: str) -> list[int]:
-    """Of the pair; they are one engine's, and D has loaded what it did not have."""
+    """Return the pair's tokens, after comparing them with one engine's."""
     alone = post(pair.reference.url, chat(seed, count, cache_salt=fresh_salt("alone")), CHAT)
     failed = pair.failed_transfers()
     answer = post(pair.front.url, chat(seed, count, cache_salt=salt), CHAT)
@@ -73,10 +75,10 @@ def test_prompts_with_pictures(cluster: Cluster, allowed: list[str], make_pair: 
             answers = []
             for seed in (1, 2):
                 answers.append(tokens_of(pair, seed, count, fresh_salt("pictures"), f"picture {seed}, {count} words"))
-                whole += count + PICTURE_TOKENS + 2  # and <bos>, and the end of the line
+                whole += count + PICTURE_TOKENS + 2  # with <bos>, and the end of the line
             assert answers[0] != answers[1], "the answer depends on the picture"
         assert pair.loaded_tokens() - loaded == whole, "all of it came from P"
-        # One salt: both engines have the other picture's prompt in their prefix caches, word for word.
+        # One salt: both prefix caches have the prompt with the same words and the other picture.
         salt, loaded = fresh_salt("one for all"), pair.loaded_tokens()
         first = tokens_of(pair, 3, 100, salt, "in the caches")
         other = tokens_of(pair, 4, 100, salt, "another picture")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised caches through real pairs, `verify: full`: vLLM's fp8 in its two formats, and int8 with scales that lie in the cache.
+"""Quantised caches through real pairs, `verify: full`: vLLM's fp8 in two formats, and int8 with scales in the cache.
 
-An engine with such a cache is the reference for a pair with it: what is rounded on P must arrive as it was rounded.
+The reference is an engine with such a cache: values rounded on P must arrive as rounded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stored(as_: str, **more: Any) -> dict[str, Any]:
 
 
 def scales(what: str) -> dict[str, Any]:
-    """Of a P that does this with the scales of index keys."""
+    """Return the settings of a P with this planted fault in the scales of index keys."""
     return {
         "connector": "ScalesConnector",
         "transfer": {"kv_connector_module_path": "pd_test_scales"},
@@ -96,7 +96,7 @@ class TestFp8Shapes:
     def test_another_format_on_p_is_refused_by_its_name_and_d_computes(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        """Both are uint8 to who moves them."""
+        """By dtype both are uint8."""
         specs = (
             spec("e5m2-p", "gqa", "kv_producer", cluster.push_config(), **stored("fp8_e5m2")),
             spec("e4m3-d", "gqa", "kv_consumer", cluster.push_config(*allowed), **stored("fp8", policy="recompute")),
@@ -112,7 +112,7 @@ class TestFp8Shapes:
 
 @pytest.fixture(scope="class")
 def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    """A D that sums nothing, so that a wrong byte is a wrong token."""
+    """A D without checksums, so that a wrong byte gives a wrong token."""
     config = cluster.push_config(*allowed, verify="off")
     (d,) = cluster.start(spec("scales-d", "indexed-int8", "kv_consumer", config, **tuples()))
     yield d
@@ -121,7 +121,7 @@ def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
 
 @pytest.mark.slow
 class TestPlantedFaults:
-    """int8 with scales: of an indexer's keys the scale is a component of its own, the third in the tuple."""
+    """int8 with scales: an indexer's scale is a component of its own, the third in the tuple."""
 
     @pytest.mark.parametrize("what", ["left out", "of the block before"])
     def test_scales_that_are_not_those_of_the_block_make_other_answers(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism with expert parallelism: ranks that compute each layer together, each with requests of its own.
 
-Any P (TP x DP) to any D (TP x DP), with vLLM's own balancing between the ranks behind one address, and no rank or size in the
-configuration: a reservation says where it is to go.
+Any P (TP x DP) to any D (TP x DP), with vLLM's own balancing between the ranks behind one address. No configuration
+names ranks or sizes: the reservation identifies its destination.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LENGTHS = (1, 20, 32, 33, 256, 700)
 class Shape:
     tp: int
     dp: int
-    servers: int = 1  # one for all ranks, one for each, or one for each host's
+    servers: int = 1  # one for all ranks, one for each rank, or one for each host
 
     def __str__(self) -> str:
         return f"tp{self.tp}dp{self.dp}" + (f"-{self.servers}servers" if self.servers > 1 else "")
@@ -56,7 +56,8 @@ class Shape:
         pytest.param((Shape(2, 1), Shape(1, 2)), marks=pytest.mark.slow),
         pytest.param((Shape(1, 2), Shape(2, 1)), marks=pytest.mark.slow),
         pytest.param((Shape(2, 2), Shape(1, 2)), marks=pytest.mark.slow),
-        # Two hosts' servers, each of which balances between its own ranks. (With one rank each vLLM makes it the first case.)
+        # The servers of two hosts, each of which balances between its own ranks. (With one rank each vLLM treats it
+        # like the first case.)
         pytest.param((Shape(1, 1), Shape(1, 4, servers=2)), marks=pytest.mark.slow),
     ],
     ids=lambda shapes: f"{shapes[0]}-to-{shapes[1]}",
@@ -94,7 +95,7 @@ def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
 def test_a_rank_that_dies_ends_its_engine_and_another_goes_on(
     cluster: Cluster, allowed: list[str], make_pair: PairMaker
 ) -> None:
-    """vLLM ends an engine of which a rank is gone. What it had is done by the other one, and P keeps nothing."""
+    """vLLM ends an engine when a rank dies. The other D takes over its requests, and P keeps no blocks."""
     p, *ds = cluster.start(
         *Shape(2, 1).specs(cluster, "p-alone", role="kv_producer", extra=cluster.push_config()),
         *(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in a Ray cluster (`--distributed-executor-backend ray`), on both sides. vLLM refuses Ray on its CPU platform, which names no
-resource to place workers by: a test-only hook names one (plugins/ray). A cluster over several hosts is Ray's and vLLM's own business.
+"""Workers in a Ray cluster (`--distributed-executor-backend ray`), on both sides.
+
+vLLM refuses Ray on its CPU platform, which names no resource for the placement of workers: a test-only hook names one
+(plugins/ray). Clusters over several hosts are up to Ray and vLLM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real pairs that regroup: GQA 2→1 and 4→2, chunked, 16 requests at once; and what it saves the wire.
+"""Real pairs that regroup: GQA 2→1 and 4→2, chunked, 16 requests at once; and the descriptors that this saves.
 
-On CPU the token axis is opaque, so short pieces are no shorter than a head's plane of a block; what a D block gets in
-pieces of several ranks comes in one all the same. Too many engines for every change.
+On a CPU the token axis is opaque, so short pieces are as long as a head's plane of a block; still, pieces of several
+ranks for one D block are merged into one. Too many engines for every change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYERS = RECIPES["gqa"].layers
 
 
 def pushed(traces: Path) -> tuple[int, int, int]:
-    """(descriptors, bytes, exchanges) of all of P's workers."""
+    """Return (descriptors, bytes, exchanges) of all of P's workers."""
     events = [event for event in Trace(traces).events if event.source.startswith("prefill-worker")]
     writes = [event.facts for event in events if event.stage == "layer_pushed"]
     assert writes and all(facts["ok"] for facts in writes)
@@ -60,7 +60,7 @@ def test_regrouped_tokens_are_the_single_engines_and_writes_are_fewer(
         begun, traces = time.monotonic(), cluster.directory / f"traces-{p_tp}-{mode}"
         traces.mkdir()
         keys = cluster.push_config(regroup=mode, trace_dir=str(traces))
-        share = ("--long-prefill-token-threshold", "48")  # so that several prompts share a step of 96
+        share = ("--long-prefill-token-threshold", "48")  # several prompts share a step of 96
         (p,) = cluster.start(
             EngineSpec(
                 f"regroup-p{p_tp}-{mode}",

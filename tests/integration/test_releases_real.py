@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines of earlier releases of vLLM: pairs of one release, and of one beside the newest, on either side."""
+"""Real engines of earlier releases of vLLM: pairs of one release, and of one with the newest, on either side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy streams, completions and chats, through a P and two real D's of which one is killed in the middle: each client gets the
-tokens of a single engine and no error. `scripts/resume.sh` does the same with as many as one likes.
+"""Greedy streams, completions and chats, through a P and two real D's, one of which is killed in the middle.
+
+Each client gets a single engine's tokens and no error. `scripts/resume.sh` runs any number of rounds.
 """
 
 from __future__ import annotations

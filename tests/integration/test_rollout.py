@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout: an engine of an earlier state of this package beside one of today's, on either side, behind today's metaserver. Until
-there is a release, the state so many commits ago stands for it: PD_PREVIOUS names another."""
+"""A rollout: an engine with an earlier state of this package, on either side, with today's other engine and metaserver.
+
+Until there is a release, an earlier commit takes its place; PD_PREVIOUS names another one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def git(*words: str) -> subprocess.CompletedProcess[bytes]:
 
 @pytest.fixture(scope="module")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as it was, with today's C++ ops, which must not have changed since."""
+    """The earlier package, with today's C++ ops, which must not have changed since."""
     if git("cat-file", "-e", PREVIOUS).returncode:
         pytest.skip(f"this checkout has no {PREVIOUS}")
     if git("diff", "--quiet", PREVIOUS, "--", "csrc").returncode:
@@ -44,7 +46,7 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def package_of(engine: Engine) -> Path:
-    """Where an engine's interpreter, started as it was, finds the package."""
+    """Return the path of the package that an engine's interpreter imports."""
     command = [engine.spec.python, "-c", "import vllm_ascend_pd; print(vllm_ascend_pd.__file__)"]
     env = engine.spec.environ()
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60)
@@ -69,7 +71,7 @@ def test_an_earlier_package_beside_todays(
                 role=role,
                 extra=cluster.push_config(*urls),
                 plugins=(previous,) if side == older else (),
-                # Not from the working directory, which is this checkout.
+                # Do not import from the working directory, which is this checkout.
                 environment={"PYTHONSAFEPATH": "1"} if side == older else {},
                 **shape,
             )

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of vLLM and vllm-ascend, as they are, in front of a real pair without a metaserver: vLLM's toy proxy, which goes to P first, its demo of
-NIXL's push and its proxy for Mooncake, which go to both at once, vllm-ascend's layerwise proxy, which goes to D first. `verify: full`; every answer is the single engine's, and every block comes back."""
+"""Routers of vLLM and vllm-ascend, unchanged, with a real pair and no metaserver.
+
+vLLM's toy proxy sends to P first, its demo of NIXL's push and its proxy for Mooncake to both at once, vllm-ascend's
+layerwise proxy to D first. With `verify: full`: every answer is the single engine's, and all blocks are freed.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK = 32
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
-HOLD_S = 20.0  # also on a busy machine D comes before that
+HOLD_S = 20.0  # enough for D also on a busy machine
 HELD = 24
 EXPERTS = Path(__file__).parent / "plugins" / "experts"
 
 
 @dataclass
 class Site:
-    """A pair, and how to put a router in front of it."""
+    """A pair, and functions that start a router in front of it."""
 
     cluster: Cluster
     tally: Tally
@@ -43,7 +46,7 @@ class Site:
     decode: Engine
     listener: int
     bootstrap: int
-    relays: list[int]  # ports of routers that D may post to
+    relays: list[int]  # ports of routers to which D may post
 
     def behind(self, make: Callable[[Site, int, Path], Router]) -> tuple[Router, Pair]:
         try:
@@ -78,7 +81,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
     told = {
         "prefill_listeners": [f"127.0.0.1:{listener}"],
         "metaserver_urls": [f"http://127.0.0.1:{port}" for port in relays],
-        "first_token_wait_s": 10.0,  # on a busy machine too every token is to be in time
+        "first_token_wait_s": 10.0,  # every first token in time, also on a busy machine
     }
     p, d = cluster.start(
         EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
@@ -103,7 +106,7 @@ def test_every_answer_is_the_single_engines_and_no_block_is_lost(
         before = first_tokens(site.decode)
         for n in LENGTHS[1:]:
             pair.check([fresh_prompt(n)], name=f"{make.__name__}, alone")
-        # Behind the layerwise proxy D's post is answered before P has computed anything, and P's answer goes to nobody.
+        # The layerwise proxy answers D's post before P has computed anything, and discards P's answer.
         wanted = 0 if make is layerwise else len(LENGTHS) - 1
         eventually(lambda: first_tokens(site.decode) - before == wanted, f"{wanted} first tokens of P")
         pair.check_prefix_on_prefill(BLOCK)
@@ -119,7 +122,7 @@ def test_every_answer_is_the_single_engines_and_no_block_is_lost(
 
 
 def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site: Site) -> None:
-    """A flood of requests that no D comes for: P goes on to serve, and says of the others that they are not held."""
+    """Flood P with requests that no D loads: it keeps serving, and reports the others as not held."""
     free = settled_free_blocks(site.prefill)
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     answers = [
@@ -133,7 +136,7 @@ def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site:
     wait_for_free_blocks([site.prefill], {site.prefill.name: free})
     forgotten = body_of(fresh_prompt(40), 2, kv_transfer_params={**held[0]})
     before = time.monotonic(), len(failures(site.decode))
-    post(site.decode.url, forgotten)  # another prompt than the source's: D computes it itself
+    post(site.decode.url, forgotten)  # another prompt than the source's: D computes it
     assert len(failures(site.decode)) == before[1] + 1
 
 
@@ -165,7 +168,7 @@ def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Clu
 
 @pytest.mark.slow
 def test_a_p_that_dies_with_what_it_holds_fails_the_load_and_costs_d_nothing(site: Site) -> None:
-    """The last of this file: it leaves no P."""
+    """Runs last in this file, because it kills P."""
     tokens, free = fresh_prompt(300), settled_free_blocks(site.decode)
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     answer = post(site.prefill.url, body_of(tokens, 1, kv_transfer_params=params))["kv_transfer_params"]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: each stage of D has layers of its own, and hears from those stages of P that have some of them.
+"""Pipelines: each stage of D has its own layers, and receives them from the stages of P that have some of them.
 
-Five layers, so that no pipeline is cut evenly; D's cut is another than P's. (In CI test_gqa.py has a pipeline on both sides.)
+Five layers, so that no pipeline is cut evenly; D is cut differently from P. (In CI test_gqa.py has a pipeline on both
+sides.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 @dataclass(frozen=True)
 class Shape:
     tp: int
-    cut: tuple[int, ...]  # layers by stage
+    cut: tuple[int, ...]  # layers of each stage
 
     def __str__(self) -> str:
         return f"tp{self.tp}-{'+'.join(map(str, self.cut))}"

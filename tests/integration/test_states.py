@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent states through real pairs, `verify: full`: Mamba-2 before attention (Nemotron-H), beside it (Falcon-H1), alone; Gated DeltaNet.
+"""Recurrent states through real pairs, `verify: full`: Mamba-2 and Gated DeltaNet.
 
-A recurrent layer keeps one state of all tokens so far. D begins with P's token, so what crosses is the state behind the prompt: one token
-more or less, or another request's, and the answer is another one. The last class shows it.
+Mamba-2 before attention (Nemotron-H), beside it (Falcon-H1), and alone. A recurrent layer keeps one state of all tokens
+so far. D begins with P's token, so the state after the prompt is transferred: with one token more or less, or with
+another request's state, the answer differs, as the last class shows.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from scripts.support.engine import Engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-# With blocks and chunks of 96 (vLLM derives the blocks from the state): of 97 and 193 tokens the state that is wanted is the last one of
-# a block, and D's own goes into the next.
+# With blocks and chunks of 96 (vLLM derives the block size from the state): for 97 and 193 tokens the needed state is
+# the last one of a block, and D's own goes into the next block.
 LENGTHS = (1, 2, 3, 20, 95, 96, 97, 98, 192, 193, 200, 333, 700)
 BLOCK = 96
-WHOLE = ("--no-enable-prefix-caching",)  # mamba_cache_mode none: one block for a request, as long as the longest
+WHOLE = ("--no-enable-prefix-caching",)  # mamba_cache_mode none: one block per request, as long as the longest request
 
 
 decode, pair = engines(of("nemotronh"))
 
 
 def check_prefixes(pair: Pair, block: int) -> None:
-    """On P and on D: a prefix ends where a block does, with the state that is there."""
+    """Check prefixes on P and on D: they end at the end of a block, with the state that is stored there."""
     head = fresh_prompt(2 * block + 9)
     pair.check([head], name="cold")
     for longer in ([*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]):
@@ -57,7 +58,7 @@ def check_prefixes(pair: Pair, block: int) -> None:
         assert loaded in (len(longer), len(longer) - 2 * block), f"D loaded {loaded} of {len(longer)} tokens"
     head = fresh_prompt(2 * block + 5)
     before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
-    complete(pair.prefill.url, body_of(head, 1))  # P alone: D has never seen it
+    complete(pair.prefill.url, body_of(head, 1))  # to P only: D does not have it
     pair.check([[*head, *fresh_prompt(50)]], name="a prefix on P")
     pair.check([[*head[: 2 * block], *fresh_prompt(1)]], name="a prefix that is all of it on P")
     hits = before + 2 * block
@@ -65,7 +66,7 @@ def check_prefixes(pair: Pair, block: int) -> None:
 
 
 class TestStatesBesideAttention:
-    """Nemotron-H: two layers with Mamba-2, one with attention; B and C are of one group. Mode `align`."""
+    """Nemotron-H: two layers with Mamba-2, one with attention; B and C have one group. Mode `align`."""
 
     def test_every_length_in_chunks(self, pair: Pair) -> None:
         exercise(pair, "nemotronh 1→1", LENGTHS)
@@ -77,7 +78,7 @@ class TestStatesBesideAttention:
         check_left(pair, 193)
 
     def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
-        """Of several groups vLLM hears which request failed; block ids would stop the engine."""
+        """With several groups vLLM gets the failed request's id; block ids would stop the engine."""
         check_failed_load(pair, ports[-1], (97, 250))
 
     def test_two_choices(self, pair: Pair) -> None:
@@ -103,7 +104,7 @@ class TestStateShapes:
             exercise(pair, "after loads that failed", (97, 250))
 
     def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
-        """Mode `none` on P: its one block stands for the whole prompt, D's for 96 tokens each."""
+        """Mode `none` on P: its one block stands for the whole prompt, each of D's for 96 tokens."""
         p = spec("nemotronh-none", "nemotronh", "kv_producer", cluster.push_config(), arguments=WHOLE)
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "nemotronh none→align", LENGTHS)
@@ -119,7 +120,7 @@ class TestStateShapes:
     def test_in_every_layer_and_each_rank_has_a_group(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, p_tp: int, d_tp: int
     ) -> None:
-        """Falcon-H1: attention and Mamba-2 side by side; B and C are of two groups. Mode `none` on D."""
+        """Falcon-H1: attention and Mamba-2 side by side; B and C have two groups. Mode `none` on D."""
         specs = (
             spec("falconh1-p", "falconh1", "kv_producer", cluster.push_config(), tp=p_tp),
             spec("falconh1-d", "falconh1", "kv_consumer", cluster.push_config(*allowed), tp=d_tp, arguments=WHOLE),
@@ -139,8 +140,11 @@ class TestStateShapes:
 
 @pytest.mark.slow
 class TestGatedDeltaNet:
-    """Qwen3-Next in bfloat16, which is all that a CPU has for it. The last token of a prompt goes through another kernel on D than in a
-    single engine, so tokens may differ where two are nearly as good, and only there."""
+    """Qwen3-Next in bfloat16, the only dtype that a CPU supports for it.
+
+    On D the last prompt token goes through another kernel than in a single engine, so tokens may differ where the two
+    best are nearly equal, and only there.
+    """
 
     LENGTHS = (2, 97, 385, 500)  # blocks of 384
 
@@ -162,14 +166,15 @@ class TestGatedDeltaNet:
                 (expected,) = reference_answers(pair.prefill, [prompt], 8)
                 before = pair.loaded_tokens()
                 got = complete(pair.front.url, body_of(prompt, 8))
-                assert pair.loaded_tokens() - before == length - bool(what)  # another connector of P's tells no tokens
+                # a P with another connector class sends no first token
+                assert pair.loaded_tokens() - before == length - bool(what)
                 others += got.tokens != expected.tokens
                 try:
                     judge.check(f"{length} tokens", prompt, expected.tokens, got.tokens, pair.prefill.url)
                 except TokensDiffer:
                     wrong += 1
         told(f"figure: qwen3next{' without ' + what if what else ''}: {judge.summary()}, {wrong} wrong")
-        if what:  # the first token that differs may by chance be one that is nearly as good
+        if what:  # by chance the first different token may be nearly as good
             assert others == len(self.LENGTHS) and wrong
         else:
             assert not wrong
@@ -180,8 +185,10 @@ class TestPlantedFaults:
     def test_what_is_left_out_makes_other_answers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        """No sum finds it: P sums what it pushes, so D does not compare. B and C alone, of three rows, do not show in answers this short:
-        sums find them, and the unit tests."""
+        """A checksum cannot detect it, because P computes it of what it pushes, so D does not compare here.
+
+        B and C alone, of three rows, do not change answers this short; checksums and the unit tests detect them.
+        """
         specs = (
             spec(
                 "leaving-p", "nemotronh", "kv_producer", cluster.push_config(verify="off"), **leaving("section heads")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness itself: it must notice a wrong token, a process left behind, and bytes that were late."""
+"""The harness itself: it must detect a wrong token, a process left behind, and late bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scripts.support.timeline import Trace, picture
 
 @contextmanager
 def reference(gap: float) -> Iterator[str]:
-    """A single engine whose two best logits are `gap` apart, whatever it is asked."""
+    """A single engine whose two best logits are always `gap` apart."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -101,7 +101,7 @@ def _start(code: str, directory: Path) -> Child:
 
 
 def test_what_a_model_says_does_not_cut_its_stream() -> None:
-    """Line separators that only Unicode knows, in a stream whose pieces end anywhere."""
+    """Line separators known only to Unicode, in a stream that is split at any byte."""
     event = json.dumps({"text": "a\u2028b\x85c\x0bd"}, ensure_ascii=False).encode()
 
     async def cut() -> list[bytes]:
@@ -152,7 +152,7 @@ def test_ports_are_given_once() -> None:
 
 
 def _trace(directory: Path, late: bool) -> Trace:
-    """Two layers of 100 bytes; the first lands before or after the second layer's hook."""
+    """Return a trace of two layers of 100 bytes; the first lands before or after the second layer's hook."""
     worker = [
         {"t": 0.0, "stage": "clock", "wall": 1000.0, "role": "prefill-worker"},
         {"t": 1.0, "stage": "step", "transfer": "x", "step": 1, "before": 0, "after": 8},
@@ -198,7 +198,7 @@ def test_clocks_of_two_hosts_are_brought_together_by_the_wall_clock(tmp_path: Pa
 
 
 def test_fp8_caches_need_what_vllm_needs_for_them(tmp_path: Path) -> None:
-    """On a processor without it their tests are skipped, with what is missing."""
+    """On other processors their tests are skipped, with the missing instructions as the reason."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: fpu avx2 avx512f avx512bw avx512dq avx512vl\n")
     assert no_fp8(cpuinfo) == ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tests of a connector's life cycle, as they are, with this package's connector in NIXL's place.
+"""vLLM's own tests of a connector's life cycle, unchanged, with this package's connector instead of NIXL's.
 
-They come out of the pinned source distribution when this test runs. Of vLLM's other connector tests those of failed loads, invalid
-blocks, errors and the aggregator put a mock in the connector's place, so they say nothing about one.
+They are extracted from the pinned source distribution at run time. vLLM's other connector tests (failed loads, invalid
+blocks, errors, the aggregator) replace the connector by a mock, so they test none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PINS = {VLLM.version: VLLM, **newer.PINS}
 FOLDER = "tests/v1/kv_connector/unit"
 PREFILL, DECODE = "test_remote_prefill_lifecycle", "test_remote_decode_lifecycle"
 PULLS = "it wants block ids in P's answer, which are for a D that pulls"
-# What cannot pass, with words of the failure, and why.
+# Tests that cannot pass, with a part of the failure and the reason.
 CANNOT = {
     ("kv_producer", "test_short_prompt_lifecycle"): ("remote_block_ids", PULLS),
     ("kv_producer", "test_prefix_cache_lifecycle"): ("remote_block_ids", PULLS),
@@ -42,7 +42,7 @@ CANNOT = {
         for case in ("none-128-18", "align-16-18")
     },
 }
-# Of each role the files, and which of their tests are of that role.
+# For each role the files, and the selection of its tests.
 ROLES = {"kv_consumer": (PREFILL, "not p_side"), "kv_producer": (f"{DECODE} {PREFILL}", f"{DECODE} or p_side")}
 OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50272, "hidden_size": 768}
 OPT |= {"num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072, "max_position_embeddings": 2048}
@@ -56,7 +56,7 @@ def release(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def theirs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Their files, and the model that they name as its configuration alone."""
+    """vLLM's test files, and the configuration of the model that they name."""
     where = tmp_path_factory.mktemp("vllm")
     found = sdist.read(sdist.ensure(PINS[release]), FOLDER, ".py")
     for name in (f"{PREFILL}.py", f"{DECODE}.py", "utils.py", "__init__.py"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TP 4→2, 2→4 and sizes that do not divide each other (3→2, 2→3): right, but too slow to start for every change.
+"""TP 4→2, 2→4 and sizes that do not divide each other (3→2, 2→3), which start too slowly for every change.
 
 Four workers on two cores take a minute to start; the time is printed.
 """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sliding windows through real pairs, `verify: full`: in every other layer (gpt-oss), in five of six (Gemma-3), in all (Mistral).
+"""Sliding windows through real pairs, `verify: full`: in every other layer, in five of six, in all.
 
-vLLM keeps a block table for each group of layers, all of one pool, at the same addresses, and lets go of the blocks behind a window.
-What of a window is wrong or missing shows in the tokens: the last class leaves it out.
+The models are gpt-oss, Gemma-3 and Mistral. vLLM keeps a block table for each group of layers, all with blocks of one
+pool at the same addresses, and frees blocks behind a window. Missing or wrong blocks of a window change the tokens: the
+last class leaves one out.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from scripts.support.models import RECIPES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-# 127, 159 and 191: where the last token is run again, its window of 128 begins with the last token of a block.
+# 127, 159 and 191: when the last token is computed again, its window of 128 begins with the last token of a block.
 LENGTHS = (1, 2, 20, 127, 128, 129, 159, 160, 161, 191, 200, 330, 700)
 
 
 def check_prefixes(pair: Pair, window: int) -> None:
-    """On P and on D. Of layers with a window there is what the last token of the earlier prompt saw, so only what goes on from there
-    has a prefix."""
+    """Check prefixes on P and on D.
+
+    Layers with a window only have the blocks that the last token of the earlier prompt saw, so only prompts that
+    continue it have a prefix.
+    """
     head = fresh_prompt(6 * BLOCK + 9)
     pair.check([head], name="cold")
     longer = [*head, *fresh_prompt(3 * BLOCK)]
@@ -48,7 +52,7 @@ def check_prefixes(pair: Pair, window: int) -> None:
     assert loaded == len(longer) - 6 * BLOCK, f"D loaded {loaded} of {len(longer)} tokens"
     pair.compare([longer], [answer], f"a prefix on D, window {window}")
     head = fresh_prompt(6 * BLOCK + 5)
-    complete(pair.prefill.url, body_of(head, 1))  # P alone: D has never seen it
+    complete(pair.prefill.url, body_of(head, 1))  # to P only: D does not have it
     pair.check([[*head, *fresh_prompt(50)]], name=f"a prefix on P, window {window}")
 
 
@@ -56,7 +60,7 @@ decode, pair = engines(of("gptoss"))
 
 
 class TestTwoGroups:
-    """gpt-oss: layers 0 and 2 look at 128 tokens, 1 and 3 at all, and 0 and 1 lie at one address."""
+    """gpt-oss: layers 0 and 2 see 128 tokens, layers 1 and 3 all; layers 0 and 1 share an address."""
 
     def test_every_length_in_chunks(self, pair: Pair) -> None:
         exercise(pair, "gptoss 1→1", LENGTHS)
@@ -89,7 +93,7 @@ class TestWindowShapes:
             check_prefixes(pair, RECIPES["gptoss"].window)
 
     def test_six_groups(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """Gemma-3: each of six layers is a group, and all are at one address."""
+        """Gemma-3: each of six layers is a group, and all share an address."""
         specs = (
             spec("gemma3-p", "gemma3", "kv_producer", cluster.push_config()),
             spec("gemma3-d", "gemma3", "kv_consumer", cluster.push_config(*allowed)),
@@ -99,7 +103,7 @@ class TestWindowShapes:
             check_prefixes(pair, RECIPES["gemma3"].window)
 
     def test_windows_alone_and_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """Mistral's: one group, of whose blocks none holds the whole prompt."""
+        """Mistral: one group, whose blocks never hold the whole prompt."""
         specs = (
             spec("windowed-p", "windowed", "kv_producer", cluster.push_config()),
             spec("windowed-d", "windowed", "kv_consumer", cluster.push_config(*allowed), tp=2),
@@ -115,8 +119,10 @@ class TestPlantedFaults:
     def test_what_is_left_out_makes_other_answers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str
     ) -> None:
-        """No sum finds it: P sums what it pushes, so D does not compare. At these lengths the first block lies in the window whole: of
-        one token in 128 an answer need not depend."""
+        """A checksum cannot detect it, because P computes it of what it pushes, so D does not compare here.
+
+        At these lengths all of the first block lies in the window: an answer need not depend on one token of 128.
+        """
         specs = (
             spec("leaving-p", "gptoss", "kv_producer", cluster.push_config(verify="off"), **leaving(what)),
             spec("leaving-d", "gptoss", "kv_consumer", cluster.push_config(*allowed, verify="off")),

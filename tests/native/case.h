@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A case file: rows, tensors and what must come out. Python writes it (cases.py), the native runners execute it.
+// A case file: rows, tensors and the expected result. Python writes it (native_cases.py), the native runners execute
+// it.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,7 @@
 
 namespace native {
 
-// Memory as a device allocator gives it: aligned to 512 bytes, and ending where it ends, so that ASAN sees every step
-// beyond.
+// Memory as from a device allocator: aligned to 512 bytes, without slack at its end, so that ASAN detects any overrun.
 class Block {
  public:
   explicit Block(uint64_t size) : size_(size) {
@@ -47,13 +47,13 @@ struct Case {
   Kind kind;
   std::vector<vapd::CacheView> views;
   std::vector<int64_t> rows;
-  std::vector<Block> before;    // the tensors as they are given: caches, then buffers
-  std::vector<Block> expected;  // and as they must be afterwards
+  std::vector<Block> before;    // the given tensors: caches, then buffers
+  std::vector<Block> expected;  // the same after the op
 
   int64_t row_count() const { return static_cast<int64_t>(rows.size()) / vapd::kColumns; }
   const vapd::CacheRow* cache_rows() const { return reinterpret_cast<const vapd::CacheRow*>(rows.data()); }
   const vapd::BufferRow* buffer_rows() const { return reinterpret_cast<const vapd::BufferRow*>(rows.data()); }
-  // What the op writes: the buffer that comes last, or the caches.
+  // The tensors that the op writes: the last buffer, or the caches.
   bool writes(size_t tensor) const {
     return kind == Kind::kScatter ? tensor < views.size() : tensor + 1 == before.size();
   }

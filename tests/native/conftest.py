@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native tests share the references of the unit tests."""
+"""Import path of the unit tests, whose references the native tests use."""
 
 from __future__ import annotations
 

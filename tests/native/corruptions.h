@@ -13,7 +13,7 @@
 
 namespace native {
 
-// The moves of a program, to be damaged.
+// The moves of a program, to be corrupted.
 struct Moves {
   explicit Moves(std::vector<int64_t>& program)
       : first(reinterpret_cast<vapd::Move*>(program.data() + program[vapd::kHeaderFirst] * vapd::kMoveWords)),

@@ -12,7 +12,7 @@
 
 namespace native {
 
-// As torch's parallel_for divides a range: equal parts of at least `grain`.
+// Divides a range as torch's parallel_for does: equal parts of at least `grain`.
 class Threads {
  public:
   explicit Threads(int64_t count) : count_(count) {}

@@ -12,7 +12,7 @@
 
 namespace faulty {
 
-using namespace AscendC;  // NOLINT: these kernels read as kernels do
+using namespace AscendC;  // NOLINT: kernel code is written this way
 
 constexpr uint32_t kChunk = 8192;
 constexpr uint32_t kRounds = 3;
@@ -31,7 +31,7 @@ struct Tensors {
   }
 };
 
-// Loads and stores the core's part in rounds through one buffer; `stored` and `loaded` are the events in between.
+// Loads and stores the core's part in rounds through one buffer; `stored` and `loaded` enable the events in between.
 inline void copy_rounds(Tensors& t, bool loaded, bool stored, bool event_by_round = false) {
   for (uint32_t round = 0; round < kRounds; ++round) {
     if (stored && round > 0) WaitFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
@@ -51,7 +51,7 @@ inline void reuse_event(uint8_t* in, uint8_t* out) {
   Tensors t(in, out, 2 * kChunk);
   for (uint32_t half = 0; half < 2; ++half) {
     DataCopy(t.local[half * kChunk], t.in[half * kChunk], kChunk);
-    SetFlag<HardEvent::MTE2_MTE3>(EVENT_ID0);  // both halves raise one event, and only then is it waited for
+    SetFlag<HardEvent::MTE2_MTE3>(EVENT_ID0);  // both halves set one event before anything waits for it
   }
   for (uint32_t half = 0; half < 2; ++half) {
     WaitFlag<HardEvent::MTE2_MTE3>(EVENT_ID0);
@@ -87,7 +87,7 @@ inline void read_window_early(uint8_t* in, uint8_t*) {
   GlobalTensor<int64_t> program;
   program.SetGlobalBuffer(reinterpret_cast<int64_t*>(in));
   const auto words = window.Get<int64_t>();
-  DataCopy(words, program, 64);  // no MTE2_S event: the scalar unit may read before the words are there
+  DataCopy(words, program, 64);  // no MTE2_S event: the scalar unit may read before the load has ended
   words.GetValue(0);
 }
 
@@ -99,7 +99,7 @@ inline void overwrite_window_early(uint8_t* in, uint8_t*) {
   program.SetGlobalBuffer(reinterpret_cast<int64_t*>(in));
   const auto words = window.Get<int64_t>();
   for (int round = 0; round < 2; ++round) {
-    DataCopy(words, program, 64);  // no S_MTE2 event: in the second round the words may still be needed
+    DataCopy(words, program, 64);  // no S_MTE2 event: in the second round the words may still be in use
     SetFlag<HardEvent::MTE2_S>(EVENT_ID0);
     WaitFlag<HardEvent::MTE2_S>(EVENT_ID0);
     words.GetValue(3);

@@ -110,7 +110,7 @@ int run_corrupted(const std::string& fault, const std::string& path) {
   return 0;
 }
 
-// One block far behind 4 GiB of a cache that is not really there, moved to the front of a buffer.
+// One block far behind 4 GiB of a cache that has no memory elsewhere, moved to the front of a buffer.
 int run_far(const std::string& fault) {
   const int64_t block = 1 << 18, blocks = (int64_t{5} << 30) / block;
   void* cache =

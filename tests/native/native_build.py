@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the native runners once per content: binaries live in .cache/native, named by a hash of all they depend on."""
+"""Builds of the native runners, once per content: binaries in .cache/native, named by a hash of all inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _fingerprint(command: Sequence[str]) -> str:
 
 
 def built(source: str, flavour: str = "plain", extra: Sequence[str] = ()) -> Path:
-    """The binary of tests/native/`source`; compiles it if nothing of it is cached. Skips without the compiler."""
+    """Return the binary of tests/native/`source`, compiled if it is not cached. Skips without the compiler."""
     compiler = COMPILERS.get(flavour, os.environ.get("CXX", "g++"))
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")

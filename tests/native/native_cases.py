@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Case files for the native runners (case.h): rows, tensors, and the bytes that must come out, worked out in numpy."""
+"""Case files for the native runners (case.h): rows, tensors, and the expected bytes, computed in numpy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int)
 
 
 def cache_case(name: str, cache: Cache, rows: np.ndarray, size: int, kind: int = GATHER) -> Case:
-    """gather from `cache`, or scatter random bytes into it."""
+    """Return a case that gathers from `cache`, or scatters random bytes into it."""
     facts = cache.geometry
     tokens = [1 if region.opaque else facts.block_size for region in facts.regions]
     views = [
@@ -81,7 +81,7 @@ def assemble_case(name: str, received: np.ndarray, rows: np.ndarray, size: int) 
 
 
 def plans_of(cluster: Cluster, rotation: int = 0) -> list[RegroupPlan]:
-    """Everything the prompts have, in one step."""
+    """Return the plans of all prompts in one step."""
     jobs = []
     for request in cluster.requests:
         d = cluster.ds[request.instance]
@@ -92,7 +92,7 @@ def plans_of(cluster: Cluster, rotation: int = 0) -> list[RegroupPlan]:
 
 
 def regroup_cases(name: str, cluster: Cluster, ranks: Sequence[int]) -> Iterator[Case]:
-    """What `ranks` do in one step of the real regroup plan."""
+    """Yield the cases of `ranks` in one step of the real regroup plan."""
     noise = np.random.default_rng(3)
     plans = plans_of(cluster)
     for rank in ranks:
@@ -114,7 +114,10 @@ CELLS = {"apart": (256, 256), "packed": (512,), "mla": (1024, 128), "odd": (72, 
 
 
 def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], tokens: int = 700) -> Cluster:
-    """Two D's of different TP, prefixes already there, partial last blocks. "head>token": P and D are laid out so."""
+    """Return a cluster with two D's of different TP, cached prefixes, and partial last blocks.
+
+    `kind` is the layout; "head>token" names P's and D's.
+    """
     p_kind, _, d_kind = kind.partition(">")
 
     def side(layout: str, tp: int, pad: int) -> CacheGeometry:

@@ -7,7 +7,7 @@
     libvapd_kernels           aclrtlaunch_vapd_*, the kernels' source on the emulated cores
     _C_npu.so                 csrc/npu/binding.cpp, as on a machine with CANN
 
-Symbols that torch_npu wants and nobody provides become functions that stop the process and say their name.
+Symbols that torch_npu needs and no library provides become functions that stop the process with their name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COUNTED = ("-O1", "-g", "--coverage")  # the binding counts its lines: see `unco
 
 
 def interpreter() -> Path | None:
-    """The Python of the environment with torch_npu, made if it is missing; None where another torch is installed."""
+    """Return the Python of the environment with torch_npu, made if missing; None if another torch is installed."""
     done = subprocess.run([str(HERE / "npu_env.sh")], capture_output=True, text=True, check=False, timeout=900)
     if done.returncode == 3:
         return None
@@ -74,7 +74,7 @@ def stubs(names: Sequence[str]) -> str:
 
 
 class Build:
-    """One set of libraries in a folder that is named by what they are made of."""
+    """One set of libraries, in a folder named by a hash of its inputs."""
 
     sources: tuple[Path, ...] = (HERE, ROOT / "csrc")
     binding_flags: tuple[str, ...] = COUNTED
@@ -97,7 +97,7 @@ class Build:
         return self.folder / "_C_npu.so"
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to import torch_npu over the stand-ins."""
+        """Return the variables with which a process imports torch_npu over the stand-ins."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
         env["LD_LIBRARY_PATH"] = f"{self.folder}:{env.get('LD_LIBRARY_PATH', '')}"
         env["PYTHONPATH"] = f"{ROOT}:{HERE}"
@@ -107,7 +107,7 @@ class Build:
         return env
 
     def command(self, program: Path, *arguments: str) -> list[str]:
-        """Runs a program of this environment and counts the lines of the package that it and its children run."""
+        """Return the command of a program in this environment that counts the lines run by it and its children."""
         counting = ["-m", "coverage", "run", f"--rcfile={self._settings()}"]
         return [str(self.python), "-W", "ignore", *counting, str(program), *arguments]
 
@@ -120,7 +120,7 @@ class Build:
         return path
 
     def setup_py(self, folder: Path) -> Path:
-        """The library as setup.py and csrc/npu/CMakeLists.txt build it, over a CANN whose kernel compiler is the emulation."""
+        """Build the library with setup.py and CMakeLists.txt over a CANN whose kernel compiler is the emulation."""
         environment = self.environment() | {
             "ASCEND_HOME_PATH": str(HERE / "stand_ins/cann"),
             "SOC_VERSION": "ascend910b1",
@@ -148,7 +148,7 @@ class Build:
             counts.unlink()
 
     def uncovered_python(self) -> dict[str, tuple[float, list[str]]]:
-        """The same for device/ and regroup/."""
+        """Return the same as `uncovered` for device/ and regroup/."""
         coverage = [str(self.python), "-m", "coverage"]
         settings, report = f"--rcfile={self._settings()}", self.folder / "report.json"
         for words in (["combine", "--keep", "--quiet", settings], ["json", "--quiet", settings, "-o", str(report)]):
@@ -162,7 +162,7 @@ class Build:
         return found
 
     def uncovered(self) -> dict[str, tuple[float, list[str]]]:
-        """Of each source of the binding: the share of lines that ran since `forget_counts`, and those that did not."""
+        """Return for each source of the binding the share of lines run since `forget_counts`, and the lines not run."""
         [notes] = self.folder.glob("*binding.gcno")
         command = ["gcov", "--json-format", "--stdout", str(notes)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=self.folder)
@@ -202,13 +202,13 @@ class Build:
         unknown.write_text(stubs(_missing(torch_npu, [self.folder / "libascendcl.so", self.folder / "libhccl.so"])))
         for name in EMPTY:
             extra = ["-x", "c", unknown] if name == EMPTY[0] else ["-x", "c", "/dev/null"]
-            # torch_npu looks some functions up by library: let each of them find all.
+            # torch_npu looks up some functions by library: each of them must find all.
             self._run(f"lib{name}.so", *extra, "-Wl,--no-as-needed", *here, "-lascendcl")
         self._run("libvapd_kernels.so", "-O2", *strict, stand_ins / "launch.cpp", *here, "-lascendcl")
         self._with_torch("_C_npu.so", *self.binding_flags, ROOT / "csrc/npu/binding.cpp", "-lvapd_kernels")
 
     def _strict(self) -> list[str | Path]:
-        """With CANN's headers, which come with torch_npu."""
+        """Return the compiler flags for CANN's headers, which come with torch_npu."""
         include = self._packages["torch_npu"] / "include"
         system = [include, include / "third_party/acl/inc", include / "third_party/hccl/inc"]
         headers = [flag for folder in system for flag in ("-isystem", folder)]
@@ -218,7 +218,7 @@ class Build:
         return [f"-L{self.folder}", f"-Wl,-rpath,{self.folder}"]
 
     def _with_torch(self, output: str, *arguments: str | Path) -> None:
-        """Compiles against torch and torch_npu."""
+        """Compile against torch and torch_npu."""
         torch, torch_npu = self._packages["torch"], self._packages["torch_npu"]
         folders = [torch / "include", torch / "include/torch/csrc/api/include"]
         headers = [flag for folder in folders for flag in ("-isystem", folder)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's and D's workers with the real `NpuDevice`, over the stand-ins: caches on `npu`, HCCL groups, hooks as in production.
+"""P's and D's workers with the real `NpuDevice` over the stand-ins: caches on `npu`, HCCL groups, production hooks.
 
 `python npu_engine.py <port> <rank>` is one worker of a prefill engine (class `NpuFleet`): its own process and device,
 driven through the layer hooks as vllm-ascend drives them. The KV of a layer is written by copies that the compute
@@ -31,13 +31,16 @@ from vllm_ascend_pd.regroup.parts import allocate
 
 
 class NpuMemory(RankMemory):
-    """Tensors on the device. `views` are the host's copy of them, from which writes are made and into which they are read."""
+    """Tensors on the device.
+
+    `views` are the host's copies, from which writes are made and into which results are read.
+    """
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
         self._hosts = [self._parts(value) for value in self.tensors.values()]
         self._mirrors = [[torch.empty_like(part, device="npu") for part in parts] for parts in self._hosts]
-        self._sent: list[torch.Tensor] = []  # the host's side of copies that may still be under way
+        self._sent: list[torch.Tensor] = []  # host sides of copies that may still be in progress
         dtype = getattr(torch, self.cache.dtype)
         for name, parts in zip(self.tensors, self._mirrors, strict=True):
             typed = tuple(part.view(dtype) for part in parts)
@@ -45,7 +48,7 @@ class NpuMemory(RankMemory):
 
     @staticmethod
     def _parts(value: Any) -> list[torch.Tensor]:
-        """As bytes: those can be copied whatever the type."""
+        """Return the parts as bytes, which can be copied whatever the dtype is."""
         return [part.view(torch.uint8) for part in ((value,) if isinstance(value, torch.Tensor) else value)]
 
     def _send(self, own: int) -> None:
@@ -87,7 +90,7 @@ class NpuPrefillRank(PrefillRank):
 
 
 class NpuDecodeSite(DecodeSite):
-    """In this process, on its current device."""
+    """A D in this process, on its current device."""
 
     make_memory = NpuMemory
     make_device = staticmethod(npu_device)
@@ -99,7 +102,7 @@ class NpuDecodeSite(DecodeSite):
 
 
 class NpuWorker(Worker):
-    """The child's end."""
+    """A worker, in the child process."""
 
     def enter(self, world: World) -> None:
         torch.npu.set_device(world.rank)
@@ -120,7 +123,7 @@ class NpuWorker(Worker):
 
 
 class NpuFleet(Fleet):
-    """A process for each device. They are started afresh: a process that has used an NPU cannot be forked."""
+    """A process for each device, spawned, because a process that has used an NPU cannot be forked."""
 
     def __init__(self, count: int) -> None:
         self._children: list[subprocess.Popen[bytes]] = []

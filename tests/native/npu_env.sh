@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Prints the interpreter of an environment with the real torch_npu, for the tests of the NPU binding without an NPU.
 #
-# torch_npu needs an environment of its own: without CANN it breaks `import torch` for everybody else. This one holds
+# torch_npu needs an environment of its own: without CANN it breaks `import torch` in all other tests. This one holds
 # torch_npu alone and sees the packages of the main environment, torch among them, behind its own. The second run finds
 # everything by its stamp. Exit code 3: the main environment's torch is not the one that this torch_npu belongs to.
 set -euo pipefail

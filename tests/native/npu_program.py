@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs where there is torch_npu: each function is a scenario, named on the command line.
+"""Scenarios to run with torch_npu: each function is one, named on the command line.
 
-The NPU's result is always compared with the CPU ops' on the same bytes. Started by test_npu_binding.py over the stand-ins
-for CANN (STAND_INS=1), and by test_npu_hardware.py on NPUs, as far as a scenario means something there.
+The NPU's result is always compared with the CPU ops' on the same bytes. test_npu_binding.py starts it over the
+stand-ins for CANN (STAND_INS=1), test_npu_hardware.py on NPUs, with the scenarios that apply there.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def refuses(words: str, call: Callable[[], object]) -> None:
 
 
 def equal_to_cpu() -> None:
-    """Every layout, rows from the host and programs on the device, gather, scatter and assemble."""
+    """Compare every layout with the CPU, rows from the host and programs on the device: gather, scatter, assemble."""
     ops.use_kernels(True)
     for kind in ("token", "head", "opaque", "head>token"):
         for cells in CELLS:
@@ -105,9 +105,9 @@ def equal_to_cpu() -> None:
             received = torch.randint(0, 256, (sum(plan.receive_splits),), dtype=torch.uint8)
             for slot in plan.slots:
                 assemble_both(slot.received, received, slot.nbytes)
-    long = np.array([[64, 1, 65536, 0, 0, 64, 0, 0, 64]])  # one row, more moves than a program has room for at first
+    long = np.array([[64, 1, 65536, 0, 0, 64, 0, 0, 64]])  # one row, more moves than a program first has room for
     assemble_both(long, torch.randint(0, 256, (1 << 22,), dtype=torch.uint8), 1 << 22)
-    overlapping = np.array([[64, 3, 100, 0, 9000, 16, 0, 6400, 64]])  # no copy can step through such a source
+    overlapping = np.array([[64, 3, 100, 0, 9000, 16, 0, 6400, 64]])  # no single copy can step through such a source
     assemble_both(overlapping, torch.randint(0, 256, (40_000,), dtype=torch.uint8), 20_000)
     print("ok")
 
@@ -126,7 +126,7 @@ class CountedPages:
 
 
 class PagesOnHost:
-    """In place of torch_npu's kernel, which needs CANN: what its documentation says that it does."""
+    """Replacement of torch_npu's kernel, which needs CANN, by its documentation."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -158,7 +158,7 @@ class PagesOnHost:
 
 
 def copies() -> None:
-    """The default on an NPU, without kernels of our own: copies, after torch_npu's gather of pages where it serves."""
+    """Run the default on an NPU, without our own kernels: torch_npu's gather of pages where it applies, then copies."""
     pages = PagesOnHost() if STAND_INS else CountedPages()
     paged = 0
     for kind in ("token", "head", "opaque", "token>head", "head>token"):
@@ -217,7 +217,7 @@ def assemble_both(rows: np.ndarray, received: torch.Tensor, size: int) -> None:
 
 
 def dtypes() -> None:
-    """Elements are bytes to the ops: any dtype goes, also those that no NPU op knows."""
+    """Run any dtype, also those that no NPU op knows: elements are bytes to the ops."""
     raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
     rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
     wanted = filled(4096, "cpu")
@@ -230,7 +230,7 @@ def dtypes() -> None:
     print("ok")
 
 
-REFUSED = (  # column, value, what is said
+REFUSED = (  # column, value, part of the error
     (5, 6, "token = 3, tokens = 6, but there are only 8"),
     (6, 200, "buffer offset = 200, heads = 2 x head_stride = 16, tokens = 4 x token_stride = 32, cell = 16 ends past"),
     (8, 8, "buffer head_stride = 16, token_stride = 8 make cells of 16 bytes overlap"),
@@ -275,7 +275,7 @@ def on_second_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def no_silent_fallback() -> None:
-    """Started without the NPU library: torch_npu would run the CPU's kernel on copies; the package refuses."""
+    """Run without the NPU library: torch_npu would run the CPU's kernel on copies; the package must refuse."""
     cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
     rows = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
     refuses("PD-OPS-002", lambda: ops.gather([cache], rows, out))
@@ -287,7 +287,7 @@ def no_silent_fallback() -> None:
 
 
 def streams() -> None:
-    """The stand-in's streams are real: work of another stream is seen after a wait for it, and not before."""
+    """Check that the stand-in's streams are real: work of another stream is visible after a wait, and not before."""
     ops.use_kernels(True)
     raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
     rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
@@ -305,7 +305,7 @@ def streams() -> None:
             done = torch.npu.Event()
             done.record()
         hasty = torch.empty_like(seen)
-        hasty.copy_(out, non_blocking=True)  # nothing orders this after the gather
+        hasty.copy_(out, non_blocking=True)  # nothing orders this copy after the gather
         torch.npu.current_stream().wait_event(done)
         seen.copy_(out, non_blocking=True)
         torch.npu.synchronize()
@@ -324,7 +324,7 @@ def exchange(world: int, *, kernels: bool) -> None:
 
 
 def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
-    """gather -> one all_to_all_single over HCCL -> assemble, on a stream of its own, for three layers."""
+    """Run gather -> one all_to_all_single over HCCL -> assemble on a separate stream, for three layers."""
     ops.use_kernels(kernels)
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -336,7 +336,7 @@ def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
             if plans[rank].exchanges:
                 _exchange_step(cluster, plans, rank, side)
     torch.npu.synchronize()
-    # That the call exists and is taken; what the other ranks see of it only an NPU can show.
+    # Shows that the call exists and is accepted; its effect on other ranks needs an NPU.
     hang_up(dist.distributed_c10d._get_default_group(), torch.device("npu", rank))
     dist.destroy_process_group()
     Path(folder, f"rank{rank}").touch()
@@ -366,7 +366,7 @@ def _exchange_step(cluster: Cluster, plans: list, rank: int, side: torch.npu.Str
 
 
 def _wanted(cluster: Cluster, plans: list, rank: int) -> list[torch.Tensor]:
-    """The same step on the CPU, all ranks in this process."""
+    """Return the same step's result on the CPU, with all ranks in this process."""
     incoming = []
     for plan in plans:
         send = torch.zeros(sum(plan.send_splits), dtype=torch.uint8)
@@ -382,8 +382,10 @@ def _wanted(cluster: Cluster, plans: list, rank: int) -> list[torch.Tensor]:
 
 
 def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None:
-    """A prefill engine of `world` devices before D's of other sizes: layer hooks, exchanges launched from them on a stream
-    of their own, HCCL, staging, writes. D's memory is compared byte by byte."""
+    """Run a prefill engine of `world` devices with D's of other sizes, and compare D's memory byte by byte.
+
+    Layer hooks launch the exchanges on a stream of their own; HCCL, staging and writes follow.
+    """
     fleet = npu_engine.NpuFleet(world)
     with tempfile.TemporaryDirectory() as folder:
         for packed, dtype in ((False, "bfloat16"), (True, "float8_e4m3fn")):
@@ -401,7 +403,7 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None
 
 
 def decode() -> None:
-    """P and D with TP 1, both on NPUs: D's gates are its device's events, and both sides sum what is in device memory."""
+    """Run P and D with TP 1 on NPUs: D's gates are its device's events, and both sides checksum device memory."""
     p, d = Cache("token", 1, 4, 8), Cache("token", 1, 4, 16)
     site = npu_engine.NpuDecodeSite(d, push=config(verify="full"))
     rank = npu_engine.NpuPrefillRank(p, Contributor(0, 0), lambda *_: None, push=config(verify="full"))
@@ -419,8 +421,10 @@ def decode() -> None:
 
 
 def threads() -> None:
-    """A thread that reads device memory does not wait for what the model has enqueued; the model's thread keeps its
-    stream."""
+    """Check that a thread that reads device memory does not wait for the model's enqueued work.
+
+    The model's thread keeps its stream.
+    """
     ops.use_kernels(True)
     device = NpuDevice()
     done, seen = filled(64, "npu"), []
@@ -430,7 +434,7 @@ def threads() -> None:
     if torch.npu.current_stream() != before:
         raise SystemExit("the model's thread got another stream")
     first, second = filled(64, "npu"), filled(64, "npu")
-    for _ in range(400):  # each waits up to STAND_IN_DELAY_US
+    for _ in range(400):  # each waits for up to STAND_IN_DELAY_US
         first.copy_(second, non_blocking=True)
     behind = device.record()
 
@@ -458,7 +462,10 @@ def threads() -> None:
 
 
 def formats() -> None:
-    """A fractal format cannot be cut at tokens, whatever its shape says. The device is the one of vLLM's platform."""
+    """Check fractal formats, which cannot be cut at tokens, whatever their shape is.
+
+    The device is vLLM's platform's.
+    """
     sys.modules["vllm.platforms"] = SimpleNamespace(current_platform=SimpleNamespace(device_type="npu"))
     device, shape = current(), (4, 16, 2, 64)
     plain = [torch.empty(shape[skip:], dtype=torch.float16, device="npu") for skip in (0, 1, 2)]
@@ -469,7 +476,10 @@ def formats() -> None:
 
 
 def speed() -> None:
-    """GB/s of one layer of Llama-70B 8 -> 2 on one rank, 8,192 tokens, by each path, beside a plain copy of as many bytes."""
+    """Print GB/s of one layer of Llama-70B 8 -> 2 on one rank, 8,192 tokens, by each path.
+
+    Beside them a plain copy of as many bytes.
+    """
     facts = geometry("token", heads=8, tp=8, block=128, cells=(256, 256))
     cluster = Cluster(facts, [geometry("token", heads=8, tp=2, block=128, cells=(256, 256))], [(0, 0, 8192)], seed=4)
     plan, caches = plans_of(cluster)[1], [view.view(torch.bfloat16) for view in views(cluster.ranks[1], "npu")]
@@ -496,7 +506,7 @@ def speed() -> None:
 
 
 def schemas() -> None:
-    """Ops of torch_npu that the default path on the NPU calls, as the wheel declares them."""
+    """Check the declarations of torch_npu's ops that the default path on the NPU calls."""
     print(torch.ops.npu.npu_gather_pa_kv_cache.default._schema)
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Revocation between two devices: a writer that is stopped in the middle of a write must hit nothing when it wakes.
+"""Revocation between two devices: a writer that is stopped in the middle of a write must hit nothing afterwards.
 
     python npu_revocation.py [--protocol ascend|tcp] [--megabytes N] [--devices 0,1] [--keep]
 
-The parent is written to. Its child, of its own device, is stopped with a part of its write landed; the parent revokes
-access and clears its memory; the child is woken and issues the rest, then writes once more to the session that it knows.
-Not one byte may arrive; through the new session everything must. With `--keep` nothing is revoked, which shows that this
-program can tell. Prints a line "figure: …", then "ok" or "wrong".
+The child writes to the parent from its own device, and is stopped with a part of its write landed; the parent revokes
+access and clears its memory; the child continues with the rest, then writes once more to the session that it knows.
+No byte may arrive then; through the new session all must. With `--keep` nothing is revoked, which shows that this
+program detects failures. Prints a line "figure: …", then "ok" or "wrong".
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from npu_transfer import Memory, write
 
 PIECE = 4 << 10
 ATTEMPTS = 10
-SETTLE_S = 2.0  # what the stopped process had handed to its device goes on: it is not what revocation is about
+SETTLE_S = 2.0  # work that the stopped process has given to its device continues, which revocation does not prevent
 LIMIT_S = 60.0
 
 
 class Writer:
-    """The child, from the parent's side."""
+    """The child process, from the parent's side."""
 
     def __init__(self, size: int, protocol: str, devices: Sequence[int]) -> None:
         command = [sys.executable, __file__, "--write", "--protocol", protocol, "--megabytes", str(size >> 20)]
@@ -71,7 +71,7 @@ def landed(memory: Memory) -> int:
 
 
 def catch(memory: Memory, writer: Writer) -> bool:
-    """Have the writer stopped with a part of its write landed. It writes the last piece last."""
+    """Stop the writer with a part of its write landed. It writes the last piece last."""
     for _ in range(ATTEMPTS):
         memory.fill(None)
         writer.say(memory.target.session, memory.bytes.data_ptr())

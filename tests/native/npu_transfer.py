@@ -3,7 +3,7 @@
 
     python npu_transfer.py [--protocol ascend|tcp] [--megabytes N] [--devices 0,1]
 
-With `tcp` memory is the host's, which shows that this program is right where there is no NPU. The parent writes, a child
+With `tcp` memory is the host's, which shows without an NPU that this program is right. The parent writes, a child
 of its own device receives. Prints a line "figure: …" per size of piece, then "ok".
 """
 
@@ -26,7 +26,7 @@ from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.create import create_target, create_wire
 
 LOOPBACK = "127.0.0.1"
-ALIGNMENT = 2 << 20  # what an NPU's pages are
+ALIGNMENT = 2 << 20  # size of an NPU's pages
 PIECES = (4 << 10, 16 << 10, 128 << 10, 1 << 20)
 DEADLINE_S = 120.0
 
@@ -63,7 +63,7 @@ class Memory:
 
 
 def receive(size: int, protocol: str, device: int) -> None:
-    """Print the session and the address, then obey: clear, sum, end."""
+    """Print the session and the address, then run commands: clear, sum, end."""
     memory = Memory(size, protocol, device)
     memory.fill(None)
     print(memory.target.session, memory.bytes.data_ptr(), flush=True)
@@ -78,7 +78,10 @@ def receive(size: int, protocol: str, device: int) -> None:
 
 
 def write(memory: Memory, session: str, base: int, piece: int) -> tuple[float, str]:
-    """Every piece goes to its place; pieces are submitted in an order in which no two neighbours can be merged."""
+    """Write every piece to its place, in an order in which no two neighbours can be merged.
+
+    Return the seconds and an error.
+    """
     count = memory.bytes.numel() // piece
     order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]) * piece
     sizes = np.full(count, piece)
@@ -107,7 +110,7 @@ def run(size: int, protocol: str, devices: Sequence[int]) -> int:
         memory = Memory(size, protocol, devices[0])
         session, base = child.stdout.readline().split()
         wrong = 0
-        write(memory, session, int(base), PIECES[-1])  # first contact is not measured
+        write(memory, session, int(base), PIECES[-1])  # the first contact is not measured
         for seed, piece in enumerate(PIECES):
             memory.fill(seed)
             empty = ask("clear")

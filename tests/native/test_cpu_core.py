@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU ops' core without torch: under the sanitizers, and for aarch64, where most Ascend hosts are."""
+"""The CPU ops' core without torch: under the sanitizers, and for aarch64, the architecture of most Ascend hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QEMU = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 
 
 def cases(folder: Path) -> list[Path]:
-    """Every layout and cell, half of the ratios each; and rows of odd widths at odd places."""
+    """Write cases of every layout and cell, with half of the ratios each, and of rows with odd widths at odd places."""
     paths = []
     for index, kind in enumerate(("token", "head", "opaque")):
         for cells in CELLS:
@@ -50,7 +50,7 @@ def test_the_core_is_right_under_the_sanitizers(threads: int, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_core_is_right_on_aarch64(tmp_path: Path) -> None:
-    """Without x86 intrinsics, the portable twin of the streaming stores."""
+    """Without x86 intrinsics: the portable variant of the streaming stores."""
     if QEMU is None:
         pytest.skip("qemu-user is not installed")
     run([QEMU, built("cpu_runner.cpp", "aarch64")], 2, cases(tmp_path))
@@ -58,7 +58,7 @@ def test_the_core_is_right_on_aarch64(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_kernels_run_on_aarch64(tmp_path: Path) -> None:
-    """Tiling and emulation: nothing in them is of one architecture."""
+    """Tiling and emulation do not depend on the architecture."""
     if QEMU is None:
         pytest.skip("qemu-user is not installed")
     paths = cases(tmp_path)[::5]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NPU kernels' source on the emulated AI cores: right bytes, no fault, and planted faults found by name."""
+"""The NPU kernels' source on the emulated AI cores: right bytes, no fault, and planted faults detected by name."""
 
 from __future__ import annotations
 
@@ -63,8 +63,11 @@ def test_kernels_under_the_address_sanitizer(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cells", CELLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_on_every_number_of_cores(kind: str, cells: str, flavour: str, tmp_path: Path) -> None:
-    """1 to 48, the ratios in turn; each of these tests begins at another ratio, so that over all of them every ratio meets
-    every number. (All with all takes hours under the sanitizer.)"""
+    """1 to 48 cores with the ratios in turn.
+
+    Each of these tests begins at another ratio, so that together every ratio meets every number. (All with all takes
+    hours under the sanitizer.)
+    """
     shift = KINDS.index(kind) * len(CELLS) + list(CELLS).index(cells)
     for turn, (heads, p_tp, d_tp) in enumerate(RATIOS):
         cluster = pair(kind, heads, p_tp, d_tp, CELLS[cells])
@@ -107,12 +110,12 @@ def llama_70b(tp: int) -> object:
 
 
 def test_copies_are_long_and_shared_evenly(tmp_path: Path) -> None:
-    """Llama-70B 8 -> 2, 8,192 tokens: what a rank sends lies in whole blocks; what it assembles interleaves 4 heads."""
+    """Llama-70B 8 -> 2, 8,192 tokens: a rank sends whole blocks, and assembles with 4 heads interleaved."""
     cluster = Cluster(llama_70b(8), [llama_70b(2)], [(0, 0, 8192)], seed=4)
     cases = {case.name.split("-")[-1]: case for case in regroup_cases("llama", cluster, [1])}
     for name in ("send", "slot0"):
         [result] = run([cases[name].write(tmp_path)], cores="40", seeds=1)
-        copies = result["loads"] + result["stores"] - 40  # without each core's look at its part of the program
+        copies = result["loads"] + result["stores"] - 40  # without each core's read of its part of the program
         print(name, result, "bytes per copy:", 2 * result["bytes"] // copies)
         assert result["busiest"] <= result["bytes"] / 40 + 20 * 1024  # its share and one tile
         assert result["ub"] <= 192 * 1024
@@ -122,7 +125,7 @@ def test_copies_are_long_and_shared_evenly(tmp_path: Path) -> None:
 
 
 def test_long_steps_move_whole_tiles(tmp_path: Path) -> None:
-    """With enough to do for each core a copy is as long as UB allows, or a source's part of it where heads interleave."""
+    """With enough work for each core a copy is as long as UB allows, or as a source's part if heads interleave."""
     cluster = Cluster(llama_70b(8), [llama_70b(2)], [(0, 0, 8192)], seed=4)
     for case in regroup_cases("long", cluster, [1]):
         if case.name.endswith(("send", "slot0")):
@@ -134,7 +137,7 @@ def test_long_steps_move_whole_tiles(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flavour", ["plain", "asan"])
 def test_offsets_are_64_bit(flavour: str) -> None:
-    """A block behind 4 GiB of its cache arrives; with offsets cut to 32 bits the same program is found out."""
+    """A block behind 4 GiB of its cache arrives; with offsets cut to 32 bits the fault is detected."""
     assert [result["fault"] for result in runner(flavour, "far", "none")] == [""]
     [cut] = runner(flavour, "far", "offset cut to 32 bits")
     assert str(cut["fault"]).startswith("wrong data")
@@ -187,13 +190,13 @@ def test_the_shape_of_the_faulty_kernels_is_right() -> None:
 @pytest.mark.parametrize("name", FAULTY_KERNELS)
 def test_a_faulty_kernel_is_caught_by_name(name: str) -> None:
     expected = FAULTY_KERNELS[name].split("|")
-    for result in runner("plain", "faulty", name):  # every seed finds it
+    for result in runner("plain", "faulty", name):  # with every seed
         assert str(result["fault"]).split(":")[0] in expected, result
 
 
 @pytest.fixture(scope="module")
 def interleaved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four sources' heads side by side, and a stretch of its own: strips, strides, several tiles per core."""
+    """Four sources' heads side by side, and a separate stretch: strips, strides, several tiles per core."""
     tokens, cell = 900, 256
     rows = [[cell, 1, tokens, s * tokens * cell, 0, cell, s * cell, 0, 4 * cell + 32] for s in range(4)]
     rows.append([50_000, 1, 1, 0, 0, 0, tokens * (4 * cell + 32) + 64, 0, 0])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only an NPU would run, run without one: the binding compiled against the real torch_npu wheel, device/npu.py and the
-NPU's branch of regroup/, on stand-ins for CANN beneath it.
+"""The NPU's code without an NPU: the binding built for the real torch_npu wheel, device/npu.py, regroup/'s NPU branch.
 
-What this shows: dispatch, checks, tiling, launch through the OpCommand queue, streams, events, HCCL calls, the order in
-which the hooks launch them. What it does not: that bisheng compiles the kernels, or that a device does what the
-emulation does. The last test prints which lines ran.
+They run on stand-ins for CANN. This shows dispatch, checks, tiling, launch through the OpCommand queue, streams,
+events, HCCL calls, and the order in which hooks launch them. It does not show that bisheng compiles the kernels, or
+that a device does what the emulation does. The last test prints which lines ran.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def build() -> Build:
 
 @pytest.fixture(scope="module")
 def scenario(build: Build) -> Scenario:
-    """Runs a scenario of npu_program.py once and returns its last line; lines are counted."""
+    """Return a function that runs a scenario of npu_program.py once and returns its last line; lines are counted."""
     results: dict[str, str] = {}
 
     def run(name: str, **environment: str) -> str:
@@ -59,7 +58,7 @@ def _run(build: Build, name: str, environment: dict[str, str]) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-SLOW_STREAMS = {"STAND_IN_DELAY_US": "200"}  # every task of a stream sleeps first: what forgets to wait is too early
+SLOW_STREAMS = {"STAND_IN_DELAY_US": "200"}  # every task of a stream sleeps first, so a missing wait shows
 FOUR = {"STAND_IN_DEVICES": "4", **SLOW_STREAMS}
 MISSING = {"VLLM_ASCEND_PD_NPU_LIBRARY": "/nowhere/_C_npu.so"}
 SCENARIOS: dict[str, dict[str, str]] = {
@@ -136,7 +135,7 @@ def test_a_decode_engine_on_an_npu_takes_and_checks_what_is_pushed(scenario: Sce
     assert scenario("decode", **SLOW_STREAMS) == "ok"
 
 
-# What runs in no scenario, by function; docs/ops.md says why. None of it is the NPU's own.
+# Code that no scenario runs, by function, with the reasons in docs/ops.md. None of it is specific to the NPU.
 ELSEWHERE: dict[str, set[str]] = {
     "regroup/ops.py": {"_fake_rows", "_fake_caches", "_fake_gather", "_fake_assemble", "_fake_scatter", "cell_view"},
     "regroup/exchange.py": {
@@ -161,11 +160,11 @@ COMPLETE = (
     "device/npu.py",
     "regroup/copies.py",
 )
-TOLD = ("csrc/", "regroup/", "device/npu.py", "device/current.py")  # the rest of device/ is not the NPU's
+TOLD = ("csrc/", "regroup/", "device/npu.py", "device/current.py")  # the rest of device/ is not specific to the NPU
 
 
 def function_of(file: str, line: int) -> str:
-    """The innermost function around a line."""
+    """Return the innermost function around a line."""
     tree = ast.parse((HERE.parents[1] / "vllm_ascend_pd" / file).read_text())
     around = [
         node

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On real NPUs: the ops against the CPU's, by both paths, and the exchange over HCCL among all local devices.
+"""Real NPUs: the ops against the CPU's, by both paths, and the exchange over HCCL among all local devices.
 
-The same scenarios that test_npu_binding.py runs over stand-ins; here nothing stands in for anything.
+The scenarios are those of test_npu_binding.py, without stand-ins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def scenario(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("name", ["copies", "formats", "schemas"])
 def test_the_default_path_is_right(scenario: Callable[[str], str], name: str) -> None:
-    """torch_npu's gather of pages and copies."""
+    """torch_npu's gather of pages, and copies."""
     said = scenario(name)
     assert said == "ok" or said.startswith("npu::npu_gather_pa_kv_cache(")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Revocation between two NPUs, which nobody has proven yet. The same program over TCP shows that it can tell."""
+"""Revocation between two NPUs, which is not proven yet. Over TCP the same program shows that it detects failures."""
 
 from __future__ import annotations
 

@@ -1,3 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole cluster on a simulated clock, from one seed: the production code of protocol/, geometry/ and the decisions,
-with the engines, the network, the wire and the metaserver replaced at the edges."""
+"""Simulation of a whole cluster on a simulated clock, from one seed.
+
+The code of protocol/, geometry/ and the decisions is the production code; the engines, the network, the wire and the
+metaserver are replaced.
+"""

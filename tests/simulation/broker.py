@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for the metaserver and the HTTP calls around it: any P is chosen, answers are lost, late, or errors. When a POST may be
-repeated and a leg tried again is the package's; how P's are chosen and judged is simulated as it ships in front/."""
+"""Simulated metaserver and the HTTP calls around it: any P is chosen, answers are lost, late, or errors.
+
+The package decides when a POST may be repeated and a leg tried again; its choice and judgement of P's are simulated in
+front/.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ READ_TIMEOUT_S = 6.0  # three heartbeats
 PATIENCE_S = 10.0  # of D's client with a metaserver that refuses
 BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 SECRETS = Secrets(b"the secret of the simulated cluster", b"the secret that it had a while before")
-OLDER = Secrets(b"the secret that it had a while before")  # of a D that was not restarted since
+OLDER = Secrets(b"the secret that it had a while before")  # of a D that has not been restarted since
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +53,8 @@ class Call:
     prefill: PrefillEngine | None = None
     prefill_incarnation: str = ""
     mute: bool = False  # the answer will be lost
-    tried: int = 0  # prefill legs
-    bad: set[int] = field(default_factory=set)  # P's that failed it
+    tried: int = 0  # number of prefill legs
+    bad: set[int] = field(default_factory=set)  # P's that failed this call
 
 
 class Broker:
@@ -62,13 +65,13 @@ class Broker:
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
         self._dice = cluster.world.dice("first tokens")
-        self._last: First | None = None  # that passed here
-        self._forgotten = -1.0  # requests that came before this are not known any more
+        self._last: First | None = None  # the last first token that passed here
+        self._forgotten = -1.0  # earlier requests are forgotten
 
     # -- D's client
 
     def reserve(self, decode: DecodeEngine, request: Request, reservation: Reservation) -> None:
-        """D's client posts. Exactly one outcome comes back, unless it hangs up."""
+        """Post a reservation as D's client. Exactly one outcome is returned, unless it hangs up."""
         world = self.cluster.world
         sealed = seal(reservation, world.rng.choice((SECRETS, OLDER)))
         call = Call(decode, decode.incarnation, request, reservation, sealed, world.now)
@@ -93,7 +96,7 @@ class Broker:
         world.after(delay + (world.rng.uniform(0.5, 8.0) if kind == "late" else 0.0), self._posted, transfer)
 
     def _posted(self, transfer: TransferId) -> None:
-        """The POST arrives."""
+        """Handle the POST's arrival."""
         call = self.calls.get(transfer)
         if call is None:
             return
@@ -121,20 +124,20 @@ class Broker:
             world.after(delay, self._post, transfer)
 
     def hung_up(self, transfer: TransferId) -> None:
-        """D has closed its connection: it has what it wanted, or wants it no more, or is dead."""
+        """Handle the end of D's connection: D has its result, has no more use for it, or is dead."""
         call = self.calls.pop(transfer, None)
         if call is not None:
             self._cancel_leg(call)
 
     def decode_died(self, engine: DecodeEngine) -> None:
-        """With it all its connections."""
+        """Close all connections of the engine."""
         for transfer in [t for t, call in self.calls.items() if call.decode is engine]:
             self.hung_up(transfer)
 
     # -- the metaserver
 
     def kill(self) -> None:
-        """All its calls break, in both directions; what it knew is lost."""
+        """Break all calls in both directions, and lose all state."""
         world = self.cluster.world
         if not self.process.alive:
             return
@@ -152,7 +155,7 @@ class Broker:
         self._forgotten = self.cluster.world.now
 
     def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
-        """P has answered its request."""
+        """Handle P's answer."""
         world = self.cluster.world
         if world.chance(self.cluster.settings.faults.http):
             world.fault("http prefill's answer lost")
@@ -166,7 +169,7 @@ class Broker:
                 self.cluster.world.after(delay, self._leg_ended, engine, transfer, "prefill died")
 
     def _dispatch(self, transfer: TransferId) -> None:
-        """Send it to a P: to any, but to another one than before. One in ten is dead for all that is known here."""
+        """Send the request to a P that has not failed it; one time in ten a dead P may be chosen."""
         call = self.calls.get(transfer)
         if call is None or not self.process.alive:
             return
@@ -186,7 +189,7 @@ class Broker:
         if call.mute:
             world.after(READ_TIMEOUT_S, self._outcome, transfer, "read timeout")
         if world.chance(self.cluster.settings.faults.double_dispatch) and call.tried < 2:
-            world.fault("dispatched twice")  # by a router that is not ours
+            world.fault("dispatched twice")  # by another router
             world.after(world.rng.choice((0.0, 0.01, 2.0)), self._dispatch, transfer)
 
     def _try_another(self, call: Call, engine: PrefillEngine, failure: Failure) -> None:
@@ -203,7 +206,7 @@ class Broker:
         if call is None or call.prefill is not engine or call.mute:
             return
         if kind == "prefill died" and call.tried < 2 and self.cluster.settings.faults.double_dispatch:
-            self.cluster.world.fault("dispatched again after a death")  # by a router that is not ours
+            self.cluster.world.fault("dispatched again after a death")  # by another router
             self._dispatch(transfer)
         else:
             self._outcome(transfer, kind, first)
@@ -222,7 +225,7 @@ class Broker:
                 call.decode.scheduler.post(delay, call.decode.outcome, transfer, kind)
 
     def _carry(self, call: Call, first: First, delay: float) -> None:
-        """P's first token on its way to D, with a dice of its own: other worlds are as they were without it."""
+        """Carry P's first token to D, with a random stream of its own, so that other worlds stay unchanged."""
         world, faults, dice = self.cluster.world, self.cluster.settings.first_faults, self._dice
         transfer, told, last = call.reservation.transfer, first, self._last
         self._last = first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed's cluster: engines, broker, network and wire; what goes wrong when; and what must hold at the end."""
+"""One seed's cluster: engines, broker, network and wire; its load and faults; and the promises checked at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from simulation.prefill import PrefillRank
 
 IDLE_S = 1.0  # within which a load ends that failed before any P began to push
-SLACK_S = 10.0  # for what is not the protocol's: steps, delivery, one revocation
+SLACK_S = 10.0  # for times outside the protocol: steps, delivery, one revocation
 
 
 class Cluster:
@@ -42,7 +42,7 @@ class Cluster:
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
         self._telling = self.world.dice("telling")
-        self._sampled: list[str] = []  # of which pushes the first tokens are, by number
+        self._sampled: list[str] = []  # by number: the push of each first token
         self.requests: list[Request] = []
         self._serials: dict[TransferId, int] = {}
         self._bound: dict[object, object] = {}  # source by target, and target by source
@@ -117,7 +117,7 @@ class Cluster:
         self.network.send(sender.scheduler, receiver, deliver, message)
 
     def offering_died(self, incarnation: str) -> None:
-        """Its connections end, and P's kernels see it, unless a host has gone silently."""
+        """End its connections, which P's kernels notice, unless a host has died silently."""
         met = bool(self.settings.p_first or self.settings.at_once)
         if not met or self.world.chance(self.settings.faults.silent_death):
             return
@@ -128,7 +128,7 @@ class Cluster:
     # -- names of transfers
 
     def new_transfer(self, transfer: TransferId) -> int:
-        """A number for every transfer of the whole cluster: small, so that an array can hold it."""
+        """Return a number for every transfer of the cluster: small, so that an array can hold it."""
         self.transfers += 1
         self._serials[transfer] = self.transfers
         return self.transfers
@@ -139,7 +139,7 @@ class Cluster:
     # -- load and faults
 
     def load(self) -> float:
-        """Schedule all arrivals; returns the time of the last."""
+        """Schedule all arrivals. Return the time of the last."""
         rng, s, at = self.world.rng, self.settings, 0.0
         for number in range(s.requests):
             if number % s.burst == 0:
@@ -167,7 +167,7 @@ class Cluster:
         self.arrive(engine, request)
 
     def arrive(self, engine: DecodeEngine, request: Request) -> None:
-        """D's API server takes it in."""
+        """Add a request to D, as its API server does."""
         rng, s = self.world.rng, self.settings
         self.requests.append(request)
         engine.arrive(request)
@@ -176,7 +176,7 @@ class Cluster:
             engine.scheduler.post(rng.choice((0.001, 0.02, 0.2, 5.0, 30.0)), engine.leave, request)
 
     def _mischief(self) -> None:
-        """Perhaps something happens soon: while this request is under way, or while what went wrong is being fenced."""
+        """Schedule at random a fault during this request, or during the fencing after an earlier fault."""
         f, rng = self.settings.faults, self.world.rng
         kinds = (
             (f.stop_prefill, self._stop_prefill),
@@ -194,7 +194,7 @@ class Cluster:
                 )
 
     def _span(self) -> float:
-        """A time that matters: short, about a lease, about a hold, beyond it, or without a bound."""
+        """Return a critical duration: short, about a lease, about a hold, longer, or unbounded."""
         rng, t = self.world.rng, self.settings.timers
         if rng.random() < 0.05:
             self.world.fault("stopped for ten holds or more")
@@ -210,7 +210,7 @@ class Cluster:
         )
 
     def stall(self, rank: PrefillRank) -> None:
-        """Stop a writer just before it submits; perhaps it is killed while what it submits after that is on its way."""
+        """Stop a writer just before it submits; at random, kill it while its later submissions are in flight."""
         if rank.process.partitioned_until < self.world.now:
             self.world.fault("writer stopped before its submission")
             self._pause(rank, 0.5)
@@ -221,7 +221,7 @@ class Cluster:
             self._pause(rank, 0.2)
 
     def _pause(self, rank: PrefillRank, deadly: float) -> None:
-        """Perhaps it is killed while it is stopped, or while what it goes on to submit is on its way."""
+        """At random, kill it while it is stopped, or while what it submits afterwards is in flight."""
         span = self._span()
         rank.process.pause(span)
         if self.settings.faults.kill_prefill and self.world.rng.random() < deadly:
@@ -255,7 +255,7 @@ class Cluster:
         self._end_prefill(engine)
 
     def prefill_ended_itself(self, engine: PrefillEngine) -> None:
-        """It said that it cannot push any more; whoever watches it starts it again."""
+        """Restart an engine that has reported that it cannot push any more, as a supervisor does."""
         if engine.alive:
             self.world.fault("prefill ended over a dead writer")
             self._end_prefill(engine)
@@ -266,7 +266,7 @@ class Cluster:
             self.network.died(rank.process, [r for d in self.decode for r in d.ranks])
         self.world.after(self.world.rng.choice((0.01, 1.0, 30.0)), engine.boot)
         if self.settings.faults.stop_decode and self.world.rng.random() < 0.5:
-            # While what the dead have sent is still on its way.
+            # While writes of the dead processes are still in flight.
             self.world.after(self.world.rng.uniform(0.2, 2.0), self._stop_decode)
 
     def _kill_decode(self) -> None:
@@ -293,13 +293,15 @@ class Cluster:
         self._cut_off(self.world.rng.choice(self.world.rng.choice(self.prefill).ranks))
 
     def cut_off_perhaps(self, rank: PrefillRank) -> None:
-        """In the middle of a prompt, with an engine that goes on only after the lease, or the hold, is over."""
+        """At random, cut a rank off in the middle of a prompt; its engine continues after the lease or the hold."""
         if self.world.chance(self.settings.faults.partition) and self._cut_off(rank):
             rank.engine.scheduler.pause(self._span())
 
     def _cut_off(self, rank: PrefillRank) -> bool:
-        """The side channel of one P worker is cut, and its peers' kernels hear of it; the data path works on. Not
-        together with a stop: a writer that is stopped, cut off, and taken for dead is beyond what a lease can bound."""
+        """Cut the side channel of one P worker; its peers' kernels notice, and the data path works on.
+
+        Not together with a stop: no lease can bound a writer that is stopped, cut off, and considered dead.
+        """
         process = rank.process
         if not process.alive or process.paused or self.world.now - process.disturbed < 2 * self.hold_s:
             return False
@@ -313,7 +315,10 @@ class Cluster:
     # -- promises
 
     def check_duration(self, engine: DecodeEngine, request: Request) -> None:
-        """Promise 4 on D: X + H, and T more if a writer died late; time during which D itself was stopped excepted."""
+        """Check promise 4 on D: X + H, plus T if a writer died late.
+
+        The time during which D itself was stopped does not count.
+        """
         t = self.settings.timers
         stopped = engine.stopped_s() - request.stopped_before
         bound = t.recv_deadline_s + self.hold_s + self.settings.quiet_s + SLACK_S
@@ -327,12 +332,12 @@ class Cluster:
             )
 
     def sampled(self, prompt: Prompt) -> int:
-        """A token for a sample of P's: another one each time, so that it tells whose it is."""
+        """Return a new token for each of P's samples, so that it identifies its sample."""
         self._sampled.append(prompt.push)
         return len(self._sampled)
 
     def check_first(self, engine: DecodeEngine, request: Request, start: Start) -> None:
-        """Promise 6: a held request goes on in time, and if with a token of P's then with that of the push that its KV is of."""
+        """Check promise 6: a held request continues in time; with a token of P's only if its KV is of the same push."""
         waited = self.world.now - request.held - (engine.stopped_s() - request.stopped_before)
         if waited > (self.settings.timers.lease_s if request.whole else FIRST_WAIT_S) + 0.1:
             raise Violation(f"promise 6: {request.name} waited {waited:.1f} s for its first token")
@@ -340,7 +345,7 @@ class Cluster:
             raise Violation(f"promise 6: {request.name} starts with a token that is not of its own push")
 
     def check_hold(self, engine: PrefillEngine, prompt: Prompt) -> None:
-        """Promise 4 on P: finished blocks wait for the deadline at most, and for writes to come home."""
+        """Check promise 4 on P: finished blocks wait until the deadline at most, plus pending writes."""
         t, s = self.settings.timers, self.settings
         stopped = engine.stopped_s() - prompt.stopped_before
         bound = t.recv_deadline_s + s.transfer_timeout_s + s.quiet_s + SLACK_S
@@ -352,7 +357,7 @@ class Cluster:
             )
 
     def check_bound(self, engine: PrefillEngine, message: Meeting) -> None:
-        """A source goes to one target at most, and a target to one source."""
+        """Check that each source is bound to one target at most, and each target to one source."""
         if not isinstance(message, Bound):
             return
         for one, other in ((message.push, message.transfer), (message.transfer, message.push)):
@@ -360,9 +365,9 @@ class Cluster:
                 raise Violation(f"promise 3: P{engine.index} binds {one} to {other}, and before to {self._bound[one]}")
 
     def check_revocation(self, rank: DecodeRank) -> None:
-        """Promise 4: access is revoked only if some writer that is waited for really cannot answer."""
+        """Check promise 4: access is revoked only if some awaited writer really cannot answer."""
         if self.settings.faults.drop + self.settings.faults.late > 0.02:
-            return  # then a run of lost answers is an excuse
+            return  # then a series of lost answers is an excuse
         since = self.world.now - 2 * (self.hold_s + self.settings.quiet_s + self.settings.transfer_timeout_s)
         workers = {worker.process.incarnation: worker for engine in self.prefill for worker in engine.ranks}
         silent = [workers.get(name) for name in rank.waits_for()]
@@ -373,7 +378,7 @@ class Cluster:
             raise Violation(f"promise 4: {rank.process.name} revokes although every writer could have answered")
 
     def check_end(self) -> None:
-        """Promise 5, and that everything has ended, once nothing is left to happen."""
+        """Check promise 5, and that everything has ended once no event is left."""
         for engine in self.decode:
             left = {
                 "waiting requests": len(engine.waiting),

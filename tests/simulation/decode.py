@@ -58,20 +58,21 @@ class Request:
     transfer: TransferId | None = None
     serial: int = 0
     arrived: float = 0.0
-    first: int = 0  # of what is loaded
+    first: int = 0  # first token to load
     end: int = 0
     started: float = 0.0
-    stopped_before: float = 0.0  # seconds that its engine's processes had been stopped when it started
+    stopped_before: float = 0.0  # seconds that its engine's processes had been stopped before it started
     reports: set[int] = field(default_factory=set)
     left: bool = False
-    outputs: list[int] = field(default_factory=list)  # first tokens that its client got: P's, or 0 for D's own
-    push: str = ""  # whose KV it has
-    whole: bool = False  # it can begin with nothing but P's token
-    held: float = 0.0  # since when it waits for its first token, with its KV complete
-    hopeless: float | None = None  # when its engine was told that its prefill has failed, and no P had begun to push
+    outputs: list[int] = field(default_factory=list)  # first tokens sent to the client: P's, or 0 for D's own
+    push: str = ""  # the push of its KV
+    whole: bool = False  # it can begin only with P's token
+    held: float = 0.0  # the time since when it waits for its first token, with its KV complete
+    # the time when its engine learned that its prefill had failed, and no P had begun to push
+    hopeless: float | None = None
     params: dict[str, object] = field(default_factory=dict)
-    leg: Leg | None = None  # of a request whose router does not go to D first
-    source: SourceId | None = None  # of P's answer
+    leg: Leg | None = None  # of a request whose router does not send to D first
+    source: SourceId | None = None  # from P's answer
     state: str = "waiting"
 
 
@@ -85,11 +86,12 @@ class DecodeRank:
         self.process = Process(cluster.world, f"D{engine.index}.{self.index}")
         self.memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
         self.session = cluster.world.name("session")
-        self.owner = np.zeros(engine.shape.blocks, dtype=np.int64)  # which transfer may write here now, by serial
+        # the serial of the transfer that may write each block now
+        self.owner = np.zeros(engine.shape.blocks, dtype=np.int64)
         self.requests: dict[TransferId, Request] = {}
         self.connected: set[str] = set()
         self.reported: set[TransferId] = set()
-        self.undrafted: set[TransferId] = set()  # of a P without the draft model
+        self.undrafted: set[TransferId] = set()  # from a P without the draft model
         self.core = Loads(
             settings.push(),
             stage,
@@ -105,7 +107,7 @@ class DecodeRank:
     # -- what the engine and the world tell it
 
     def apply(self, step: DecodeStep, requests: dict[TransferId, Request]) -> None:
-        """A step's metadata is bound."""
+        """Bind a step's metadata."""
         self.requests.update(requests)
         gate = Event()
         with self._deciding():
@@ -118,7 +120,7 @@ class DecodeRank:
             self.process.post(self.engine.cluster.world.rng.expovariate(1 / 0.004), self._gate, step.binds, gate)
 
     def _gate(self, binds: tuple[Bind, ...], gate: Event) -> None:
-        """The device has finished what ran before: the blocks' earlier life, and their zeroing, end here."""
+        """Open the gate: the device has finished the blocks' earlier use and their zeroing."""
         for bind in binds:
             request = self.requests.get(bind.transfer)
             if request is None or bind.transfer in self.reported:
@@ -151,7 +153,7 @@ class DecodeRank:
     # -- what the core wants done
 
     def _deciding(self) -> DecodeRank:
-        """Effects happen at the end. Not a generator: this runs all the time."""
+        """Run the effects at the end. Not a generator, because this runs very often."""
         return self
 
     def __enter__(self) -> None:
@@ -187,7 +189,7 @@ class DecodeRank:
         elif isinstance(action, Report):
             self._report(action)
         elif isinstance(action, Verify):
-            # Stands for the checksums: compares with what is known to be right.
+            # Simulates the checksums by a comparison with the right bytes.
             wrong = self.engine.first_difference(self, self.requests[action.transfer])
             self.core.verified(self.process.clock(), action.transfer, wrong)
         elif isinstance(action, Revoke):
@@ -217,7 +219,7 @@ class DecodeRank:
         self.owner[self.owner == request.serial] = 0
 
     def waits_for(self) -> list[str]:
-        """Incarnations of the writers that fences on this rank wait for."""
+        """Return the incarnations of the writers that fences on this rank wait for."""
         receiver = self.core._receiver
         transfers = receiver._transfers.values() if receiver is not None else ()
         fenced = [record for record in transfers if record.state is ReservationState.FENCING]
@@ -231,7 +233,7 @@ class DecodeRank:
 
 
 class DecodeEngine:
-    """One slot for a D engine; its incarnations come and go."""
+    """One slot for a D engine, whose incarnations follow each other."""
 
     def __init__(self, cluster: Cluster, index: int, shape: Shape) -> None:
         self.cluster = cluster
@@ -242,7 +244,7 @@ class DecodeEngine:
         self.boot()
 
     def boot(self) -> None:
-        """A new incarnation, with nothing remembered."""
+        """Start a new incarnation without any state."""
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
@@ -255,7 +257,7 @@ class DecodeEngine:
         self.waiting: deque[Request] = deque()
         self.loading: dict[str, Request] = {}
         self.decoding: dict[str, Request] = {}
-        self.held: dict[str, Request] = {}  # by their book of first tokens
+        self.held: dict[str, Request] = {}  # by request id, as in the book of first tokens
         self.outcomes: deque[tuple[TransferId, str, First | None]] = deque()
         self._by_transfer: dict[TransferId, Request] = {}
         self._stepping = False
@@ -263,7 +265,7 @@ class DecodeEngine:
         self._bound_at = [0.0] * len(self.ranks)
 
     def kill(self) -> None:
-        """The executor takes all its processes with it."""
+        """Kill all processes, as the executor does."""
         world = self.cluster.world
         self.alive = False
         for process in (self.scheduler, *(rank.process for rank in self.ranks)):
@@ -284,12 +286,12 @@ class DecodeEngine:
         self._poke()
 
     def outcome(self, transfer: TransferId, kind: str, first: First | None = None) -> None:
-        """The metaserver client's callback."""
+        """Handle the metaserver client's callback."""
         self.outcomes.append((transfer, kind, first))
         self._poke()
 
     def leave(self, request: Request) -> None:
-        """The client is gone."""
+        """Handle a client's disconnection."""
         request.left = True
         if request in self.waiting:
             self.waiting.remove(request)
@@ -300,7 +302,7 @@ class DecodeEngine:
             self._poke()
 
     def _finish(self, request: Request) -> None:
-        """The request ends, as vLLM tells its connector."""
+        """End the request, and notify the connector as vLLM does."""
         self._way(request)
         ended = self.desk.finished(request.name)
         self._spare(ended.unwanted)
@@ -315,7 +317,7 @@ class DecodeEngine:
     # -- offers
 
     def _way(self, request: Request) -> Way | None:
-        """Where its KV is to be had: what a router sent with it, or a ticket of the metaserver."""
+        """Return the source of its KV: from the router's message, or a ticket of the metaserver."""
 
         def read() -> Way | None:
             if (leg := request.leg) is not None:
@@ -371,7 +373,7 @@ class DecodeEngine:
         world = self.cluster.world
         requests = {bind.transfer: self._by_transfer[bind.transfer] for bind in step.binds}
         for rank in self.ranks:
-            # Ranks bind a step at different times, but every rank binds the steps in order.
+            # Ranks bind a step at different times, but each rank binds the steps in order.
             at = max(self._bound_at[rank.index] + 1e-6, world.now + world.rng.uniform(0.0001, 0.01))
             self._bound_at[rank.index] = at
             rank.process.post(at - world.now, rank.apply, step, requests)
@@ -433,7 +435,7 @@ class DecodeEngine:
         return True
 
     def reported(self, loaded: Loaded, rank: int) -> None:
-        """One worker's finished_recving, and what it says of it; vLLM acts when all have reported."""
+        """Handle one worker's finished_recving; vLLM acts when all workers have reported."""
         request = self.loading.get(loaded.request_id)
         if request is None or rank in request.reports:
             raise Violation(f"promise 5: D{self.index}: rank {rank} reported {loaded.request_id} twice")
@@ -469,7 +471,7 @@ class DecodeEngine:
             self._decode(request)  # after a failure: kv_load_failure_policy = recompute
 
     def _go_on(self, start: Start) -> None:
-        """A held request has its first token, or computes it."""
+        """Continue a held request with its first token, or compute that."""
         request = self.held.pop(start.request_id, None)
         if request is None:
             raise Violation(f"promise 6: {start.request_id} goes on, and was not held")
@@ -490,7 +492,7 @@ class DecodeEngine:
         self._decode(request)
 
     def _decode(self, request: Request) -> None:
-        if not request.outputs:  # else it was preempted, and the client has it
+        if not request.outputs:  # otherwise it was preempted, and the client has its token
             request.outputs.append(0)
         self.decoding[request.name] = request
         request.state = "decoding"
@@ -499,7 +501,7 @@ class DecodeEngine:
     def _decoded(self, request: Request) -> None:
         del self.decoding[request.name]
         if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
-            # Its blocks go at once; when it is scheduled again its KV must be computed here, not loaded again.
+            # Its blocks are freed at once; when it is scheduled again D computes the KV instead of loading it.
             self.cluster.world.fault("decode preempted")
             self.free.extend(request.tables.clear())
             request.state = "waiting"
@@ -527,15 +529,20 @@ class DecodeEngine:
                 raise Violation(f"promise 3: {request.name} ended well on {rank.process.name} with wrong KV in {wrong}")
 
     def _looked_at(self, group: Group, request: Request) -> int:
-        """The first token that D needs to be there: one that the next token looks at, or of a block with such a one, because the block
-        is cached as a whole."""
+        """Return the first token that must be present: one that the next token sees, or one of the same block.
+
+        The whole block counts because it is cached as a whole.
+        """
         if group.matters == ALL or group.stateful:
             return request.first
         seen = [token for token in range(request.first, request.end) if token > request.end - group.n]
         return max(request.first, min(seen, default=request.end) // group.block_size * group.block_size)
 
     def first_difference(self, rank: DecodeRank, request: Request) -> str | None:
-        """The first layer whose bytes are not what prefill computed; a P without the draft model has none of its."""
+        """Return the first layer whose bytes differ from those that prefill computed.
+
+        A P without the draft model has none of its layers.
+        """
         memory = rank.memory
         tables, cells = request.tables.arrays(), {}
         for planes in memory.kinds:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchanges of prefill ranks on a simulated device: what is launched runs later, in order, when every rank has come.
+"""The exchanges of prefill ranks on a simulated device: launched work runs later, in order, when all ranks are there.
 
-The production Regrouper launches an exchange from a layer's hook, as on an NPU; here is what it launches into. A rank's
-stream goes on although its process is stopped; a collective waits for the last of its ranks. Bytes really move, by the
-production plans' own tables.
+The production Regrouper launches an exchange from a layer's hook, as on an NPU; this is the device that it uses. A
+rank's stream continues although its process is stopped; a collective waits for the last of its ranks. Bytes really
+move, by the tables of the production plans.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm_ascend_pd.geometry.regroup import RegroupPlan
 from vllm_ascend_pd.regroup.exchange import Outcome, strangers, tag_after
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
-STAGING = 1 << 40  # where staging slots lie: far from every cache
+STAGING = 1 << 40  # addresses of staging slots: far from every cache
 Bytes = NDArray[np.uint8]
-Moves = tuple[NDArray[np.int64], NDArray[np.int64]]  # where each byte comes from, where it goes
+Moves = tuple[NDArray[np.int64], NDArray[np.int64]]  # the source and the destination of each byte
 
 
 class Flat:
-    """Registered memory as `Staging` sees it: a length, an address, slices."""
+    """Registered memory with the interface that `Staging` needs: a length, an address, slices."""
 
     def __init__(self, content: Bytes, address: int = STAGING) -> None:
         self.bytes = content
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """What fills one slot; `tags` are what its sources said last, by slot number."""
+    """Moves that fill one slot; `tags` are the last tags of its sources, by slot number."""
 
     own: Moves
     received: Moves
@@ -72,7 +72,7 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """A plan as byte moves, once for all layers that are alike."""
+    """A plan as byte moves, made once for all layers of one shape."""
 
     plan: RegroupPlan
     send: Moves
@@ -95,18 +95,18 @@ class Launched:
 
 
 class Stream:
-    """The device of one rank, and its part in the group's collectives: stands for Device and for Exchange."""
+    """The device of one rank, and its part in the group's collectives: replaces Device and Exchange."""
 
     exchanges_inline = True
 
     def __init__(self, group: Group, rank: int, memory: Memory, told: Callable[[], None]) -> None:
         self.collectives = self.nbytes = 0
         self.seconds = 0.0
-        self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part goes wrong
+        self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part fails
         self.queue: deque[Launched] = deque()
         self._group, self._rank, self._memory, self._told = group, rank, memory, told
         self._tags: dict[int, dict[int, int]] = {}
-        self._after: Event | None = None  # while something is launched: behind which event of the compute stream
+        self._after: Event | None = None  # during a launch: the event of the compute stream that it follows
         self._last = Event(reached=True)
         group.streams.append(self)
 
@@ -141,7 +141,7 @@ class Stream:
         return Tables(plan, cache_moves(planes, plan.send), tuple(slots))
 
     def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
-        """Enqueue only."""
+        """Enqueue the exchange without running it."""
         number = tag_after(self.collectives)
         self.collectives += tables.plan.exchanges
         failed = self.fails()
@@ -155,13 +155,13 @@ class Stream:
     # -- the stream
 
     def soon(self) -> None:
-        """Something that was waited for may be there."""
+        """Look soon for something that was waited for."""
         self._group.soon()
 
     def gather(self, launched: Launched) -> None:
         source, target = launched.tables.send
         launched.sent = np.zeros(sum(launched.tables.plan.send_splits), dtype=np.uint8)
-        if launched.tag:  # else whatever lay in the buffer goes out
+        if launched.tag:  # otherwise the buffer's old contents are sent
             launched.sent[target] = self._memory.layer(launched.layer)[source]
 
     def assemble(self, launched: Launched, received: Bytes, tags: dict[int, int]) -> None:
@@ -189,7 +189,7 @@ class Group:
         self._looking = False
 
     def soon(self) -> None:
-        """Look in an event of its own: a violation must not end in the caller's handler for errors."""
+        """Look in a separate event: a violation must not end in the caller's error handler."""
         if not self._looking:
             self._looking = True
             self._world.after(0.0, self._look)
@@ -199,7 +199,10 @@ class Group:
         self.advance()
 
     def advance(self) -> None:
-        """Start what can start. A rank reads its cache when its stream gets there, not when the last rank comes."""
+        """Start all that can start.
+
+        A rank reads its cache when its stream gets there, not when the last rank arrives.
+        """
         for stream in self.streams:
             if stream.queue and stream.queue[0].sent is None and stream.queue[0].after.reached:
                 stream.gather(stream.queue[0])
@@ -248,7 +251,7 @@ class Group:
 
 
 def cache_moves(planes: Planes, rows: Rows) -> Moves:
-    """The bytes that a table of cache rows moves, within one layer."""
+    """Return the bytes moved by a table of cache rows, within one layer."""
     if not len(rows):
         return _NOWHERE
     at = np.array(planes.at)
@@ -263,7 +266,7 @@ def cache_moves(planes: Planes, rows: Rows) -> Moves:
 
 
 def buffer_moves(rows: Rows) -> Moves:
-    """The bytes that a table of buffer rows moves."""
+    """Return the bytes moved by a table of buffer rows."""
     if not len(rows):
         return _NOWHERE
     cell, heads, tokens, src, src_head, src_token, dst, dst_head, dst_token = rows.T
@@ -277,7 +280,7 @@ _NOWHERE: Moves = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
 def _cells(heads: Rows, tokens: Rows) -> tuple[Rows, Rows, Rows]:
-    """Row, head and token of every cell."""
+    """Return row, head and token of every cell."""
     count = heads * tokens
     row = np.repeat(np.arange(len(count)), count)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)

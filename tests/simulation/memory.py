@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's KV cache as a small real array, and what each prompt's KV looks like byte by byte."""
+"""One rank's KV cache as a small real array, and the bytes of each prompt's KV."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.protocol import messages
 
 _POOL = np.random.default_rng(7).integers(0, 256, 1 << 20, dtype=np.uint8)
-_PERIOD = 1_048_573  # of longer prompts; a prime, so that no block is like another
-NOISE = 0xEE  # what zeroing, or the step before, leaves in a block
+_PERIOD = 1_048_573  # of longer prompts; a prime, so that no two blocks are alike
+NOISE = 0xEE  # bytes that zeroing, or the step before, leaves in a block
 BASE = 1 << 20  # addresses do not start at zero
 
-Cells = list[tuple[NDArray[np.int64], NDArray[np.uint8]]]  # by region: where, and what
+Cells = list[tuple[NDArray[np.int64], NDArray[np.uint8]]]  # by region: place, and bytes
 
 
 class Content:
-    """The KV of one prompt. A cell is (token, head), or (block, head) with all its filled tokens where tokens are opaque. Of states it is
-    (tokens so far, head)."""
+    """The KV of one prompt.
+
+    A cell is (token, head), or (block, head) with all its filled tokens where tokens are opaque. Of states it is
+    (tokens so far, head).
+    """
 
     def __init__(self, seed: int) -> None:
         self._start = seed * 7919 % (len(_POOL) - (1 << 16))
@@ -30,7 +33,7 @@ class Content:
     def cells(
         self, kind: CacheGeometry, region: Region, first: int, last: int, heads: range, computed: int
     ) -> NDArray[np.uint8]:
-        """Cells [first, last) of `heads` in layer 0, if that is of this kind, before its shade: shape (cells, heads, bytes)."""
+        """Return the cells [first, last) of `heads` in layer 0, before its shade: shape (cells, heads, bytes)."""
         width = region.cell_bytes
         size = kind.kv_heads * width
         begin, end = self._start + first * size, self._start + last * size
@@ -44,13 +47,15 @@ class Content:
 
 
 def shade(layer: int, region: int) -> int:
-    """How layer `layer` (index in the whole model) and region differ from layer 0, region 0."""
+    """Return the difference of layer `layer` (index in the whole model) and region to layer 0, region 0."""
     return (37 * layer + 101 * region) % 256
 
 
 class Planes:
-    """The layers of one kind in one rank, one behind the other: where they begin in its memory, and their blocks. Layers of several
-    groups that are alike share it."""
+    """The layers of one kind in one rank, one after the other: their offsets in its memory, and their blocks.
+
+    Equal layers of several groups share it.
+    """
 
     def __init__(self, kind: CacheGeometry, layers: int, blocks: int, rank: int, start: int) -> None:
         self.kind, self.regions = kind, kind.regions
@@ -59,7 +64,7 @@ class Planes:
         self.world, self.part = kind.dcp * kind.pcp, again * kind.dcp + place % kind.dcp
         self.start, self.layers, self._blocks = start, layers, blocks
         self.sizes = [region.block_stride * blocks for region in self.regions]  # bytes of each region of one layer
-        self.at = [0, *itertools.accumulate(self.sizes)]  # where they begin in their layer
+        self.at = [0, *itertools.accumulate(self.sizes)]  # offsets in the layer
         self.layer = self.at[-1]
         self.end = start + layers * self.layer
         self._begins, self._borders = np.array(self.at[:-1]), np.array(self.at[1:-1])
@@ -76,22 +81,24 @@ class Planes:
         return block
 
     def by_block(self, memory: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """Of each region the bytes of all layers: by layer, by block."""
+        """Return for each region the bytes of all layers: by layer, by block."""
         layers = memory[self.start : self.end].reshape(self.layers, self.layer)
         return [
             layers[:, begin:end].reshape(self.layers, self._blocks, -1) for begin, end in itertools.pairwise(self.at)
         ]
 
     def cell_range(self, first: int, last: int) -> tuple[int, int]:
-        """Tokens to cells."""
+        """Return the cells of tokens."""
         size = self.kind.block_size
         if self.kind.own.stateful:
-            return last, last + 1  # the state after the last
+            return last, last + 1  # the state after the last token
         return (first // size, -(-last // size)) if self.kind.opaque else (first, last)
 
     def cells(self, content: Content, blocks: NDArray[np.int64], first: int, last: int, computed: int) -> Cells:
-        """By region, where the cells [first, last) lie inside it and what they are before their shade; `blocks` is the block table from
-        token 0. Regions that lie alike share them."""
+        """Return by region the places of the cells [first, last), and their bytes before the shade.
+
+        `blocks` is the block table from token 0. Regions of one layout share the places.
+        """
         found: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.uint8]]] = {}
         own, places = self._own(first, last)
         cells = []
@@ -104,7 +111,7 @@ class Planes:
         return cells
 
     def _own(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which of the cells [first, last) this rank has, from the first on, and where: they lie one behind the other."""
+        """Return which of the cells [first, last) this rank has, and their places, which are consecutive."""
         cells = np.arange(last)
         if self.world == 1:
             return cells[first:] - first, cells[first:]
@@ -125,8 +132,11 @@ class Planes:
 
 
 class Memory:
-    """All layers and regions of one rank: kind by kind, one after the other. Kinds that differ in their groups alone are at the same
-    addresses, the first layer of each at the first, as vLLM lays them: a block is one group's at a time, in all of them."""
+    """All layers and regions of one rank, kind by kind.
+
+    Kinds that differ only in their groups are at the same addresses, the first layer of each at the first, as in vLLM:
+    in all of them a block belongs to one group at a time.
+    """
 
     def __init__(self, settings: Settings, shape: Shape, geometry: CacheGeometry, rank: int, stage: int | None) -> None:
         numbers, names = settings.names(), geometry.layers if stage is None else geometry.stages[stage]
@@ -165,14 +175,14 @@ class Memory:
             planes[:, blocks] = NOISE
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The block in which each byte lies."""
+        """Return the block of each byte."""
         if len(self._apart) == 1:
             return self._apart[0].block_of(addresses)
         which = self._ends.searchsorted(addresses, side="right")
         return which.choose([planes.block_of(addresses) for planes in self._apart])
 
     def layer(self, index: int) -> NDArray[np.uint8]:
-        """All regions of one layer."""
+        """Return all regions of one layer."""
         start, planes = self._starts[index], self.of[index]
         return self.bytes[start : start + planes.layer]
 

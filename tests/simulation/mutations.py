@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol with one rule taken out at a time. The simulator must find each of them: that is how we know that it
-looks. Nothing of this is in the package: rules are removed by replacing a machine, a guard, a cell or the fence."""
+"""The protocol with one rule removed at a time; the simulator must find each of them, which proves that it checks.
+
+None of this is in the package: rules are removed by replacing a machine, a guard, a cell or the fence.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ MEETING_TABLE = Meetings.table
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`Mutation()` is the protocol as it is."""
+    """A mutation of the protocol. `Mutation()` changes nothing."""
 
     name: str = ""
     receiver: Callable[..., Receiver] = Receiver
@@ -70,12 +72,12 @@ class Mutation:
     computing: Callable[..., Computing] = Computing
     seeds: Callable[..., SeedBook] = SeedBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
-    blunt_revocation: bool = False  # D goes on under the session that it has revoked
+    blunt_revocation: bool = False  # D continues under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
     steps: Callable[..., Steps] = Steps
-    world: Callable[[Settings], Settings] = lambda settings: settings  # in which the rule is needed often enough
-    divided: bool = False  # a world with context parallelism, which others are changed as if they had none
+    world: Callable[[Settings], Settings] = lambda settings: settings  # a world that needs the rule often enough
+    divided: bool = False  # a world with context parallelism, which the others remove
 
     def settings(self, seed: int) -> Settings:
         drawn = draw(seed)
@@ -83,7 +85,7 @@ class Mutation:
 
 
 def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any:
-    """The table, with what `machine` does in place of what the package's does."""
+    """Return the table with the methods of `machine` in place of the package's."""
     return {
         state: {event: replace(cell, effect=getattr(machine, cell.effect.__name__)) for event, cell in cells.items()}
         for state, cells in table.items()
@@ -91,14 +93,14 @@ def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any
 
 
 class Uncut(Desk):
-    """P computes the last token of a prompt, though D needs what is there before it."""
+    """P computes the last token of a prompt, although D needs the state before it."""
 
     def cuts(self, request_id: str) -> bool:
         return False
 
 
 class FreeBeforeFence(Receiver):
-    """D reports a failure without waiting for anybody."""
+    """D reports a failure without waiting for any writer."""
 
     class Machine(ReservationMachine):
         def fence(self, now: float, record: Transfer, failure: Failure) -> None:
@@ -110,7 +112,7 @@ class FreeBeforeFence(Receiver):
 
 
 class ReadyBeforeBind(Receiver):
-    """D grants authority before the blocks' earlier life has ended."""
+    """D grants authority before the blocks' earlier use has ended."""
 
     class Machine(ReservationMachine):
         def park(self, now: float, record: Transfer, heard: Heard[Any]) -> None:
@@ -123,7 +125,7 @@ class ReadyBeforeBind(Receiver):
 
 
 def _conclude(machine: Any, now: float, record: Transfer) -> None:
-    """As if the last contributor had said DONE."""
+    """Conclude as if the last contributor had said DONE."""
     record.state = ReservationState.VERIFYING if machine.guards.verify else ReservationState.CLOSED_OK
     (machine.compare if machine.guards.verify else machine.report)(now, record, None)
 
@@ -146,7 +148,7 @@ class DoneCountedTwice(Receiver):
 
 
 class AnyIncarnationReceiver(Receiver):
-    """D believes whoever answers at the address."""
+    """D accepts messages of any incarnation at the address."""
 
     class Guards(ReservationGuards):
         def same_process(self, writer: Writer, p_incarnation: str) -> bool:
@@ -156,7 +158,7 @@ class AnyIncarnationReceiver(Receiver):
 
 
 class AnyIncarnationSender(Sender):
-    """P answers for whoever lived at its address before."""
+    """P answers for earlier incarnations at its address."""
 
     def message(self, now: float, peer: Any, message: Message) -> list[Action]:
         mine = msgspec.structs.replace(message, p_incarnation=self._words.incarnation)
@@ -164,7 +166,7 @@ class AnyIncarnationSender(Sender):
 
 
 class SuccessInSpiteOfFailed(Receiver):
-    """D takes FAILED for an end like any other."""
+    """D treats FAILED like any other end."""
 
     class Machine(ReservationMachine):
         def end(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
@@ -175,7 +177,7 @@ class SuccessInSpiteOfFailed(Receiver):
                     _conclude(self, now, record)
 
     machine = Machine
-    table = {  # noqa: RUF012 - as its base has it
+    table = {  # noqa: RUF012 - like its base
         **RESERVATION_TABLE,
         ReservationState.OPEN: {
             **RESERVATION_TABLE[ReservationState.OPEN],
@@ -187,7 +189,7 @@ class SuccessInSpiteOfFailed(Receiver):
 
 
 class LeaseNotChecked(Sender):
-    """P writes as long as it likes, once it was allowed to."""
+    """P writes without a time limit once it was allowed to."""
 
     class Machine(PairMachine):
         def extend(self, now: float, pair: Pair, heard: Heard[Any]) -> None:
@@ -198,7 +200,7 @@ class LeaseNotChecked(Sender):
 
 
 class CancelNotAcknowledged(Sender):
-    """P stops when it is told to, and says nothing about it."""
+    """P stops on request without acknowledging it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -222,7 +224,7 @@ class CancelNotAcknowledged(Sender):
 
 
 class CancelAnsweredAtOnce(Sender):
-    """P says that it is quiet as soon as it is asked, whatever is still out."""
+    """P reports that it is quiet as soon as it is asked, despite pending writes."""
 
     def message(self, now: float, peer: Any, message: Message) -> list[Action]:
         actions = super().message(now, peer, message)
@@ -232,7 +234,7 @@ class CancelAnsweredAtOnce(Sender):
 
 
 class QuarantineSkipped(Sender):
-    """P calls itself quiet as soon as the transport has given up."""
+    """P counts as quiet as soon as the transport has given up."""
 
     class Guards(PairGuards):
         def settled(self, pair: Pair) -> bool:
@@ -242,7 +244,7 @@ class QuarantineSkipped(Sender):
 
 
 class LostForgiven(Sender):
-    """P takes a write that failed for one that landed, and says DONE."""
+    """P counts a failed write as landed, and says DONE."""
 
     class Machine(PairMachine):
         def fail_lost(self, now: float, pair: Pair, claim: Claim) -> None:
@@ -254,7 +256,7 @@ class LostForgiven(Sender):
 
 
 class DoneFromLostSource(Sender):
-    """P says DONE although the blocks were overwritten while it was writing, or a unit was never offered."""
+    """P says DONE although its blocks were overwritten during the writes, or a unit was never offered."""
 
     class Guards(PairGuards):
         def delivered(self, pair: Pair) -> bool:
@@ -264,7 +266,7 @@ class DoneFromLostSource(Sender):
 
 
 class SealedPushRestarted(Sender):
-    """P starts a push over although some ranks may have said DONE."""
+    """P restarts a push although some ranks may have said DONE."""
 
     def restart(self, now: float, push: str) -> list[Action]:
         record = self._pushes.get(push)
@@ -283,7 +285,7 @@ class _CountsAll(RunningClock):
 
 
 class SealedPushOrderedAgain(PushBook):
-    """P's scheduler orders it, too."""
+    """P's scheduler orders that restart, too."""
 
     def preempted(self, request_id: str) -> None:
         tracked = self._tracked.get(request_id)
@@ -293,7 +295,7 @@ class SealedPushOrderedAgain(PushBook):
 
 
 class StageNotAwaited(Receiver):
-    """D waits for one stage of P, though others have layers for it too."""
+    """D waits for one stage of P, although others have layers for it, too."""
 
     class Guards(ReservationGuards):
         def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
@@ -303,7 +305,7 @@ class StageNotAwaited(Receiver):
 
 
 class OneStageForAll(OrderBook):
-    """P pushes to the workers of D's first stage alone."""
+    """P pushes only to the workers of D's first stage."""
 
     def _destinations(self, d: CacheGeometry) -> tuple[int, ...]:
         return tuple(worker for worker in super()._destinations(d) if worker < d.tp_size)
@@ -314,7 +316,7 @@ class FirstStageServed(Pushes):
 
 
 class HoldWhileStopped(Receiver):
-    """D's holds run on while D is stopped."""
+    """D's holds continue to expire while D is stopped."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -327,7 +329,7 @@ class _Trusting(Fence):
 
 
 class AnswerBelievedAfterStop(Receiver):
-    """D believes FAILED(quiescent) at once, though its own buffers may still hold what was written before."""
+    """D believes FAILED(quiescent) at once, although its own buffers may still hold earlier writes."""
 
     fence = _Trusting
 
@@ -340,13 +342,13 @@ class _HoldOnly(Fence):
 
 
 class GoneIsQuiet(Receiver):
-    """D asks only for the hold once a writer's process is gone, even if it ended a moment ago."""
+    """D only waits for the hold once a writer's process is gone, even if it has just ended."""
 
     fence = _HoldOnly
 
 
 class TimeAloneFrees(Receiver):
-    """D takes an expired hold for a proof."""
+    """D treats an expired hold as a proof."""
 
     class Impatient(Fence):
         def proven_at(self, writer: Writer) -> float | None:
@@ -356,7 +358,7 @@ class TimeAloneFrees(Receiver):
 
 
 class SlotsReused(Pushes):
-    """P takes a staging slot back as soon as its bytes were offered."""
+    """P reuses a staging slot as soon as its bytes were offered."""
 
     def staged(self, now: float, item: Staged, strangers: Any, sums: Any) -> None:
         super().staged(now, item, strangers, sums)
@@ -369,7 +371,7 @@ class SlotsReused(Pushes):
 
 
 class StaysAway(Pushes):
-    """A rank that missed nothing takes no part when an exchange is made again."""
+    """A rank that missed nothing takes no part in the repetition of an exchange."""
 
     def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
         waiting = self.exchanges.missed._waiting.values() if self.exchanges is not None else ()
@@ -378,7 +380,7 @@ class StaysAway(Pushes):
 
 
 class NotDrained(Pushes):
-    """P overwrites preempted blocks without waiting for what reads them, or telling anybody."""
+    """P overwrites preempted blocks without waiting for their readers, and without a report."""
 
     def preempt(self, now: float, names: Iterable[str]) -> None:
         for push in self._named(names):
@@ -396,28 +398,28 @@ class DrainedAtOnce(Pushes):
 
 
 class DrainedForEver(Pushes):
-    """P's forward waits for preempted blocks as long as somebody reads them."""
+    """P's forward waits for preempted blocks without a time limit."""
 
     def draining(self, now: float) -> float:
         return super().draining(min(now, self._drained_by - 1.0))
 
 
 class ReportedBeforeClosed(Pushes):
-    """P's workers report a request as soon as it ends, whatever still reads its blocks."""
+    """P's workers report a request as soon as it ends, although its blocks are still read."""
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
         return {request for request in ended if self._reported_to.pop(request, None) is not None}
 
 
 class ReportedWithoutBlocks(Pushes):
-    """P's workers report requests of which no blocks are held."""
+    """P's workers report requests that hold no blocks."""
 
     def _untold(self, push: Push) -> None:
-        """Nothing is taken back."""
+        """Withdraw nothing."""
 
 
 class EndsSwallowed(LoadBook):
-    """D takes a load that failed on some ranks for a complete one."""
+    """D treats a load that failed on some ranks as complete."""
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
         super().ended(end for end in ends if not end.code)
@@ -438,7 +440,7 @@ class NoAnswerGood(LoadBook):
 
 
 class ReservedTooLittle(LoadBook):
-    """D tells P a token less than it has bound."""
+    """D reserves one token less than it has bound."""
 
     def reserve(self, *args: Any) -> Bind:
         bind = super().reserve(*args)
@@ -446,7 +448,7 @@ class ReservedTooLittle(LoadBook):
 
 
 class ReadyUnheeded(Pushes):
-    """P does not wake its writer when D has said READY."""
+    """P does not wake its writer at D's READY."""
 
     def message(self, now: float, peer: Any, message: Message) -> None:
         super().message(now, peer, message)
@@ -461,42 +463,42 @@ class PrivatePlans(Pushes):
 
 
 class SessionsMixed(Pushes):
-    """P writes what an address's old and new session were told in one batch."""
+    """P writes for the old and the new session of an address in one batch."""
 
     def _session(self, claim: Claim) -> str | None:
         return None
 
 
 class StrangersBelieved(Pushes):
-    """P writes what an exchange brought without looking who gave it."""
+    """P writes the results of an exchange without checking their sender."""
 
     def staged(self, now: float, item: Staged, strangers: Any, sums: Sequence[Sums]) -> None:
         super().staged(now, item, [[] for _ in item.slots], sums)
 
 
 class SealsEarly(Pushes):
-    """P seals a push although exchanges owe it something."""
+    """P seals a push although exchanges still have parts of it."""
 
     def _owes(self, push: Push) -> bool:
         return False
 
 
 class UnissuedLanded(Pushes):
-    """P goes on after a write of which nothing was sent, as if it had landed."""
+    """P continues after a write of which nothing was sent, as if it had landed."""
 
     def finished(self, now: float, batch: Batch, state: WriteState) -> None:
         super().finished(now, batch, WriteState.LANDED if state is WriteState.UNISSUED else state)
 
 
 class DeadWriterForgotten(Pushes):
-    """What a dead writer had out counts as over at once."""
+    """Pending writes of a dead writer count as over at once."""
 
     def finished(self, now: float, batch: Batch, state: WriteState) -> None:
         super().finished(now, batch, WriteState.UNISSUED if self.dead else state)
 
 
 class DraftsTooEarly(Steps):
-    """P pushes the draft model's layers with the target's last one: before they are written."""
+    """P pushes the draft model's layers with the target's last one, before they are written."""
 
     def _mark(self, current: Any, index: int) -> None:
         super()._mark(current, index)
@@ -506,7 +508,7 @@ class DraftsTooEarly(Steps):
 
 
 class DraftsWithoutHook(Steps):
-    """P pushes at the end of a step whatever is missing, as it once did."""
+    """P pushes all missing layers at the end of a step, as an earlier version did."""
 
     def end(self) -> None:
         if self._current is not None:
@@ -515,7 +517,7 @@ class DraftsWithoutHook(Steps):
 
 
 class IndexersTooEarly(Steps):
-    """P takes the hook of one attention for the indexer of the next: its keys are not written yet."""
+    """P takes the hook of one attention for the indexer of the next, whose keys are not written yet."""
 
     def _companions(self) -> dict[int, list[int]]:
         found = super()._companions()
@@ -527,7 +529,7 @@ class IndexersTooEarly(Steps):
 
 
 class WindowTooShort(Pushes):
-    """P pushes a block less of what is in a window."""
+    """P pushes a block less of each window."""
 
     def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
         lo, hi = super()._leaving(push, pairing, piece)
@@ -542,13 +544,13 @@ class _PartOfAnother(StepPlanner):
 
 
 class PartOfAnother(Pushes):
-    """P takes each of D's ranks for the one that holds the tokens behind its own."""
+    """P confuses D's ranks: it takes each for the one that holds the tokens after its own."""
 
     planner_type = _PartOfAnother
 
 
 class FoundByAddress(Pushes):
-    """P takes layers at one address for one layer: the first of them."""
+    """P takes all layers at one address for the first of them."""
 
     def _start(self, now: float, start: PushStart) -> None:
         super()._start(now, start)
@@ -567,7 +569,7 @@ class WrongGroup(Pushes):
 
 
 class ScaleOfAnotherBlock(Pushes):
-    """P reads the scales of the block before."""
+    """P reads the scales of the previous block."""
 
     def _plan(self, now: float, number: int, slices: Iterable[PushSlice]) -> StepPlan:
         planned = super()._plan(now, number, slices)
@@ -585,7 +587,7 @@ class ScaleOfAnotherBlock(Pushes):
 
 
 class StateTooEarly(Steps):
-    """P takes states for computed with the first hook of a step, or before."""
+    """P counts states as computed at the first hook of a step, or earlier."""
 
     def begin(self, step: PrefillStep) -> None:
         super().begin(step)
@@ -606,20 +608,20 @@ class StateOfOneTokenLess(PushBook):
 
 
 class StateOfEveryStep(Pushes):
-    """P pushes the state after every chunk: an older one may land after a newer."""
+    """P pushes the state after every chunk, so that an older one may land after a newer."""
 
     def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
         lo, hi = super()._leaving(push, pairing, piece)
         if push.pairings[pairing].d.own.stateful and piece.after > push.reservation.first:
             table = push.tables[push.pairings[pairing].p.group]
-            if len(table.told):  # with what was cached none is
-                table.ids[0], table.known = table.told[-1], 1  # the newest that was told
+            if len(table.told):  # with cached tokens there is none
+                table.ids[0], table.known = table.told[-1], 1  # the newest reported one
                 return 0, 1
         return lo, hi
 
 
 class ToldWithEveryStep(PushBook):
-    """As P's scheduler would have to say it: where the state is now."""
+    """P's scheduler reports the place of the state with every step."""
 
     def scheduled(
         self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
@@ -638,7 +640,7 @@ class ToldWithEveryStep(PushBook):
 
 
 class LastTokenLoaded(LoadBook):
-    """D has the last token of the prompt loaded too, and runs it again without what its window needs."""
+    """D loads the prompt's last token, too, and computes it again without what its window needs."""
 
     def wanted(self, request_id: str, prompt_length: int, computed: int, *, leaves_last: bool = False) -> int:
         return super().wanted(request_id, prompt_length, computed)
@@ -657,7 +659,10 @@ class Reached:
 
 
 class LooksTooEarly(SimulatedWriter):
-    """P's writer looks what came home after it has submitted: what that makes room for waits for other news."""
+    """P's writer looks for finished writes only after it has submitted.
+
+    Work that they make room for waits for other news.
+    """
 
     def turn(self) -> None:
         self._announce(self._computed)
@@ -666,11 +671,11 @@ class LooksTooEarly(SimulatedWriter):
         self._poll()
 
 
-# Worlds in which what a rule is for happens all the time. The protocol itself must hold in them too.
+# Worlds that need a rule all the time. The unchanged protocol must hold in them, too.
 
 
 class HoldFreedEarly(Meetings):
-    """P gives the blocks of a source back when its request ends, and goes on to offer them."""
+    """P frees the blocks of a source when its request ends, and continues to offer them."""
 
     def hold(self, now: float, record: Record) -> None:
         super().hold(now, record)
@@ -681,7 +686,7 @@ HoldFreedEarly.table = _of(HoldFreedEarly, MEETING_TABLE)
 
 
 class HoldForEver(Meetings):
-    """Nobody comes for a source, and its blocks are not given back."""
+    """P never frees the blocks of a source that no D loads."""
 
     def release(self, now: float, record: Record) -> None:
         return None
@@ -715,7 +720,7 @@ BoundTwice.table = _of(BoundTwice, MEETING_TABLE)
 
 
 class SourceOfTheDead(Meetings):
-    """P takes a source of an earlier incarnation for one of its own, and any prompt for that one."""
+    """P takes a source of an earlier incarnation for its own, with any prompt."""
 
     def __init__(self, book: PushBook, incarnation: str, holding: Holding) -> None:
         super().__init__(book, incarnation, holding)
@@ -728,14 +733,14 @@ class SourceOfTheDead(Meetings):
 
 
 class HotTakenForCached(Computing):
-    """What vLLM calls cached leaves, also what this very step computes."""
+    """P pushes everything that vLLM calls cached, also what this very step computes."""
 
     def ready(self, request_id: str, computed: int, groups: Any) -> int:
         return computed
 
 
 class TokenOfAnother(Meetings):
-    """What was sampled for a source is told of the one that ends next."""
+    """P reports a source's sample with the source that ends next."""
 
     _last: Any = None
 
@@ -745,7 +750,7 @@ class TokenOfAnother(Meetings):
 
 
 class AttachedWithoutItsPast(PushBook):
-    """What was computed before the push had a target is not pushed."""
+    """P does not push what was computed before the push had a target."""
 
     def attach(self, *facts: Any) -> None:
         super().attach(*facts)
@@ -753,7 +758,7 @@ class AttachedWithoutItsPast(PushBook):
 
 
 class LostBlocksPushed(PushBook):
-    """What a step was to push is pushed although its blocks were lost before the step."""
+    """P pushes a step's blocks although they were lost before the step."""
 
     def preempted(self, request_id: str) -> None:
         computed, starts = list(self._pending.computed), list(self._pending.starts)
@@ -762,7 +767,7 @@ class LostBlocksPushed(PushBook):
 
 
 class EndedBeforeItsPush(PushBook):
-    """The workers are not told that a request had ended before its push began."""
+    """P's workers do not learn that a request had ended before its push began."""
 
     def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
         step = super().take_step(engine)
@@ -770,7 +775,7 @@ class EndedBeforeItsPush(PushBook):
 
 
 def _met(settings: Settings) -> Settings:
-    """Every router goes to P first, or to both at once; nobody has the draft model."""
+    """Every router sends to P first, or to both at once; no engine has the draft model."""
     settings = replace(settings, windows=(), group_of=(), scales=(), p_first=0.5, at_once=1.0)
     prefill, decode = (
         tuple(replace(shape, drafts=False, pp=1) for shape in side) for side in (settings.prefill, settings.decode)
@@ -795,7 +800,7 @@ def _met_first(settings: Settings) -> Settings:
 
 
 def _met_after_restarts(settings: Settings) -> Settings:
-    """P is restarted all the time, and D comes late for what it held."""
+    """P is restarted all the time, and D comes late for its sources."""
     settings = _met(
         replace(settings, burst=8, prefill=settings.prefill[:1], faults=Faults(kill_prefill=0.05, astray=0.5))
     )
@@ -803,7 +808,7 @@ def _met_after_restarts(settings: Settings) -> Settings:
 
 
 def _cut_off(settings: Settings) -> Settings:
-    """Writers whose side channel is cut in the middle of a prompt, while their data path works on."""
+    """The side channels of writers are cut in the middle of a prompt, while their data path works."""
     return replace(settings, chunk=4, faults=Faults(partition=0.2))
 
 
@@ -818,19 +823,19 @@ def _killed_after_a_stop(settings: Settings) -> Settings:
 
 
 def _scarce_slots(settings: Settings) -> Settings:
-    """Exchanges are missed and made again all the time, and parts of them go wrong."""
+    """Exchanges are missed and repeated all the time, and parts of them fail."""
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
     always = RegroupConfig(regroup="always")
     return replace(settings, regroup=always, slots=1, slot_destinations=1, room=1, faults=faults)
 
 
 def _slots_read_late(settings: Settings) -> Settings:
-    """Writes fail, and go on reading the one slot of their destination while others use it."""
+    """Writes fail, and continue to read the only slot of their destination while others use it."""
     return replace(_scarce_slots(settings), faults=Faults(write_error=0.2))
 
 
 def _preempted(settings: Settings) -> Settings:
-    """Many requests at once lose their blocks all the time, writes that read them are slow, and messages are lost."""
+    """Many requests at once are preempted all the time, writes that read their blocks are slow, messages are lost."""
     need = -(-settings.tokens // min(shape.block_size for shape in settings.prefill)) + 1
     return replace(
         settings,
@@ -845,12 +850,12 @@ def _preempted(settings: Settings) -> Settings:
 
 
 def _preempted_patiently(settings: Settings) -> Settings:
-    """The same, and P waits for what reads them."""
+    """The same, and P waits for readers."""
     return replace(_preempted(settings), timers=replace(settings.timers, preempt_drain_s=1.0))
 
 
 def _kind(settings: Settings) -> Settings:
-    """Nothing goes wrong, and nobody is in a hurry."""
+    """Nothing fails, and no deadline is near."""
     timers = replace(
         settings.timers,
         recv_deadline_s=600.0,
@@ -864,12 +869,12 @@ def _kind(settings: Settings) -> Settings:
 
 
 def _broken_writers(settings: Settings) -> Settings:
-    """Transfer engines that break, or take nothing, while writes are slow."""
+    """Transfer engines break, or accept nothing, while writes are slow."""
     return replace(settings, faults=Faults(unissued=0.05, writer_dies=0.01, write_slow=0.1))
 
 
 def _decode_comes_back(settings: Settings) -> Settings:
-    """A D is back on its address, with another session, while what its predecessor was to get waits behind slow writes."""
+    """A D returns on its address with another session, while writes for its predecessor wait behind slow ones."""
     need = -(-settings.tokens // settings.prefill[0].block_size) + 1
     timers = Timers(stall_timeout_s=20.0, recv_deadline_s=40.0)
     return replace(
@@ -896,7 +901,7 @@ def _decode_comes_back(settings: Settings) -> Settings:
 
 
 def _drafting(settings: Settings) -> Settings:
-    """Everybody has the draft model, and it sometimes does not run."""
+    """Every engine has the draft model, which sometimes does not run."""
     prefill, decode = (
         tuple(replace(shape, drafts=True) for shape in side) for side in (settings.prefill, settings.decode)
     )
@@ -904,7 +909,7 @@ def _drafting(settings: Settings) -> Settings:
 
 
 def _stages(settings: Settings) -> Settings:
-    """Both sides are pipelines, cut in other places."""
+    """Both sides are pipelines, cut differently."""
     prefill, decode = (
         tuple(replace(shape, pp=pp, late=late) for shape in side)
         for side, pp, late in ((settings.prefill, 3, False), (settings.decode, 2, True))
@@ -923,20 +928,20 @@ def _indexed(settings: Settings) -> Settings:
 
 
 def _quantised(settings: Settings) -> Settings:
-    """Scales beside keys and values, which leave without an exchange."""
+    """Scales beside keys and values, which are pushed without an exchange."""
     regroup = replace(settings.regroup, regroup="never")
     return replace(_kind(settings), quantised=2, regroup=regroup)
 
 
 def _parts(settings: Settings) -> Settings:
-    """D's ranks divide the tokens; nobody is in a hurry."""
+    """D's ranks divide the tokens; no deadline is near."""
     settings = replace(_kind(settings), windows=(), group_of=(), scales=(), indexed=(), opaque=False, kv_heads=1)
     decode = tuple(replace(shape, tp=2, dcp=2, pcp=1, interleave=1) for shape in settings.decode)
     return replace(settings.undivided(), decode=decode)
 
 
 def _windows(settings: Settings) -> Settings:
-    """Groups that share addresses: two windows and layers that need all tokens; nobody is in a hurry."""
+    """Groups that share addresses: two windows, and layers that need all tokens; no deadline is near."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
     settings = replace(
         _kind(settings), prefill=prefill, tokens=max(settings.tokens, 24), windows=(), group_of=(), scales=()
@@ -953,14 +958,14 @@ def _roomy(settings: Settings) -> Settings:
 
 
 def _windows_in_need(settings: Settings) -> Settings:
-    """The same with few blocks on P, which are given away as soon as they are behind a window, and slow writes."""
+    """The same with few blocks on P, which are reused as soon as they are behind a window, and slow writes."""
     settings = replace(_windows(settings), chunk=16, burst=8, faults=Faults(write_slow=0.3))
     need = -(-settings.tokens // settings.prefill[0].block_size) + 1
     return replace(settings, prefill=tuple(replace(shape, blocks=4 * need + 1) for shape in settings.prefill))
 
 
 def _states(settings: Settings) -> Settings:
-    """States of two groups beside layers that need all tokens, and layers with a window; nobody is in a hurry."""
+    """States of two groups beside layers that need all tokens, and layers with a window; no deadline is near."""
     return _kept(settings, (STATES, 0, STATES, 5), (0, 1, 2, 0, 3))
 
 
@@ -985,7 +990,7 @@ def _kept(settings: Settings, windows: tuple[int, ...], group_of: tuple[int, ...
 
 
 class AnyToken(SeedBook):
-    """D starts with whatever token comes."""
+    """D starts with any token that arrives."""
 
     def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
         record = self._by_transfer.get(transfer)
@@ -996,7 +1001,7 @@ class AnyToken(SeedBook):
 
 
 class AnyPush(SeedBook):
-    """D does not look whose KV it has."""
+    """D does not check the push of its KV."""
 
     def take(self, now: float) -> list[Start]:
         for record in self._records.values():
@@ -1006,7 +1011,7 @@ class AnyPush(SeedBook):
 
 
 class TokenTakenTwice(SeedBook):
-    """A token that comes again is an output again."""
+    """A repeated token is output again."""
 
     def __init__(self, *waits: float) -> None:
         super().__init__(*waits)
@@ -1024,28 +1029,28 @@ class TokenTakenTwice(SeedBook):
 
 
 class AskedAgain(SeedBook):
-    """A request that has its first token already asks for one when it loads later."""
+    """A request with a first token asks for one again when it loads later."""
 
     def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
         return super().ask(request_id, wanted, 0)
 
 
 class WaitsForEver(SeedBook):
-    """A token that does not come is waited for."""
+    """D waits without a limit for a missing token."""
 
     def __init__(self, *waits: float) -> None:
         super().__init__(1e9, 1e9)
 
 
 class HeldForgotten(SeedBook):
-    """vLLM is not told of a held request that was aborted."""
+    """vLLM does not learn that a held request was aborted."""
 
     def forget(self, request_id: str) -> bool:
         return self._remove(request_id) is not None
 
 
 class BegunWithoutToken(SeedBook):
-    """D goes on without P's token where it cannot compute the last one of the prompt."""
+    """D continues without P's token where it cannot compute the prompt's last token."""
 
     def take(self, now: float) -> list[Start]:
         return [replace(start, whole=False) for start in super().take(now)]
@@ -1057,7 +1062,7 @@ def _whole(settings: Settings) -> Settings:
 
 
 def _first(settings: Settings) -> Settings:
-    """First tokens are lost, late, doubled and mixed up, prefills are dispatched twice, and clients leave."""
+    """First tokens are lost, late, doubled and mixed up, prefills are dispatched twice, and clients disconnect."""
     faults = Faults(leave=0.3, preempt=0.2, double_dispatch=0.3, kill_prefill=0.02, kill_metaserver=0.02, http=0.05)
     return replace(
         settings,

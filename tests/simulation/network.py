@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel as the machines must expect it: messages are lost, doubled, reordered, late across restarts, and
-the end of a connection may or may not be noticed."""
+"""The side channel under the protocol's assumptions: messages are lost, doubled, reordered, and late across restarts.
+
+The end of a connection may or may not be noticed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Network:
         deliver: Callable[[M], None],
         message: M,
     ) -> None:
-        """`receiver` and `deliver` are asked on arrival: by then another incarnation may live at that address."""
+        """Send a message.
+
+        `receiver` and `deliver` are called on arrival, when another incarnation may have that address.
+        """
         world, faults, rng = self._world, self._faults, self._world.rng
         if sender.partitioned_until > world.now:
             return
@@ -63,7 +68,7 @@ class Network:
             process.run(deliver, message)
 
     def died(self, process: Process, ranks: list[DecodeRank]) -> None:
-        """The kernel closes the connections of a process that died; those who were connected see it."""
+        """Close the connections of a process that died, as the kernel does; connected peers notice it."""
         if self._world.chance(self._faults.silent_death):
             self._world.fault("death that nobody is told of")
             return
@@ -71,7 +76,7 @@ class Network:
             rank.process.post(self._world.rng.uniform(0.0005, 0.3), rank.connection_ended, process.incarnation)
 
     def flap(self, process: Process, ranks: list[DecodeRank], back_after: float) -> None:
-        """The connection ends, its process lives, and connects again."""
+        """End the connection of a process that lives, and connect again."""
         for rank in ranks:
             rank.process.post(0.001, rank.connection_ended, process.incarnation)
             rank.process.post(0.001 + back_after, rank.connection_back, process.incarnation)

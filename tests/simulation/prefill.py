@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill workers: the production core, writer, steps and exchanger on a simulated device, wire, network and clock.
 
-What is written here stands for vLLM's model runner (when layers are computed, where), for the device's streams, and for
-the threads' wake-ups: when the writer's turn comes. It decides nothing about a push.
+This module simulates vLLM's model runner (when and where layers are computed), the device's streams, and the threads'
+wake-ups (the writer's turns). It decides nothing about a push.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ class Fill:
     tables: tuple[NDArray[np.int64], ...]
     first: int
     last: int
-    before: int = 0  # tokens of its prompt that earlier steps have computed
+    before: int = 0  # tokens of its prompt computed by earlier steps
     cells: dict[Planes, Cells] = field(default_factory=dict)
     touched: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class Step:
-    """What the engine lets its ranks compute, and what it tells their connectors."""
+    """Work of an engine's ranks in a step, and the metadata for their connectors."""
 
     meta: PrefillStep
     fills: list[Fill]
     layer_s: float
     finished: tuple[str, ...] = ()  # requests that have ended without blocks
-    begun: float = 0.0  # what was preempted is drained from then on
-    computing: int = 0  # layers that the device has not come to
-    ended: bool = False  # every hook has fired
-    behind: list[Event] = field(default_factory=list)  # reached when the device has come to the end
-    found: list[Fill] = field(default_factory=list)  # in the cache, by requests of the next step
+    begun: float = 0.0  # preempted requests are drained from then on
+    computing: int = 0  # layers that the device has not reached
+    ended: bool = False  # every hook has been called
+    behind: list[Event] = field(default_factory=list)  # reached when the device has finished the step
+    found: list[Fill] = field(default_factory=list)  # cached blocks, by requests of the next step
 
 
 class SimulatedWriter(Writer):
-    """A batch may be submitted later than it was claimed: whoever does it was stopped in between."""
+    """A writer that may be stopped between the claim of a batch and its submission."""
 
     rank: PrefillRank
 
@@ -87,16 +87,16 @@ class SimulatedWriter(Writer):
 
 
 class RankWire:
-    """The data path of one rank, as the writer asks it."""
+    """The data path of one rank, with the writer's interface."""
 
     def __init__(self, rank: PrefillRank) -> None:
         self._rank = rank
         self._handles = itertools.count(1)
-        self._taken: deque[Flight] = deque()  # in the order in which they are submitted
+        self._taken: deque[Flight] = deque()  # in the order of submission
         self._flights: dict[int, Flight] = {}
 
     def take(self, batch: Batch) -> None:
-        """A batch was claimed. Everything in it goes through one session, and to where the claims say."""
+        """Check a claimed batch: it uses one session, and the claims' destinations."""
         rank = self._rank
         flight = Flight(rank, rank.engine.cluster.decode_rank(batch.peer), batch.peer, batch.session)
         src, dst, size = np.array(batch.src), np.array(batch.dst), np.array(batch.size)
@@ -139,7 +139,7 @@ class RankWire:
 
 
 class Exchanging:
-    """What a rank of an engine that regroups has besides: slots, and a stream for the exchanges."""
+    """Slots, and a stream for exchanges, of a rank in an engine that regroups."""
 
     def __init__(self, rank: PrefillRank, group: Group, room: Room) -> None:
         settings = rank.engine.cluster.settings
@@ -170,7 +170,7 @@ class PrefillRank:
         self.memory: Memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
         self.contributor: Contributor = Contributor(stage, rank)
         self.flights: dict[Flight, None] = {}
-        self.trouble = -1e9  # when a write last failed or was slow
+        self.trouble = -1e9  # the time when a write last failed or was slow
         self.serials: dict[str, int] = {}
         self._step: Step | None = None
         self._hooked: Event | None = None
@@ -212,7 +212,7 @@ class PrefillRank:
     # -- a step
 
     def run_step(self, step: Step) -> None:
-        """Preempted pushes are drained before anything is overwritten."""
+        """Run a step. Preempted pushes are drained before anything is overwritten."""
         if self._ended():
             return
         fills = [Fill(f.push, f.content, f.tables, f.first, f.last, f.before) for f in step.fills]
@@ -226,7 +226,7 @@ class PrefillRank:
         self._drain(step)
 
     def _ended(self) -> bool:
-        """An engine whose writer has died ends at its next step, once its pushes are over."""
+        """End an engine whose writer has died, at its next step after its pushes are over."""
         try:
             self.core.check()
         except PdError:
@@ -235,7 +235,7 @@ class PrefillRank:
         return False
 
     def _drain(self, step: Step) -> None:
-        """The engine's thread waits here: until what is asked for again has come home, or for so many seconds."""
+        """Block the engine's thread until the writes that read preempted blocks have ended, or for a bounded time."""
         if self._step is not step:
             return
         with self.deciding() as core:
@@ -248,7 +248,7 @@ class PrefillRank:
             self._compute(step)
 
     def _check_drained(self, step: Step) -> None:
-        """P's forward waits for writes that read what it will overwrite, and only so long."""
+        """Check that P's forward waits for writes that read what it will overwrite, within the bound."""
         patience, waited = self.engine.cluster.settings.timers.preempt_drain_s, self.process.world.now - step.begun
         if waited > patience + 0.01 and self.process.disturbed < step.begun:
             raise Violation(f"promise 4: {self.process.name} waited {waited:.2f} s for preempted blocks")
@@ -259,7 +259,7 @@ class PrefillRank:
             raise Violation(f"promise 2: {self.process.name} does not wait for writes that read preempted blocks")
 
     def _compute(self, step: Step) -> None:
-        """Hooks fire layer by layer; the device is behind them."""
+        """Call the hooks layer by layer; the device follows."""
         meta, world = step.meta, self.process.world
         for start in meta.starts:
             self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
@@ -283,13 +283,13 @@ class PrefillRank:
             else:
                 at += step.layer_s  # the sampler first
                 self.process.post(at, self._hook, step, layer)
-                for _ in range(world.rng.choice((0, 0, 1, 2))):  # the tokens that it drafts after the first
+                for _ in range(world.rng.choice((0, 0, 1, 2))):  # the tokens drafted after the first
                     at += step.layer_s
                     self.process.post(at, self._steps.computed, DRAFT)
         self.process.post(at + 1e-6, self._end, step)
 
     def _cached(self, fills: list[Fill]) -> None:
-        """What a request found in P's cache is there once the device has done the step before."""
+        """Fill what a request found in P's cache, once the device has done the step before."""
         if self._ending is not None and self._ending.computing:
             self._ending.found += fills
             return
@@ -302,13 +302,13 @@ class PrefillRank:
         self._call(step, layer)
 
     def _hook(self, step: Step, layer: int) -> None:
-        """The model's call of a layer has returned, and its hook fires."""
+        """Return from the model's call of a layer, and call its hook."""
         self._hooked = self._call(step, layer)
         self._steps.computed(self.engine.geometry.stages[self.stage][layer])
         self._hooked = None
 
     def _call(self, step: Step, layer: int) -> Event:
-        """The model's call of a layer has returned; the device computes it when it gets there."""
+        """Return from the model's call of a layer; the device computes it later."""
         world, event = self.process.world, Event()
         behind = world.rng.uniform(0.0, step.layer_s)
         if world.chance(self.engine.cluster.settings.faults.late_event):
@@ -326,7 +326,7 @@ class PrefillRank:
         return event
 
     def _reached(self, step: Step, layer: int, event: Event) -> None:
-        """The KV of a layer is in the cache."""
+        """Put a layer's KV into the cache."""
         names = self.engine.geometry.stages[self.stage]
         for fill in step.fills:
             if layer and attention_of(names[layer - 1]) == names[layer]:
@@ -341,7 +341,7 @@ class PrefillRank:
         self._end_perhaps(step)
 
     def _pass(self, step: Step) -> None:
-        """What was recorded behind the last layer is reached with it."""
+        """Reach the events recorded after the last layer."""
         if not step.computing:
             found, step.found = step.found, []
             self._cached(found)
@@ -358,7 +358,7 @@ class PrefillRank:
             begin = fill.first
             if planes.kind.own.stateful:
                 begin = fill.last - 1
-            elif planes.kind.own.partial:  # of what was cached a window's layers have only what is in it
+            elif planes.kind.own.partial:  # layers with a window have only the cached tokens in it
                 begin = max(begin, next((i for i, block in enumerate(table) if block != NULL), len(table)) * size)
             first, last = planes.cell_range(begin, fill.last)
             fill.cells[planes] = planes.cells(fill.content, table, first, last, fill.last)
@@ -369,7 +369,7 @@ class PrefillRank:
             memory.plane(layer, region)[places] = cells + np.uint8(shade(memory.layers[layer], region))
 
     def _check_overwrite(self, fill: Fill) -> None:
-        """Promise 2: what a live push may still read is not overwritten for another request."""
+        """Check promise 2: blocks that a live push may still read are not overwritten for another request."""
         for flight in self.flights:
             for claim, (push, _, spans) in zip(flight.claims, flight.pieces, strict=True):
                 staged = unit_of(claim).part > 0
@@ -390,26 +390,26 @@ class PrefillRank:
         self._end_perhaps(step)
 
     def _end_perhaps(self, step: Step) -> None:
-        """Sampled tokens are there when the device has come to the end."""
+        """End the step when its sampled tokens are there, after the device has finished."""
         if step.ended and not step.computing:
             step.ended = False
             self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
 
     def finished(self, ended: Sequence[str]) -> None:
-        """Requests have ended; those whose pushes are over here are told to the scheduler."""
+        """End requests, and report those whose pushes are over here to the scheduler."""
         for request in sorted(self.core.take_finished(ended)):
             delay = self.process.world.rng.uniform(0.0002, 0.02)
             self.engine.scheduler.post(delay, self.engine.sent, request, self.index)
 
     def missed(self) -> list[Exchanged]:
-        """Told to the scheduler with each step."""
+        """Return the missed exchanges, which the scheduler gets with each step."""
         return self.core.take_missed()
 
     def owed(self) -> bool:
-        """Whether anything was missed and is still wanted. A shortcut: the engine would find out by asking."""
+        """Return whether a missed exchange is still wanted: a shortcut, because the engine would find out by asking."""
         return self.core.exchanges is not None and len(self.core.exchanges.missed) > 0
 
-    # -- the writer: its turn comes with news, and soon again while it has something to look at
+    # -- the writer: it runs at news, and soon again while it has anything to look at
 
     def put(self, item: News) -> None:
         if not self._writer_died:
@@ -420,7 +420,7 @@ class PrefillRank:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Wake the writer if what it waits for next has come; else its turn would change nothing."""
+        """Wake the writer if the next thing it waits for has come; otherwise its turn would change nothing."""
         for queue in (self.writer._computed, self.writer._exchanged):
             if queue and (isinstance(queue[0], Sealed) or queue[0].event.done()):
                 self._wake()
@@ -439,7 +439,7 @@ class PrefillRank:
         self._check_asleep()
 
     def guarded(self, act: Callable[..., None], *args: Any) -> None:
-        """What the thread does when something raises."""
+        """Call `act` with the thread's error handling."""
         if self._writer_died:
             return
         try:
@@ -449,7 +449,7 @@ class PrefillRank:
             self.writer.died(error)
 
     def _check_asleep(self) -> None:
-        """A writer that waits for news must not have anything to write."""
+        """Check that a writer that waits for news has nothing to write."""
         if self._waking or self.writer.busy or self._writer_died:
             return
         now = self.process.clock()
@@ -461,7 +461,7 @@ class PrefillRank:
                     raise Violation(f"promise 4: {self.process.name} sleeps although it may write for push {push.name}")
 
     def returned(self, flight: Flight, state: WriteState) -> None:
-        """The transport has the outcome; the writer sees it when it looks."""
+        """Record the transport's outcome, which the writer sees at its next look."""
         if state is not WriteState.LANDED:
             self.trouble = self.process.world.now
         flight.outcome = state
@@ -470,7 +470,7 @@ class PrefillRank:
             self.process.post(0.002, self._drain, self._step)
 
     def readable(self, staged: bool) -> tuple[NDArray[np.uint8], int]:
-        """What writes read, and where it begins."""
+        """Return the memory that writes read, and its address."""
         if staged and self.exchanging is not None:
             return self.exchanging.bytes, STAGING
         return self.memory.bytes, BASE
@@ -494,7 +494,7 @@ class PrefillRank:
     # -- what the core wants done
 
     def deciding(self) -> PrefillRank:
-        """`with rank.deciding() as core`: its effects happen at the end. Not a generator: this runs all the time."""
+        """Run the effects at the end of the block. Not a generator, because this runs very often."""
         return self
 
     def __enter__(self) -> Pushes:
@@ -503,7 +503,7 @@ class PrefillRank:
     def __exit__(self, *failed: object) -> None:
         for effect in self.core.take_effects():
             self._act(effect)
-        if not self._turning:  # else once, at its end
+        if not self._turning:  # otherwise once, at the turn's end
             self._alarm.set()
 
     def _act(self, effect: Effect) -> None:
@@ -528,7 +528,7 @@ class PrefillRank:
                 if push == closed.push and flight.outcome is WriteState.PENDING:
                     raise Violation(f"promise 2: {self.process.name} closed push {closed.push} while it writes")
 
-    # -- what must be nothing in the end
+    # -- what must be empty at the end
 
     def left(self) -> dict[str, int]:
         sender = self.core._sender

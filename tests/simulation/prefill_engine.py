@@ -43,22 +43,22 @@ class Prompt:
 
     name: str
     push: str
-    reservation: Reservation | None  # none of a source
+    reservation: Reservation | None  # None for a source
     content: Content
     tokens: int
     tables: Tables
-    known: list[int]  # blocks of each group that the workers were told of
+    known: list[int]  # blocks of each group, as reported to the workers
     computed: int = 0
-    fresh: bool = True  # nothing of it was scheduled since it was (re)started
+    fresh: bool = True  # nothing was scheduled since its (re)start
     aborted: bool = False
     ended: float | None = None
     stopped_before: float = 0.0
-    leg: Leg | None = None  # of a source: whose answer it is
+    leg: Leg | None = None  # of a source: the leg of its answer
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What a step computes of a prompt, as vLLM's scheduler has decided it."""
+    """The part of a prompt that a step computes, as vLLM's scheduler decides it."""
 
     prompt: Prompt
     computed: int
@@ -67,11 +67,11 @@ class Chunk:
     ids: list[list[int]]
     tables: tuple[NDArray[np.int64], ...]
     fresh: bool
-    hot: int | None = None  # from which token on what is cached is computed by another request of the same step
+    hot: int | None = None  # cached tokens from this one on are computed by another request of the same step
 
 
 class PrefillEngine:
-    """One slot for a P engine; its incarnations come and go."""
+    """One slot for a P engine, whose incarnations follow each other."""
 
     def __init__(self, cluster: Cluster, index: int, shape: Shape) -> None:
         self.cluster = cluster
@@ -96,19 +96,19 @@ class PrefillEngine:
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
         self.holding: dict[str, Prompt] = {}
-        self.reports: dict[str, set[int]] = {}  # of finished requests: which ranks have told so
+        self.reports: dict[str, set[int]] = {}  # ranks that have reported each finished request
         self._by_transfer: dict[TransferId, Prompt] = {}
         self._stepping = False
         self._poked = False
-        self._asked = False  # for a step, while one was built or computed
+        self._asked = False  # a step was requested while one was built or computed
         self._preempted = False
-        self._lost: list[str] = []  # preempted, and the step that says so is not built yet
+        self._lost: list[str] = []  # preempted, before the step that reports it is built
         self._scheduled: list[tuple[Prompt, int]] = []
         self._left: set[int] = set()
         self._finished: list[str] = []
         self._telling = self.cluster.world.dice(f"telling {self.scheduler.name}")
         self._dice = self.cluster.world.dice(f"hot {self.scheduler.name}")
-        self._beside: list[str] = []  # what hot blocks were said to be of
+        self._beside: list[str] = []  # made-up requests that compute the hot blocks
         self._looking = False
         self._resting_until = 0.0
         self.ranks: list[PrefillRank] = []
@@ -118,12 +118,12 @@ class PrefillEngine:
             self.ranks += [PrefillRank(self, stage, rank, group, room) for rank in range(len(self.geometry.ranks))]
 
     def _spare(self) -> int:
-        """Blocks that may be held for nobody: there is always room for one prompt."""
+        """Return how many blocks sources without a D may hold: one prompt must always fit beside them."""
         need = sum(-(-self.cluster.settings.tokens // group.block_size) for group in self.geometry.tables)
         return max(0, len(self.free) - need - 1)
 
     def _room(self) -> Room | None:
-        """What slots and buffers hold: a few blocks, so that long steps are cut. None where nothing is ever exchanged."""
+        """Return the size of slots and buffers: a few blocks, so that long steps are cut. None without exchanges."""
         settings = self.cluster.settings
         if not exchanges_possible(settings.regroup, self.geometry, self.shape.tp):
             return None
@@ -150,7 +150,7 @@ class PrefillEngine:
     # -- requests
 
     def accept(self, reservation: Reservation, content: Content) -> None:
-        """A request came in over HTTP, with its reservation."""
+        """Accept an HTTP request with a reservation."""
         world, groups, tokens = self.cluster.world, self.geometry.tables, reservation.prompt_length
         prompt = Prompt(
             world.name("prompt"), world.name("push"), reservation, content, tokens, Tables(groups), [0] * len(groups)
@@ -163,7 +163,7 @@ class PrefillEngine:
         self._poke()
 
     def collect(self, leg: Leg) -> None:
-        """A request came in without a reservation."""
+        """Accept a request without a reservation."""
         world, groups = self.cluster.world, self.geometry.tables
         nothing = Tables(groups), [0] * len(groups)
         prompt = Prompt(world.name("prompt"), world.name("push"), None, leg.content, leg.tokens, *nothing, leg=leg)
@@ -188,7 +188,7 @@ class PrefillEngine:
         self._met()
 
     def decode_gone(self, peer: str) -> None:
-        """The connection of that D scheduler has ended."""
+        """Handle the end of that D scheduler's connection."""
         self.meetings.gone(self.scheduler.clock(), peer)
         self._met()
 
@@ -205,7 +205,7 @@ class PrefillEngine:
             self._poke()
 
     def abort(self, transfer: TransferId) -> None:
-        """The client of the HTTP request has gone."""
+        """Abort the request of a client that has disconnected."""
         prompt = self._by_transfer.get(transfer)
         if prompt is not None:
             prompt.aborted = True
@@ -230,13 +230,13 @@ class PrefillEngine:
             self._preempt(self.running[-1])
         chunks = self._schedule()
         self._stepping, self._asked = True, False
-        if self.cluster.world.rng.random() < 0.2:  # what D's schedulers say may come between the two
+        if self.cluster.world.rng.random() < 0.2:  # messages of D's schedulers may come between the two
             self.scheduler.post(self.cluster.world.rng.uniform(0.0, 0.003), self._build, chunks)
         else:
             self._build(chunks)
 
     def _build(self, chunks: list[Chunk]) -> None:
-        """The step's metadata, at the end of vLLM's `schedule`."""
+        """Build the step's metadata, at the end of vLLM's `schedule`."""
         lost, self._lost = self._lost, []
         for name in lost:
             self.desk.preempted(name)
@@ -261,7 +261,7 @@ class PrefillEngine:
             rank.process.post(delay, rank.run_step, step)
 
     def _schedule(self) -> list[Chunk]:
-        """For what runs, then for what waits, as long as tokens and blocks last."""
+        """Schedule running requests, then waiting ones, as long as there are tokens and blocks."""
         budget, chunks = self.cluster.settings.chunk, []
         self._scheduled = []
         for prompt in list(self.running):
@@ -272,7 +272,7 @@ class PrefillEngine:
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is prompt:
-                    # Held blocks are in its way: to start over at once would only waste simulated work.
+                    # Held blocks are in its way: an immediate retry would only waste simulated work.
                     self._resting_until = self.cluster.world.now + 5.0
                     self.scheduler.post(5.0, self._poke)
                     break
@@ -299,7 +299,7 @@ class PrefillEngine:
         return prompt.tables.grow(prompt.computed, tokens, self.free, self.cluster.world.rng)
 
     def _chunk(self, prompt: Prompt, count: int) -> Chunk:
-        if prompt.fresh:  # vLLM tells of a request when it leaves the queue
+        if prompt.fresh:  # vLLM reports a request when it leaves the queue
             self._take(prompt)
         ids = [list(table) for table in prompt.tables.ids]
         new = [table if prompt.fresh else table[known:] for table, known in zip(ids, prompt.known, strict=True)]
@@ -309,7 +309,7 @@ class PrefillEngine:
         return chunk
 
     def _tell(self, chunks: list[Chunk]) -> None:
-        """Of a prompt that is new the last cached block may be one that another request of the same step computes."""
+        """Choose hot blocks: a new prompt's last cached block may be computed by another request of the same step."""
         told, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
         beside, self._beside = self._beside, []
         for chunk in chunks:
@@ -325,7 +325,7 @@ class PrefillEngine:
         self.desk.step(told, beside, tables.__getitem__)
 
     def _fill(self, chunk: Chunk) -> Fill:
-        """What is cached was computed by earlier steps, but for what is hot."""
+        """Return what is filled: earlier steps computed the cached tokens, except the hot ones."""
         first = chunk.computed if chunk.hot is None else chunk.hot
         before = first if chunk.fresh else 0
         return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, chunk.computed + chunk.count, before)
@@ -334,7 +334,8 @@ class PrefillEngine:
         if self.desk.knows(prompt.name):
             return
         if (r := prompt.reservation) is not None:
-            odd = self.cluster.settings.faults != Faults() and self._telling.random() < 0.05  # its settings are not D's
+            # settings that differ from D's
+            odd = self.cluster.settings.faults != Faults() and self._telling.random() < 0.05
             tells = None if odd else Seed(DIGEST)
             asked = Asked(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, tells=tells)
         else:
@@ -354,7 +355,7 @@ class PrefillEngine:
         self._lost.append(prompt.name)
 
     def _look_soon(self) -> None:
-        """An engine whose only work are held blocks steps now and then; its workers are asked what they missed."""
+        """Step now and then while held blocks are the only work, so that the workers report what they missed."""
         if not self._looking:
             self._looking = True
             at_once = self.book.must_step()
@@ -379,7 +380,7 @@ class PrefillEngine:
         self._poke()
 
     def rank_done(self, rank: int, missed: list[Exchanged]) -> None:
-        """A rank has computed the step; the next one starts when all have."""
+        """Handle the end of a rank's step; the next step starts when all ranks have ended theirs."""
         self.book.missed(missed)
         self._left.discard(rank)
         if self._left:
@@ -389,7 +390,7 @@ class PrefillEngine:
             prompt.computed += count
             if prompt.computed >= prompt.tokens:
                 if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
-                    # Asynchronous scheduling: it lost its blocks while its last step was computed.
+                    # Asynchronous scheduling: it was preempted while its last step was computed.
                     self.cluster.world.fault("prefill preempted in its last step")
                     self._preempt(prompt)
                 else:
@@ -421,7 +422,7 @@ class PrefillEngine:
         else:
             self._release(prompt)
         if held:
-            for rank in self.ranks:  # with the metadata of the next step, or a later one
+            for rank in self.ranks:  # with the metadata of the next step, or of a later one
                 rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (prompt.name,))
         else:
             self._finished.append(prompt.name)
@@ -433,11 +434,11 @@ class PrefillEngine:
             self.cluster.broker.prefill_ended(self, r.transfer, kind, ending.first)
 
     def _sample(self, prompt: Prompt) -> Sample:
-        """No two samples have the same token."""
+        """Return a sample; no two have the same token."""
         return self.cluster.sampled(prompt), DIGEST, ()
 
     def sent(self, request: str, rank: int) -> None:
-        """One worker's finished_sending; vLLM acts when all have reported."""
+        """Handle one worker's finished_sending; vLLM acts when all workers have reported."""
         told = self.reports.setdefault(request, set())
         if rank in told:
             raise Violation(f"promise 5: P{self.index}: rank {rank} reported {request} twice")

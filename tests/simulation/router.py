@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers that do not go to D first: P's answer brings its source to D, or both get the request at once, under one name.
+"""Routers that do not send to D first: P's answer takes its source to D, or both get the request at once.
 
-They lose answers, come late, send a side twice, or forget one. What they send to an engine is never repeated: a request that finds
-no KV is computed where it is.
+Both then have one name for it. Routers lose answers, come late, send to a side twice, or never. They never repeat a
+request to an engine: a request without KV is computed where it is.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Leg:
     tokens: int
     content: Content
     listener: Endpoint
-    decode: DecodeEngine | None = None  # who gets it after P; none: it has it already, or never will
+    decode: DecodeEngine | None = None  # the D that gets it after P; None: it has it already, or never will
     request: Request | None = None
 
 
 class Router:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.legs: dict[Leg, PrefillEngine] = {}  # that P has not answered
+        self.legs: dict[Leg, PrefillEngine] = {}  # not answered by P yet
 
     def takes(self, request: Request) -> bool:
         s, rng = self.cluster.settings, self.cluster.world.rng
@@ -85,7 +85,7 @@ class Router:
             self.cluster.world.stats["requests refused"] += 1
 
     def answered(self, engine: PrefillEngine, leg: Leg, source: SourceId | None) -> None:
-        """P's answer; without a source it has ended, or P holds no more."""
+        """Handle P's answer; without a source it has ended, or P does not hold it any more."""
         if self.legs.pop(leg, None) is not None:
             self.cluster.world.after(self.cluster.world.rng.uniform(0.0005, 0.01), self._pass_on, leg, source)
 
@@ -95,7 +95,7 @@ class Router:
             self.cluster.world.after(0.01, self._pass_on, leg, None)
 
     def _pass_on(self, leg: Leg, source: SourceId | None) -> None:
-        """To D, in the serial order."""
+        """Pass the source on to D, in the serial order."""
         s, world, request = self.cluster.settings, self.cluster.world, leg.request
         if leg.decode is None or request is None:
             return

@@ -37,7 +37,7 @@ class Result:
 def run_seed(
     seed: int, mutation: Mutation | None = None, settings: Settings | None = None, *, tracing: bool = False
 ) -> Result:
-    """One cluster from start to silence."""
+    """Run one cluster from its start until nothing happens any more."""
     mutation = mutation or Mutation()
     cluster = Cluster(seed, settings or mutation.settings(seed), mutation, tracing=tracing)
     world = cluster.world
@@ -57,7 +57,7 @@ def run_seed(
 
 @dataclass(slots=True)
 class Sum:
-    """What many seeds came to."""
+    """Total of many seeds."""
 
     seeds: int = 0
     transfers: int = 0
@@ -78,10 +78,10 @@ class Sum:
 
 
 def run_some(first: int, count: int, mutation: str = "", stop_at: int = 1, plain: bool = False) -> Sum:
-    """Consecutive seeds in this process; those of plain worlds alone, if asked for."""
+    """Run consecutive seeds in this process, or only those of plain worlds."""
     total = Sum()
-    gc.disable()  # a cluster lives for a tenth of a second; what it leaves is collected between seeds
-    gc.freeze()  # and nothing else is looked through for it
+    gc.disable()  # a cluster lives for a tenth of a second; its garbage is collected between seeds
+    gc.freeze()  # and older objects are not searched for it
     try:
         for seed in range(first, first + count):
             if plain and not draw(seed).plain:
@@ -108,7 +108,7 @@ def run_seeds(
     stop_at: int = 1,
     plain: bool = False,
 ) -> Sum:
-    """Consecutive seeds on `jobs` cores; says every `progress_s` seconds how far it is."""
+    """Run consecutive seeds on `jobs` cores. Prints its progress every `progress_s` seconds."""
     total = Sum()
     began = said = time.monotonic()
     for part in _parts(first, count, mutation, jobs, stop_at, plain):
@@ -129,7 +129,7 @@ def run_seeds(
 
 
 def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int, plain: bool) -> Iterator[Sum]:
-    """A few seeds at a time."""
+    """Run a few seeds at a time."""
     starts = range(first, first + count, CHUNK)
     chunks = [(at, min(CHUNK, first + count - at), mutation, stop_at, plain) for at in starts]
     if jobs == 1:
@@ -173,7 +173,7 @@ def replay(seed: int, mutation: Mutation, lines: int) -> Result:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulate.sh", description="Simulated clusters, one per seed.")
-    parser.add_argument("--seeds", type=int, default=50, help="how many (default 50, about 35 transfers each)")
+    parser.add_argument("--seeds", type=int, default=50, help="number of seeds (default 50, about 35 transfers each)")
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
     parser.add_argument("--seed", type=int, help="run only this one")
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lines", type=int, default=60, help="lines of the trace shown for a violation (default 60)")
     parser.add_argument("--mutation", choices=sorted(ALL), help="take this rule out of the protocol")
     parser.add_argument("--plain", action="store_true", help="only worlds of one group, without drafts, D always first")
-    parser.add_argument("--violations", type=int, default=1, help="stop after so many (default 1)")
+    parser.add_argument("--violations", type=int, default=1, help="stop after this many violations (default 1)")
     args = parser.parse_args(argv)
     mutation = ALL[args.mutation] if args.mutation else Mutation()
     if args.trace and args.seed is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a seed decides before anything happens: the cluster's shape, its timers, its load, and how unkind the world is."""
+"""A seed's decisions before anything happens: the cluster's shape, its timers, its load, and its faults."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_ascend_pd.geometry.layout import ALL, STATE, WINDOW, CacheGeometry, Gr
 
 MODEL = "model"
 DRAFT = "draft.0"
-STATES = -1  # in the place of a window's length: the group keeps states
-HEADS, GROUPS = "heads", "groups"  # the sections of a state: one is held by heads, one by everybody
+STATES = -1  # instead of a window's length: the group keeps states
+HEADS, GROUPS = "heads", "groups"  # the sections of a state: one is divided by heads, the other is on every rank
 FUSED = 4
 FIRST_WAIT_S = 0.2
 VOCABULARY = 1 << 20
@@ -25,12 +25,12 @@ DIGEST = "how it is chosen"
 
 @dataclass(frozen=True, slots=True)
 class FirstFaults:
-    """What happens to P's first token on its way, by probability."""
+    """Probabilities of faults on the way of P's first token."""
 
     lost: float = 0.0
     twice: float = 0.0
     late: float = 0.0
-    mixed_up: float = 0.0  # another transfer's comes
+    mixed_up: float = 0.0  # another transfer's token arrives
     forged: float = 0.0  # not in the vocabulary
 
 
@@ -44,7 +44,7 @@ class Faults:
     write_error: float = 0.0
     write_slow: float = 0.0
     http: float = 0.0
-    leave: float = 0.0  # clients that give up
+    leave: float = 0.0  # clients that disconnect
     preempt: float = 0.0
     submit_stall: float = 0.0  # a writer is stopped between its claim and its submission
     write_stop: float = 0.0  # a writer is stopped inside a write
@@ -55,12 +55,12 @@ class Faults:
     kill_decode: float = 0.0
     kill_metaserver: float = 0.0
     flap: float = 0.0  # a connection breaks, its process lives
-    partition: float = 0.0  # the side channel of a P worker is cut, the data path is not
-    silent_death: float = 0.0  # share of deaths that nobody is told of
+    partition: float = 0.0  # the side channel of a P worker is cut, its data path is not
+    silent_death: float = 0.0  # share of deaths that no peer notices
     double_dispatch: float = 0.0
     forged: float = 0.0  # clients that name a metaserver of their own
-    unissued: float = 0.0  # a peer takes nothing of a write
-    late_event: float = 0.0  # a layer is computed long after its hook fired, and after later layers
+    unissued: float = 0.0  # a peer accepts nothing of a write
+    late_event: float = 0.0  # a layer is computed long after its hook, and after later layers
     writer_dies: float = 0.0  # the transfer engine raises
     undrafted: float = 0.0  # the draft model does not run in a step
     astray: float = 0.0  # one side of a source and a target comes late, twice or never
@@ -68,7 +68,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One engine."""
+    """Shape of one engine."""
 
     tp: int
     pp: int
@@ -76,14 +76,14 @@ class Shape:
     blocks: int
     head_major: bool
     drafts: bool = False  # whether it has the draft model
-    late: bool = False  # whether its first stage has all layers that its others can do without
+    late: bool = False  # whether its first stage has all layers but one for each other stage
     dcp: int = 1  # context parallelism
     pcp: int = 1
     interleave: int = 1
 
     @property
     def covers(self) -> int:
-        """Tokens that a block of the table stands for."""
+        """Return the tokens covered by a block of the table."""
         return self.block_size * self.dcp * self.pcp
 
 
@@ -113,34 +113,37 @@ class Settings:
     room: int = 8  # D blocks in a slot
     first: bool = False  # D starts with P's first token
     first_faults: FirstFaults = FirstFaults()
-    indexed: tuple[int, ...] = ()  # the layers that have an indexer beside them: one key per token, on every rank
+    indexed: tuple[int, ...] = ()  # layers with an indexer beside them: one key per token, on every rank
     index_cell: int = 1
-    quantised: int = 0  # bytes of the scale that each cell of an attention has beside it; 0: none
+    quantised: int = 0  # bytes of the scale beside each cell of an attention; 0: none
     windows: tuple[
         int, ...
     ] = ()  # of each group of layers, or STATES; 0: all tokens matter. Without groups there is one such
-    group_of: tuple[int, ...] = ()  # each attention
-    scales: tuple[int, ...] = ()  # of each group: its blocks are so many times as long as the engine's
+    group_of: tuple[int, ...] = ()  # of each attention
+    scales: tuple[int, ...] = ()  # of each group: its block size in the engine's blocks
     faults: Faults = field(default_factory=Faults)
-    p_first: float = 0.0  # share of requests that P computes before D has heard of them
+    p_first: float = 0.0  # share of requests that P computes before D knows them
     at_once: float = 0.0  # share of those that go to both at the same time
 
     @property
     def kind(self) -> bool:
-        """Whether every transfer must end well: nothing goes wrong, and no deadline is near."""
+        """Return whether every transfer must end well: nothing fails, and no deadline is near."""
         t = self.timers
         soon = t.recv_deadline_s if not (self.p_first or self.at_once) else min(t.recv_deadline_s, t.hold_s, t.meet_s)
         return self.faults == Faults() and soon >= 600.0 and t.preempt_drain_s >= 1.0
 
     @property
     def plain(self) -> bool:
-        """Whether it has one group of plain attentions, no drafts, and requests that go to D first, as the first simulator had."""
+        """Return whether it is like the first simulator's worlds.
+
+        One group of plain attentions, no drafts, and requests that go to D first.
+        """
         more = self.first, self.indexed, self.quantised, self.windows, self.scales, self.p_first, self.at_once
         shapes = (*self.prefill, *self.decode)
         return not any(more) and not any(shape.drafts or shape.covers > shape.block_size for shape in shapes)
 
     def push(self) -> PushConfig:
-        """What P's workers are configured with."""
+        """Return the configuration of P's workers."""
         wire = WireConfig(transfer_timeout_s=self.transfer_timeout_s, fuse_layers=FUSED)
         return PushConfig(wire=wire, regroup=self.regroup, timers=self.timers)
 
@@ -154,14 +157,15 @@ class Settings:
         return (f"layer.{i}.indexer.k", attention) if i in self.indexed else (attention,)
 
     def _cuts(self, shape: Shape) -> list[int]:
-        """Where stages end. Those that end late have their engine's layers elsewhere than those of another."""
+        """Return the ends of the stages: even, or as late as possible."""
         rest = self.layers - shape.pp if shape.late else 0
         return [self.layers * i // shape.pp if not rest else rest + i for i in range(1, shape.pp)]
 
     def geometry(self, shape: Shape) -> CacheGeometry:
-        """The engine's cache as it would be told in a reservation."""
+        """Return the engine's cache as a reservation describes it."""
         tables, world = self.tables(shape), shape.dcp * shape.pcp
-        page = max(group.block_size for group in tables) // world  # shorter blocks are padded: the groups share memory
+        # shorter blocks are padded, because the groups share memory
+        page = max(group.block_size for group in tables) // world
         cuts = [0, *self._cuts(shape), self.layers]
         stages = [tuple(name for i in range(a, b) for name in self._layer(i)) for a, b in itertools.pairwise(cuts)]
         keys = Region("key", page * self.index_cell, 0, self.index_cell, self.index_cell)
@@ -218,7 +222,7 @@ class Settings:
         return tuple(Region(f"state{regions}.{i}", heads * cell, cell, 0, cell) for i in range(regions))
 
     def _regions(self, shape: Shape, size: int, page: int) -> tuple[Region, ...]:
-        """Of attentions with blocks of `size` tokens, which take the room of `page` tokens."""
+        """Return the regions of attentions with blocks of `size` tokens, which take the space of `page` tokens."""
         heads, found = max(1, -(-self.kv_heads // shape.tp)), []
         for name in "kv"[: self.regions]:
             for word, width in ((name, self.cell), (f"{name} scale", self.quantised)):
@@ -234,7 +238,7 @@ class Settings:
         return tuple(found)
 
     def grouped(self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]) -> Settings:
-        """The same world with these groups. Windows are pushed where P's blocks begin at borders of D's."""
+        """Return this world with these groups. Windows are pushed where P's blocks begin at borders of D's."""
         size = min(shape.block_size for shape in (*self.prefill, *self.decode))
         prefill, decode = (
             tuple(replace(shape, blocks=shape.blocks * len(windows) + 1) for shape in side)
@@ -247,19 +251,19 @@ class Settings:
         return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
 
     def undivided(self) -> Settings:
-        """The same world without context parallelism."""
+        """Return this world without context parallelism."""
         prefill, decode = (
             tuple(replace(shape, dcp=1, pcp=1, interleave=1) for shape in side) for side in (self.prefill, self.decode)
         )
         return replace(self, prefill=prefill, decode=decode)
 
     def without_faults(self) -> Settings:
-        """The same world where nothing goes wrong and no deadline is near."""
+        """Return this world without faults, and with no deadline near."""
         patient = replace(self.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0)
         return replace(self, faults=Faults(), timers=patient)
 
     def lengthened(self, tokens: int, chunk: int) -> Settings:
-        """The same world, of one engine a side and few layers, with prompts of up to so many tokens."""
+        """Return this world with one engine a side, few layers, and prompts of up to `tokens` tokens."""
 
         def long(shape: Shape) -> Shape:
             return replace(shape, block_size=128, blocks=2 * (tokens // 128 + 1))
@@ -280,7 +284,7 @@ class Settings:
 
 
 def draw(seed: int, requests: int | None = None) -> Settings:
-    """The settings of a seed."""
+    """Return the settings of a seed."""
     rng = random.Random(f"settings/{seed}")
     timers, timeout = _timers(rng)
     opaque = rng.random() < 0.15
@@ -323,7 +327,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
             **_device_faults(random.Random(f"device/{seed}")),
             undrafted=of_drafts.choice((0.0, 0.0, 0.01, 0.05)),
         ),
-        # Cells are tiny here: by their spans nearly all pushes would be regrouped.
+        # Cells are tiny here: their spans would regroup nearly all pushes.
         regroup=RegroupConfig(regroup=rng.choice(("never", "never", "never", "always", "auto")), regroup_min_span=8),
         slots=rng.choice((1, 2, 4)),
         slot_destinations=rng.choice((1, 2, 4)),
@@ -336,7 +340,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
 
 
 def _orders(rng: random.Random, drawn: Settings) -> Settings:
-    """Routers that do not go to D first, before some clusters or before part of one."""
+    """Draw routers that do not send to D first, for some clusters or for part of one."""
     if rng.random() < 0.6 or drawn.windows or any(shape.drafts for shape in drawn.prefill):
         return drawn
     astray = rng.choice((0.0, 0.05, 0.2)) if drawn.faults != Faults() else 0.0
@@ -350,7 +354,7 @@ def _orders(rng: random.Random, drawn: Settings) -> Settings:
 
 
 def _states(rng: random.Random, drawn: Settings) -> Settings:
-    """Layers that keep a state, beside the attentions that there are, or alone."""
+    """Draw layers that keep a state, beside the other attentions or alone."""
     if rng.random() < 0.88:
         return drawn
     if drawn.windows:
@@ -367,7 +371,7 @@ def _states(rng: random.Random, drawn: Settings) -> Settings:
 
 
 def _parts(rng: random.Random, drawn: Settings) -> Settings:
-    """Engines whose ranks divide the tokens: a tenth of the worlds in which they can."""
+    """Draw engines whose ranks divide the tokens: a tenth of the worlds where that is possible."""
     if rng.random() < 0.9 or drawn.windows or drawn.indexed or drawn.opaque:
         return drawn
 
@@ -388,7 +392,7 @@ def _parts(rng: random.Random, drawn: Settings) -> Settings:
 
 
 def _first(rng: random.Random) -> dict[str, Any]:
-    """A third of the worlds start with P's first token."""
+    """Let a third of the worlds start with P's first token."""
     if rng.random() < 0.66:
         return {}
     faults = [rng.choice((0.0, 0.0, 0.05, 0.3)) for _ in range(5)]
@@ -396,7 +400,7 @@ def _first(rng: random.Random) -> dict[str, Any]:
 
 
 def _groups(rng: random.Random, drawn: Settings) -> Settings:
-    """Layers with windows, of one length or of several, beside layers that need all tokens, or alone."""
+    """Draw layers with windows, of one length or of several, beside layers that need all tokens or alone."""
     if rng.random() < 0.7:
         return drawn
     count = rng.choice((1, 2, 2, 3))
@@ -415,7 +419,7 @@ def _quantised(rng: random.Random) -> int:
 
 
 def _indexers(rng: random.Random, layers: int) -> dict[str, Any]:
-    """Layers that are unlike: beside all attentions, or some."""
+    """Draw indexers, beside all attentions or some."""
     if rng.random() < 0.7:
         return {}
     some = tuple(i for i in range(layers) if rng.random() < 0.5)
@@ -428,7 +432,7 @@ def _engines(
     shapes = []
     for _ in range(rng.choice(counts)):
         tp = rng.choice((1, 2, 2, 2, 3, 4) if prefill else (1, 2, 2, 2, 4))
-        pp = rng.choice((1, 1, 1, 2)) if prefill else 1  # of decode later: seeds keep what else they draw
+        pp = rng.choice((1, 1, 1, 2)) if prefill else 1  # decode's is drawn later, so that seeds keep their other draws
         block = size if opaque else rng.choice((size, size, 2 * size))
         need = -(-tokens // block) + 1
         shapes.append(Shape(tp, pp, block, rng.choice((need + 1, 2 * need, 4 * need)), rng.random() < 0.5))
@@ -436,7 +440,7 @@ def _engines(
 
 
 def _timers(rng: random.Random) -> tuple[Timers, float]:
-    """The defaults, or everything several times faster, in the proportions that the configuration allows."""
+    """Draw the default timers, or all of them several times faster, in proportions that the configuration allows."""
     if rng.random() < 0.5:
         return Timers(stall_timeout_s=rng.choice((20.0, 120.0)), recv_deadline_s=rng.choice((40.0, 300.0))), 30.0
     timers = Timers(
@@ -452,7 +456,7 @@ def _timers(rng: random.Random) -> tuple[Timers, float]:
 
 
 def _faults(rng: random.Random) -> Faults:
-    """About half of the kinds at once, each at a strength of its own; one seed in ten has a kind world."""
+    """Draw about half of the faults at once, each with its own strength; one seed in ten has none."""
     if rng.random() < 0.1:
         return Faults()
 
@@ -485,7 +489,7 @@ def _faults(rng: random.Random) -> Faults:
 
 
 def _device_faults(rng: random.Random) -> dict[str, float]:
-    """Of what a worker of P stands on: its device, its transfer engine."""
+    """Draw faults beneath a worker of P: in its device, its transfer engine."""
     return {
         "unissued": rng.choice((0.0, 0.0, 0.01, 0.05)),
         "late_event": rng.choice((0.0, 0.0, 0.05, 0.3)),
@@ -494,7 +498,7 @@ def _device_faults(rng: random.Random) -> dict[str, float]:
 
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
-    """What a worker of one stage describes."""
+    """Return the geometry that a worker of one stage describes."""
     own = g.stages[stage]
     here = [
         msgspec.structs.replace(kind, layers=tuple(name for name in kind.layers if name in own)) for kind in g.others

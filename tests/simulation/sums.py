@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the outputs of many runs of scripts/simulate.sh come to: `python -m simulation.sums FILE…`, one file for each run."""
+"""Totals over the outputs of many runs of scripts/simulate.sh, one file for each run.
+
+Usage: `python -m simulation.sums FILE…`
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _ENDS = re.compile(r"(\d+) (ended well|failed and fenced|died with their D|write
 
 
 def summed(texts: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """Totals and faults. A run that was cut off before its end counts as nothing."""
+    """Return totals and faults. A run that was cut off before its end does not count."""
     total: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for text in texts:

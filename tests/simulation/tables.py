@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's block tables, one for each group, as vLLM's managers keep them: a window's blocks go when they are behind it, and a
-state's when a later block has the state."""
+"""A request's block tables, one for each group, as vLLM's managers keep them.
+
+Blocks are freed once they are behind a window, and a state's once a later block has the state.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,26 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.geometry.layout import ALL, STATE, CacheGeometry, Group
 
-NULL = 0  # the block of nobody, where there are windows
+NULL = 0  # the null block, where there are windows
 
 
 def pool(geometry: CacheGeometry, blocks: int) -> list[int]:
-    """What an engine may give away of its blocks: groups draw from one pool."""
+    """Return the blocks that an engine can allocate: the groups share one pool."""
     return list(range(1 if geometry.groups else 0, blocks))
 
 
 class Tables:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
-        self._nobody = len(self.groups) > 1 or any(group.matters != ALL for group in self.groups)  # whose is block 0
+        # whether block 0 is the null block
+        self._nobody = len(self.groups) > 1 or any(group.matters != ALL for group in self.groups)
         self.ids: list[list[int]] = [[] for _ in groups]
 
     def grow(self, computed: int, tokens: int, free: list[int], rng: random.Random) -> bool:
-        """Blocks for tokens up to `tokens`, of which `computed` are there, or come from elsewhere. False: there are not enough."""
+        """Allocate blocks for tokens up to `tokens`, of which `computed` are present or will be loaded.
+
+        Returns False if there are not enough.
+        """
         begins = [max(len(ids), _behind(group, computed)) for ids, group in zip(self.ids, self.groups, strict=True)]
         stops = [-(-tokens // group.block_size) for group in self.groups]
         if sum(max(0, stop - begin) for begin, stop in zip(begins, stops, strict=True)) > len(free):
@@ -38,7 +44,7 @@ class Tables:
         return True
 
     def let_go(self, computed: int) -> list[int]:
-        """What is behind the windows once so many tokens are computed."""
+        """Return the blocks behind the windows once `computed` tokens are computed, and remove them."""
         gone: list[int] = []
         for ids, group in zip(self.ids, self.groups, strict=True):
             for index in range(min(_behind(group, computed), len(ids))):
@@ -48,7 +54,7 @@ class Tables:
         return gone
 
     def clear(self) -> list[int]:
-        """All of it."""
+        """Return and remove all blocks."""
         gone = [block for ids in self.ids for block in ids if block != NULL or not self._nobody]
         self.ids = [[] for _ in self.groups]
         return gone
@@ -58,8 +64,10 @@ class Tables:
 
 
 def _behind(group: Group, computed: int) -> int:
-    """How many blocks hold nothing that the token `computed` or a later one looks at: each sees itself and n - 1 before it, or the
-    state after the one before it."""
+    """Return how many blocks hold nothing that the token `computed` or a later one sees.
+
+    A token sees itself and n - 1 before it, or the state after the one before it.
+    """
     if group.matters == STATE:
         return max(0, computed - 1) // group.block_size
     return 0 if group.matters == ALL else max(0, computed - group.n + 1) // group.block_size

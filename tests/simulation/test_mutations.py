@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that the simulator can fail: the protocol with any one rule removed breaks a promise, and is caught."""
+"""Proof that the simulator can fail: with any one rule removed, the protocol breaks a promise, which is detected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from simulation.mutations import MORE, WANTED, Mutation
 from simulation.run import run_seed
 
-# Where each was found last. A change of the machines may move it; then a search from 0 finds another.
+# Seeds by mutation. A change of the machines may invalidate one; then a search from 0 finds another.
 KNOWN = {
     "free before fence": 2,
     "DONE counted twice": 3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises of docs/protocol.md hold in simulated clusters; and what the simulator says can be believed."""
+"""The promises of docs/protocol.md hold in simulated clusters, and the simulator's results are reliable."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ SEEDS = 800
 
 @pytest.fixture(scope="module")
 def twenty_thousand() -> Sum:
-    """Consecutive seeds, over two cores."""
+    """Run consecutive seeds on two cores."""
     return run_seeds(1000, SEEDS, jobs=2, progress_s=1e9)
 
 
@@ -132,7 +132,7 @@ def test_exchanges_are_made_and_missed(twenty_thousand: Sum) -> None:
     ],
 )
 def test_transfers_fail_in_every_way_there_is(twenty_thousand: Sum, reason: str) -> None:
-    """Leases that run out at the worst moment, restarts, parts of exchanges that are not what they should be."""
+    """Leases that expire at the worst moment, restarts, invalid parts of exchanges."""
     assert any(found.startswith(reason) for found in twenty_thousand.reasons), sorted(twenty_thousand.reasons)
 
 
@@ -203,7 +203,7 @@ def test_runs_are_summed(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
 def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None:
-    """A D with 32 data-parallel ranks, each an engine of its own, over staging that was sized for four destinations."""
+    """A D with 32 data-parallel ranks, each an engine of its own, with staging sized for four destinations."""
     total = Sum()
     for seed in range(5000, 5008):
         drawn = draw(seed).undivided()
@@ -222,7 +222,7 @@ def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None
 
 @pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
 def test_prompts_of_a_million_tokens_are_pushed_in_chunks(faults: bool) -> None:
-    """The longest that vllm-ascend's configurations allow."""
+    """The longest prompt that vllm-ascend's configurations allow."""
     total = Sum()
     for seed in range(7000, 7012):
         settings = draw(seed).lengthened(1 << 20, 65536)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes between memories: they land late, partly, after an error, after their writer's death or a stop in their midst,
-or into a dead session."""
+"""Writes between memories: they land late, partly, after an error, after their writer's death or stop, or not.
+
+A write into a dead session does not land.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.protocol.identity import Endpoint
     from vllm_ascend_pd.protocol.push import Claim
 
-UNHURRIED_S = 0.5  # what a process that goes on again needs at most to read what waited for it
+UNHURRIED_S = 0.5  # longest time in which a process that was stopped reads what waited for it
 
 
 class Flight:
-    """One batch on its way. It reads its source when it lands."""
+    """One batch in flight. It reads its source when it lands."""
 
     __slots__ = ("claims", "landed", "lost", "outcome", "peer", "pieces", "session", "source", "submitted", "target")
 
@@ -40,10 +42,10 @@ class Flight:
         self.submitted = source.process.ran_s()
         self.landed = False
         self.outcome = WriteState.PENDING
-        self.lost: bytes | None = None  # what its staging slots held when its source gave it up
+        self.lost: bytes | None = None  # contents of its staging slots when its source gave it up
 
     def staged(self) -> bytes:
-        """What its staging slots hold now."""
+        """Return the present contents of its staging slots."""
         memory, base = self.source.readable(True)
         slots = [spans for _, _, spans in self.pieces if int(spans.src[0]) >= STAGING]
         return b"".join(
@@ -69,16 +71,16 @@ class Wire:
         self._stop = stop
         self._timeout_s = timeout_s
         # T is the transport's timeout and the tail after it: nothing of a write lands later than that after its
-        # submission, counted while both sides run. Its writer's death adds nothing: a sooner one leaves the tail only. M is
-        # for their stops.
+        # submission, counted while both sides run. Its writer's death adds nothing: an early one leaves only the tail.
+        # M covers stops.
         self._physical_s = quiet_s - margin_s
         self._error = faults.write_error
         self._slow = faults.write_slow
         self._stopped = faults.write_stop
-        self.spoiled: set[int] = set()  # transfers that bytes of others landed in, out of a slot that was used again
+        self.spoiled: set[int] = set()  # transfers that received bytes of others from a reused slot
 
     def fly(self, flight: Flight) -> None:
-        """Submit. The source learns the outcome by `returned(flight, ok)`."""
+        """Submit. The source gets the outcome by `returned(flight, ok)`."""
         world, rng = self._world, self._world.rng
         flight.source.flights[flight] = None
         duration = rng.expovariate(1 / 0.003)
@@ -88,7 +90,7 @@ class Wire:
         if world.chance(self._stopped):
             world.after(duration * rng.random(), self._stop_inside, flight)
         if flight.session != flight.target.session or not flight.target.process.alive:
-            flight.landed = True  # there is nothing it could land in
+            flight.landed = True  # no destination exists
             flight.source.process.post(rng.uniform(0.0001, 0.5), self._back, flight, False)
         elif world.chance(self._error):
             self._fail(flight, min(duration, self._timeout_s))
@@ -103,10 +105,10 @@ class Wire:
             self._stop(flight.source)
 
     def _arrive(self, flight: Flight, submitted: float) -> None:
-        """In the source's process: the last byte leaves."""
+        """Send the last byte, in the source's process."""
         target = flight.target.process
         if target.paused:
-            # The source gives up when its timeout is over; the bytes wait in the target's buffers.
+            # The source gives up at its timeout; the bytes wait in the target's buffers.
             self._world.fault("write to a stopped decode")
             left = max(0.0, submitted + self._timeout_s - self._world.now)
             flight.source.process.post(left, self._back, flight, False)
@@ -117,7 +119,7 @@ class Wire:
         flight.source.process.post(self._world.rng.uniform(0.00005, 0.002), self._back, flight, ok)
 
     def _reach(self, flight: Flight, partly: bool) -> None:
-        """The bytes are at the target's machine. A stopped process reads them some time after it goes on."""
+        """Deliver the bytes to the target's machine. A stopped process reads them some time after it continues."""
         target = flight.target.process
         if target.paused:
             target.post(0.0, self._read_late, flight, partly)
@@ -125,7 +127,7 @@ class Wire:
             target.run(self.land, flight, partly)
 
     def _fail(self, flight: Flight, after: float) -> None:
-        """-1 comes back after `after`, and the bytes land then, or partly, or never."""
+        """Report -1 after `after`; the bytes land then, or partly, or never."""
         world, rng = self._world, self._world.rng
         flight.source.process.post(after, self._back, flight, False)
         kind = rng.choice(("lands later", "lands partly", "never lands"))
@@ -141,7 +143,7 @@ class Wire:
         flight.target.process.post(self._world.rng.uniform(0, UNHURRIED_S), self.land, flight, partly)
 
     def source_died(self, source: PrefillRank) -> None:
-        """What was on its way when the writer died still arrives in what is left of its time, or does not."""
+        """Let the dead writer's bytes in flight arrive within their remaining time, or not at all."""
         rng = self._world.rng
         for flight in source.flights:
             if not flight.landed and rng.random() < 0.5:
@@ -152,7 +154,7 @@ class Wire:
         source.flights.clear()
 
     def land(self, flight: Flight, partly: bool = False) -> None:
-        """The bytes appear in the target's memory, unless its session has ended."""
+        """Write the bytes into the target's memory, unless its session has ended."""
         target = flight.target
         flight.source.flights.pop(flight, None)
         if flight.landed or flight.session != target.session:
@@ -175,7 +177,7 @@ class Wire:
         self._world.stats["writes landed"] += 1
 
     def _check(self, flight: Flight, serial: int, dst: np.ndarray, size: np.ndarray) -> None:
-        """Promise 1: a write lands only in blocks that are reserved for its transfer on this rank at this moment."""
+        """Check promise 1: a write lands only in blocks reserved for its transfer on this rank at this moment."""
         memory, owner = flight.target.memory, flight.target.owner
         first, last = memory.block_of(dst), memory.block_of(dst + size - 1)
         for b in range(int((last - first).max()) + 1):
@@ -188,7 +190,7 @@ class Wire:
                 )
 
     def _back(self, flight: Flight, ok: bool) -> None:
-        """In the source's process: the transport knows the outcome."""
+        """Report the outcome to the transport, in the source's process."""
         if flight.outcome is WriteState.PENDING:
             if flight.landed:
                 flight.source.flights.pop(flight, None)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Numbers (but not those of codes) and names.
+# Numbers (except those of codes) and names.
 _REASON = re.compile(r"(?<![-\w])[0-9.]+( s)?|\b[PD][0-9]+[.:/@]\S*|\bpush[0-9]+|\[.*")
 MAX_DRIFT = 0.001
 
@@ -20,7 +20,7 @@ class Violation(Exception):
 
 
 class World:
-    """Events in the order of their time. Everything random comes from `rng`, so a seed replays exactly."""
+    """Events in the order of their time. All randomness comes from `rng`, so a seed replays exactly."""
 
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self.now = 0.0
@@ -28,7 +28,7 @@ class World:
         self.rng = random.Random(seed)
         self.faults: Counter[str] = Counter()
         self.stats: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()  # why pushes were given up and transfers fenced
+        self.reasons: Counter[str] = Counter()  # reasons for pushes given up and transfers fenced
         self.tracing = tracing
         self.trace: list[str] = []
         self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
@@ -36,7 +36,7 @@ class World:
         self._names = 0
 
     def dice(self, name: str) -> random.Random:
-        """A stream of its own: what draws from it leaves the rest of the world as it was."""
+        """Return a separate random stream: its use leaves the rest of the world unchanged."""
         return random.Random(f"{name}/{self._seed}")
 
     def at(self, when: float, fn: Callable[..., None], *args: Any) -> None:
@@ -46,12 +46,12 @@ class World:
         self.push(self.now + delay, None, fn, args)
 
     def push(self, when: float, process: Process | None, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """`process`: in which it happens, if it is not the world's."""
+        """Schedule an event. `process` is where it happens, None for the world itself."""
         self._serial += 1
         heapq.heappush(self._heap, (when, self._serial, process, fn, args))
 
     def run(self, until: float) -> None:
-        """Handle events up to `until`, or until there are none."""
+        """Handle events up to `until`, or until none is left."""
         heap, pop, handled = self._heap, heapq.heappop, 0
         try:
             while heap and heap[0][0] <= until:
@@ -69,7 +69,7 @@ class World:
         return not self._heap
 
     def name(self, prefix: str) -> str:
-        """A fresh name. Like a uuid, but readable in a trace."""
+        """Return a fresh name. Like a uuid, but readable in a trace."""
         self._names += 1
         return f"{prefix}{self._names}"
 
@@ -77,7 +77,7 @@ class World:
         self.faults[kind] += 1
 
     def gave_up(self, side: str, why: str) -> None:
-        """`why` as the protocol words it; its numbers and names are left out."""
+        """Count a reason in the protocol's words, without its numbers and names."""
         self.reasons[f"{side}: {_REASON.sub('', why)[:60].strip(' :')}"] += 1
 
     def chance(self, p: float) -> bool:
@@ -89,7 +89,7 @@ class World:
 
 
 class Process:
-    """One incarnation of a process, with its own clock. What it was sent while stopped waits for it."""
+    """One incarnation of a process, with its own clock. Its events wait while it is stopped."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -98,8 +98,8 @@ class Process:
         self.alive = True
         self.paused = False
         self.partitioned_until = -1.0  # its side channel is cut off
-        self.disturbed = -1e9  # when it was last stopped, killed or cut off: an excuse for not answering
-        self.stopped_s = 0.0  # how long it has been stopped altogether
+        self.disturbed = -1e9  # the time of its last stop, kill or cut: an excuse for not answering
+        self.stopped_s = 0.0  # total time for which it was stopped
         self._paused_at = 0.0
         drift = world.rng.choice((-MAX_DRIFT, MAX_DRIFT, world.rng.uniform(-MAX_DRIFT, MAX_DRIFT)))
         world.faults["clock drifts"] += 1
@@ -108,19 +108,19 @@ class Process:
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def clock(self) -> float:
-        """This process's monotonic clock."""
+        """Return this process's monotonic clock."""
         return self._offset + self.world.now * self._rate
 
     def ran_s(self) -> float:
-        """How long it has run: without the times in which it was stopped."""
+        """Return the time for which it has run, without stops."""
         return (self._paused_at if self.paused else self.world.now) - self.stopped_s
 
     def when(self, local: float) -> float:
-        """The true time at which its clock shows `local`."""
+        """Return the true time at which its clock shows `local`."""
         return (local - self._offset) / self._rate
 
     def post(self, delay: float, fn: Callable[..., None], *args: Any) -> None:
-        """Do it in this process after `delay`, or when it runs again; never if it is dead by then."""
+        """Run `fn` in this process after `delay`, or when it continues; never if it is dead by then."""
         self.world.push(self.world.now + delay, self, fn, args)
 
     def run(self, fn: Callable[..., None], *args: Any) -> None:
@@ -160,7 +160,7 @@ class Process:
 
 
 class Alarm:
-    """Calls `ring` in a process when its machine wants to be ticked."""
+    """Timer that calls `ring` in a process when its machine needs a tick."""
 
     def __init__(self, process: Process, wake: Callable[[], float | None], ring: Callable[[], None]) -> None:
         self._process = process
@@ -179,7 +179,7 @@ class Alarm:
             world.push(when, self._process, self._rang, (when,))
 
     def _rang(self, when: float) -> None:
-        """What it was set for may have moved on since, or gone."""
+        """Handle the timer, whose time may have been changed or cancelled since."""
         if when != self._armed:
             return
         self._armed = float("inf")

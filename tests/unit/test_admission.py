@@ -395,7 +395,7 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("recurrent state of kind MAMBA2 with 1 parts", (attention(), state(shapes=((3, 88),), dtypes=(torch.float32,)))),
     ("recurrent state of kind SHORT_CONV", (attention(), state(mamba_type=MambaAttentionBackendEnum.SHORT_CONV))),
     ("mamba_cache_mode all", (attention(), state(mamba_cache_mode="all"))),
-    ("blocks for drafted tokens", (attention(), state(num_speculative_blocks=2))),
+    ("recurrent state of kind MAMBA2 with drafts", (attention(), state(num_speculative_blocks=2))),
     ("that every rank has whole", (attention(), state(tp_replicated=True))),
     ("MLAAttentionSpec in one of several groups", (latent(), state())),
     ("MLAAttentionSpec in one of several groups", (latent(), SlidingWindowSpec(**BASE, sliding_window=16))),
@@ -459,19 +459,80 @@ def test_states_are_taken(specs: tuple[Any, ...]) -> None:
     assert not told.dim_first and told.nbytes == (168, 384)
 
 
-def test_a_vllm_that_does_not_tell_of_groups_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+MTP = SimpleNamespace(
+    method="mtp",
+    draft_model_config=SimpleNamespace(
+        hf_config=SimpleNamespace(num_hidden_layers=1),
+        quantization=None,
+        get_hidden_size=lambda: 16,
+        get_total_num_kv_heads=lambda: 2,
+        get_head_size=lambda: 16,
+    ),
+)
+
+
+def drafting(drafts: Any) -> Any:
+    config = vllm_config()
+    config.speculative_config = drafts
+    return config
+
+
+def delta_net(**changes: Any) -> MambaSpec:
+    """Two rows of the convolution for drafted tokens."""
+    facts = {
+        "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
+        "num_speculative_blocks": 2,
+        "shapes": ((5, 28), (2, 8, 6)),
+    }
+    return state(**{**facts, **changes})
+
+
+def test_mtp_beside_gated_delta_net_is_taken() -> None:
+    groups = grouped(attention(), delta_net(), delta_net())
+    admission.check_groups(groups)
+    shape = admission.cache_shape(drafting(MTP), groups)
+    assert [told.drafted for told in shape.states.values()] == [2, 2]
+    assert [piece.name for piece in shape.states["model.layers.1.self_attn.attn"].sections("l", 1)[0].pieces] == [
+        f"conv.{part}.{row}" for part in "qk" for row in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("specs", "drafts"),
+    [
+        ((attention(), WINDOW, delta_net()), MTP),
+        ((attention(), attention(), delta_net()), MTP),
+        ((attention(), state()), MTP),
+        ((attention(), delta_net()), SimpleNamespace(**{**vars(MTP), "method": "eagle3"})),
+    ],
+    ids=["windows", "two groups of attention", "Mamba-2", "Eagle3"],
+)
+def test_other_drafts_beside_states_stop_the_start(specs: Any, drafts: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        admission.cache_shape(drafting(drafts), grouped(*specs))
+    assert caught.value.code == "PD-CONF-005"
+
+
+def test_a_vllm_that_lacks_groups_and_was_not_tried_has_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(KVCacheConfig, "transfer_group_ids")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0"):
-        admission.check_groups(grouped(WINDOW))
-    with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0"):
-        admission.check_groups(grouped(state()))
+    for specs in ((WINDOW,), (state(),), (WINDOW, attention())):
+        with pytest.raises(ConfigError, match=r"vLLM 0\.23 or 0\.32\.0"):
+            admission.check_groups(grouped(*specs))
+    admission.check_groups(grouped(attention()))
+
+
+def test_under_vllm_ascend_a_cache_is_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+    for specs in ((WINDOW,), (state(),), (attention(), delta_net())):
+        with pytest.raises(ConfigError, match="under vllm-ascend"):
+            admission.check_groups(grouped(*specs))
     admission.check_groups(grouped(attention()))
 
 
 @pytest.mark.parametrize("specs", [(WINDOW, attention()), (state(),)], ids=["window", "state"])
 @pytest.mark.parametrize("more", [{"pipeline_parallel_size": 2}, {"speculative_config": NGRAM}], ids=["pp", "ngram"])
 def test_what_windows_and_states_were_not_shown_with_stops_the_start(more: dict[str, Any], specs: Any) -> None:
-    with pytest.raises(ConfigError, match="sliding windows, states"):
+    with pytest.raises(ConfigError, match="sliding windows"):
         admission.cache_shape(vllm_config(**more), grouped(*specs))
 
 

@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_configs import LAYERS, cache_config, vllm_config
 from watching import until
 
-from vllm_ascend_pd import admission, compat
+from vllm_ascend_pd import admission, compat, older_groups
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.decode.seeding import Seeding
@@ -379,7 +379,7 @@ def test_what_only_the_engine_knows_is_refused_too(monkeypatch: pytest.MonkeyPat
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64)
     with pytest.raises(ConfigError, match="sliding windows, states or several groups"):
         AscendPushConnector(vllm_config("kv_both", KEYS), KVConnectorRole.SCHEDULER, cache_config(window))
-    monkeypatch.setattr(admission, "knows_transfer_groups", lambda: False)
+    monkeypatch.setattr(older_groups, "needed", lambda: True)
     with pytest.raises(ConfigError, match="this vLLM"):
         start()
     monkeypatch.undo()

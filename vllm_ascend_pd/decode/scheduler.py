@@ -106,14 +106,17 @@ class DecodeScheduler(SchedulerRole):
         recomputes: bool = False,
         vocabulary: int = 0,
         whole: bool = False,
+        fails: bool = False,
     ) -> None:
         """`longest`: tokens of this engine's longest prompt. `vocabulary`: its size if P's first token is taken, or 0.
-        `whole`: with P's first token, all of a prompt may be loaded into any cache.
+        `whole`: with P's first token, all of a prompt may be loaded into any cache. `fails`: this vLLM does not take
+        failed loads by request, so they are failed around its step.
         """
         self._engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
-        self._recomputes = recomputes
+        self._recomputes, self._fails = recomputes, fails
+        self._failing: set[str] = set()  # failed loads that vLLM has not heard of
         self._asked: dict[str, _Asked] = {}  # by request id, until request and load are over
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
@@ -279,6 +282,8 @@ class DecodeScheduler(SchedulerRole):
         transfer, verdict, code = received.transfer, received.verdict, received.verdict.code
         if code:
             self._failed(code)
+            if self._fails and not asked.request_over:
+                self._failing.add(request_id)
         trace.emit("reported", transfer=str(transfer), request=request_id)
         if received.hangs_up:
             self._hang_up(transfer, asked.way)
@@ -315,7 +320,11 @@ class DecodeScheduler(SchedulerRole):
         return (self.first_tokens,)
 
     def holds(self, request_id: str) -> bool:
-        return self._desk.seeds.holds(request_id)
+        return self._desk.seeds.holds(request_id) or request_id in self._failing
+
+    def take_failing(self) -> set[str]:
+        failing, self._failing = self._failing, set()
+        return failing
 
     def first_token_from(self, request_id: str, source: str) -> None:
         if (asked := self._asked.get(request_id)) is not None:

@@ -37,6 +37,9 @@ class Loads(Protocol):
     def useless(self, request_id: str, why: str) -> None:
         """The KV of the request came, and it cannot begin without P's token."""
 
+    def take_failing(self) -> set[str]:
+        """Return the requests whose load has failed and is still to be failed in vLLM, once."""
+
     def answer(self, request_id: str) -> dict[str, Any] | None:
         """What the request's answer says of its load."""
 
@@ -118,6 +121,8 @@ class Seeding(first_token.StepHooks):
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         self._proven = True
+        for request_id in sorted(self._loads.take_failing()):
+            self._fail(scheduler, outputs, request_id)
         if not self._desk.seeds.held_count():
             return
         self._loads.listen()
@@ -135,6 +140,13 @@ class Seeding(first_token.StepHooks):
                 output = self._go_without(scheduler, request, why, useless=ready.whole)
             if output is not None:
                 first_token.add(outputs, request.client_index, output)
+
+    def _fail(self, scheduler: Any, outputs: Any, request_id: str) -> None:
+        request = scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            first_token.release(scheduler, request_id)
+        elif (output := first_token.fail(scheduler, request)) is not None:
+            first_token.add(outputs, request.client_index, output)
 
     def _start(self, scheduler: Any, request: Any, first: First) -> Any:
         self._tally.add("first_tokens_taken", 1)

@@ -5,7 +5,8 @@ A layer keeps two states: the last inputs of its convolution (rows), and the rec
 part of the convolution's inputs has the heads of the recurrence. The other part has heads of its own; there may be so
 few of these that every rank has all. Parts with the same heads are a *section*. Each section is planned like a layer
 whose blocks have one entry; its heads are divided as those of attention are. Where the rows of a convolution lie one
-behind the other, each row is a region of its own.
+behind the other, each row is a region of its own. An engine with a draft model has a row more for each drafted token.
+A prompt leaves these empty, so they are not pushed, and P and D may draft different numbers of tokens.
 
     Mamba-2             convolution: x | B | C per row      sections  heads: x, recurrence   groups: B, C
     Gated DeltaNet      convolution: q | k | v per row      sections  keys: q, k             values: v, recurrence
@@ -51,6 +52,7 @@ class Recurrent(msgspec.Struct, frozen=True):
     sizes: tuple[int, ...]  # bytes of an element
     dim_first: bool  # the convolution's state is [dim, rows], else [rows, dim]
     groups: int = 0  # groups of B and C in the whole model; 0 if unknown
+    drafted: int = 0  # rows of the convolution that only drafted tokens use: the last ones, empty behind a prompt
 
     @property
     def nbytes(self) -> tuple[int, ...]:
@@ -62,6 +64,9 @@ class Recurrent(msgspec.Struct, frozen=True):
         if len(self.shapes) != 2 or len(self.shapes[0]) != 2 or len(self.shapes[1]) != 3:
             raise ConfigError("PD-GEO-003", layer=layer, why=f"states of shapes {self.shapes}")
         conv, (heads, *matrix) = self.shapes[0], self.shapes[1]
+        if self.drafted and (self.dim_first or self.drafted >= conv[0]):
+            why = f"a convolution's state of shape {conv} with {self.drafted} rows for drafted tokens"
+            raise ConfigError("PD-GEO-003", layer=layer, why=why)
         dim = conv[0] if self.dim_first else conv[1]
         # The recurrence is [heads, head, state] of Mamba-2, and [heads, value, key] of Gated DeltaNet.
         head, state = matrix
@@ -90,7 +95,7 @@ class Recurrent(msgspec.Struct, frozen=True):
         """Return the pieces of the convolution's state by part; a part has a name, heads, and values of a head."""
         size, dtype, begin = self.sizes[0], self.dtypes[0], 0
         found: list[tuple[Piece, ...]] = []
-        rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0]
+        rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0] - self.drafted
         for name, heads, values in parts:
             cell = values * size
             if self.dim_first:

@@ -167,7 +167,7 @@ void WaitFlag(int id) {
 }
 template <pipe_t pipe>
 void PipeBarrier() {
-  if (pipe == PIPE_ALL) emulation::current->drain();  // each pipe by itself runs in order anyway
+  if (pipe == PIPE_ALL) emulation::current->drain();  // each pipe runs in order without it
 }
 
 // ---- copies
@@ -231,8 +231,9 @@ void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, uint32_t co
 
 class TPipe;
 
-// A ring of buffers between a load and a store. Alloc waits until the last store out of the buffer is done, EnQue tells
-// the store pipe that the load is done, DeQue waits for that, Free tells the load pipe that the store is done.
+// A ring of buffers between a load and a store. Alloc waits until the last store out of the buffer has finished; EnQue
+// signals the end of the load to the store pipe, DeQue waits for it; Free signals the end of the store to the load
+// pipe.
 template <TPosition from, TPosition to, int depth>
 class TQueBind {
  public:

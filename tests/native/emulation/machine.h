@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One AI core as far as data movement goes: unified buffer (UB), in-order pipes, events, and who may touch what.
+// One AI core as far as data movement goes: unified buffer (UB), in-order pipes, events, and access checks.
 //
 // Instructions are queued on their pipe at issue and run later, in a random order that only events constrain: a missing
 // event shows as a race (vector clocks over 32-byte pieces of UB) under some seed, and usually as wrong data too.
@@ -43,7 +43,7 @@ struct Fault : std::runtime_error {
 
 // ---- global memory
 
-// What the kernel was given. Everything else is out of bounds.
+// The memory of the kernel's arguments. Everything else is out of bounds.
 class Memory {
  public:
   void add(const void* at, uint64_t size, bool writable) {
@@ -89,8 +89,8 @@ struct Touch {
 // Faults if two cores meet in one byte that at least one writes, or one core writes a byte twice.
 inline void check_overlap(std::vector<Touch> touches) {
   std::sort(touches.begin(), touches.end(), [](const Touch& a, const Touch& b) { return a.lo < b.lo; });
-  const Touch* write = nullptr;  // of those seen, the ones that reach furthest: the last writer,
-  const Touch* reads[2] = {};    // and the last readers, of two different cores
+  const Touch* write = nullptr;  // the write seen so far that reaches furthest
+  const Touch* reads[2] = {};    // the same for reads, of two different cores
   for (const Touch& touch : touches) {
     const auto meets = [&](const Touch* other) { return other && other->hi > touch.lo; };
     const auto pair = [&](const Touch* other) {
@@ -148,7 +148,7 @@ inline std::string describe(const Event& event) {
   return std::string(name_of(event.from)) + "_" + name_of(event.to) + " " + std::to_string(event.id);
 }
 
-// What lies in UB and who touched it, in pieces of 32 bytes. One for all cores of a launch: they run one after another,
+// Contents of UB and accesses to it, in pieces of 32 bytes. One for all cores of a launch: they run one after another,
 // and fresh memory costs more than clearing it.
 struct UnifiedBuffer {
   struct Piece {
@@ -186,7 +186,7 @@ class Core {
   Statistics statistics;
   std::vector<Touch> touches;
 
-  // -- UB is handed out in order; nothing is given back.
+  // -- UB is allocated in order and never freed
   uint32_t reserve(uint64_t size) {
     const uint64_t rounded = (size + kPiece - 1) / kPiece * kPiece;
     if (top_ + rounded > kUbBytes) {
@@ -229,7 +229,7 @@ class Core {
       }
     }
     if (write) {
-      // A load fills whole pieces: what lies behind its last byte is not data.
+      // A load fills whole pieces: bytes behind its last one are not data.
       const uint32_t end = (at + size + kPiece - 1) / kPiece * kPiece;
       std::fill(written_.begin() + at, written_.begin() + at + size, 1);
       std::fill(written_.begin() + at + size, written_.begin() + end, 0);
@@ -243,7 +243,7 @@ class Core {
   void issue(int pipe, std::function<void()> work) { enqueue(pipe, {std::move(work), {}, Kind::kWork}); }
 
   void set(const Event& event) {
-    // In the order of the program sets and waits alternate, whatever the pipes do meanwhile.
+    // In the program's order sets and waits alternate, however the pipes run.
     if (!pending_.insert(event).second) fault("event reused", describe(event) + " is set again before anyone waits");
     if (event.from == kScalar) return raise(event);
     enqueue(event.from, {{}, event, Kind::kSet});
@@ -258,7 +258,7 @@ class Core {
     lower(event);
   }
 
-  // Runs until all pipes are empty, as a barrier over all pipes does.
+  // Runs until all pipes are empty, like a barrier over all pipes.
   void drain() {
     while (step()) {
     }
@@ -270,7 +270,7 @@ class Core {
     clocks_.fill(all);
   }
 
-  // The end of the kernel. `owed`: events that the queues' own machinery still waits for.
+  // The end of the kernel. `owed`: events that the queues' own implementation still waits for.
   void finish(const std::vector<Event>& owed) {
     drain();
     for (const Event& event : owed) lower(event);
@@ -319,13 +319,13 @@ class Core {
 
   void enqueue(int pipe, Instruction instruction) {
     queues_[pipe].push_back(std::move(instruction));
-    // Moods: run at once, as late as possible, or now and then.
+    // Scheduling by seed: at once, as late as possible, or now and then.
     const unsigned steps = mood_ == 0 ? 64 : mood_ == 1 ? 0 : random_() % (mood_ == 2 ? 3 : 8) / 2;
     for (unsigned i = 0; i < steps && step(); ++i) {
     }
   }
 
-  // Runs the next instruction of a random pipe that can go on. False: none can.
+  // Runs the next instruction of a random pipe that can continue. False: none can.
   bool step() {
     std::array<int, kPipes> ready{};
     size_t choices = 0;
@@ -363,7 +363,7 @@ inline thread_local Core* current = nullptr;
 inline thread_local std::vector<Event> owed;
 
 struct Report {
-  std::string fault;  // empty: none
+  std::string fault;  // empty if there is none
   Statistics statistics;
 };
 

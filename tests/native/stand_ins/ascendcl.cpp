@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // libascendcl for a machine without an NPU: device memory is host memory, streams are threads.
 //
-// Only what torch_npu needs to hold tensors, copy them, order streams and launch kernels. A call that is not here stops
-// the process and says its name (missing.py writes those).
+// Only what torch_npu needs to hold tensors, copy them, order streams and launch kernels. A missing call stops the
+// process with its name (npu_build.py generates those).
 #include <acl/acl.h>
 #include <acl/acl_op_compiler.h>
 #include <acl/acl_rt.h>
@@ -27,7 +27,7 @@ constexpr aclError kNoContext = 107002;
 constexpr aclError kNoMemory = 207001;
 constexpr int kMaxDevices = 16;
 constexpr int kVectorCores = 40;
-constexpr int kUnwritten = 0xCD;  // what fresh memory holds: contents that nobody should rely on
+constexpr int kUnwritten = 0xCD;  // contents of fresh memory, which no program may rely on
 constexpr size_t kPage = size_t{2} << 20;
 
 // Process-wide state lives until the process ends: torch_npu's own threads still call in while it exits.
@@ -74,7 +74,7 @@ Device& device(int index) {
 }
 
 aclError allocate(void** at, size_t size) {
-  // As on the device: 512-byte boundaries.
+  // Aligned as on the device: to 512 bytes.
   const size_t rounded = (size + 511) / 512 * 512;
   *at = std::aligned_alloc(512, rounded ? rounded : 512);
   if (*at == nullptr) return kNoMemory;
@@ -93,7 +93,7 @@ aclError release(void* at) {
   return ACL_SUCCESS;
 }
 
-// Neighbouring pages are one allocation: a copy may cross from one to the next. Under the state's lock.
+// Neighbouring pages are one allocation: a copy may cross from one to the next. The caller holds the state's lock.
 void add_allocation(uintptr_t start, size_t size) {
   auto& all = state().allocations;
   auto after = all.upper_bound(start);

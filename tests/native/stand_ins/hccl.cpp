@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libhccl for several processes on one machine: every rank publishes what it sends in shared memory, meets the others,
-// and takes what is for it. Runs on the stream it is given, as the real one does.
+// libhccl for several processes on one machine: each rank publishes what it sends in shared memory, meets the others,
+// and takes its part. Runs on the given stream, like the real one.
 #include <fcntl.h>
 #include <hccl/hccl.h>
 #include <sys/mman.h>
@@ -87,7 +87,7 @@ size_t size_of(HcclDataType type) {
   }
 }
 
-// What goes to each rank: offset and length in bytes.
+// The piece for each rank: offset and length in bytes.
 struct Piece {
   uint64_t offset, length;
 };
@@ -105,7 +105,7 @@ class Group {
   const std::string id;
   const uint32_t size, rank;
 
-  // Waits until all ranks are here. A rank that never comes ends the process: a test must not hang.
+  // Waits until all ranks are here. A rank that never arrives ends the process, so that a test does not hang.
   void meet() {
     auto& meeting = *reinterpret_cast<Meeting*>(place_.data());
     const uint32_t round = meeting.round.load();
@@ -153,7 +153,7 @@ class Group {
     Shared::remove(mine);
   }
 
-  // A message is a file that takes its name when it is whole. Each pair of ranks counts its own, in each direction.
+  // A message is a file that is renamed when it is complete. Each pair of ranks counts its own, in each direction.
   void send(const char* from, uint64_t length, uint32_t to) {
     const std::string name = message(rank, to, sent_[to]++);
     {
@@ -230,7 +230,7 @@ struct Bfloat16 {
     std::memcpy(&value, &word, sizeof value);
     return value;
   }
-  // To the nearest, ties to the even one; a NaN keeps a bit, or it would become infinite.
+  // Rounds to the nearest, ties to even; a NaN keeps a bit, otherwise it would become infinite.
   static Bfloat16 nearest(float value) {
     uint32_t word;
     std::memcpy(&word, &value, sizeof word);
@@ -292,7 +292,7 @@ auto reducer(HcclDataType type) {
   }
 }
 
-// Every rank takes all parts and adds them in the order of the ranks, so all of them get the same bits.
+// Every rank takes all parts and adds them in the order of the ranks, so all get the same bits.
 HcclResult submit_reduction(HcclComm handle, aclrtStream stream, std::vector<Piece> sent, const void* from, void* to,
                             Reduction how) {
   auto* group = static_cast<Group*>(handle);
@@ -413,7 +413,7 @@ HcclResult HcclRecv(void* at, uint64_t count, HcclDataType type, uint32_t from, 
   return HCCL_SUCCESS;
 }
 
-// All that is sent first: a message waits for nobody, so no order of receipts can block.
+// Sends first: sending waits for no rank, so no order of receipts can block.
 HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm handle, aclrtStream stream) {
   for (const HcclSendRecvType kind : {HCCL_SEND, HCCL_RECV}) {
     const auto transfer = kind == HCCL_SEND ? HcclSend : HcclRecv;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// aclrtlaunch_vapd_*: what CANN's build generates for direct launch, over the emulated AI cores. The kernel may touch
-// the device allocations of its arguments and nothing else; a fault ends the process with its name.
+// aclrtlaunch_vapd_*: the functions that CANN's build generates for direct launch, over the emulated AI cores. A kernel
+// may only touch the device allocations of its arguments; a fault ends the process with its name.
 #include <acl/acl_rt.h>
 
 #include <cstdio>
@@ -53,7 +53,7 @@ extern "C" {
 
 uint32_t aclrtlaunch_vapd_gather(uint32_t cores, aclrtStream stream, void* c0, void* c1, void* c2, void* c3, void* c4,
                                  void* c5, void* c6, void* c7, void* out, void* program) {
-  // All of torch's tensors may lie in one segment of its allocator, so caches are writable as far as this can see.
+  // torch may place all tensors in one segment of its allocator, so caches count as writable here.
   return launch(
       "vapd_gather", cores, stream,
       {{out, true},

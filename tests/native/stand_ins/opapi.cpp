@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libopapi with one operator: aclnnInplaceCopy, which torch_npu calls for copies within a device that are not plain
-// memory. Same dtype on both sides, any strides.
+// libopapi with one operator: aclnnInplaceCopy, which torch_npu calls for copies within a device that are not
+// contiguous. Same dtype on both sides, any strides.
 #include <acl/acl_base.h>
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 struct aclTensor {
   std::vector<int64_t> sizes, strides;
-  char* data;  // of the first element
+  char* data;  // address of the first element
   aclDataType type;
 };
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Streams and events of the stand-in device: each stream is a thread that runs its tasks in order.
 //
-// Unlike a stand-in that executes at submission, a forgotten wait between two streams shows here: as a race, made wide
-// by STAND_IN_DELAY_US (every task first sleeps for a random time up to that, drawn by STAND_IN_SEED).
+// A stand-in that executes at submission would hide a missing wait between two streams. Here it is a race, widened by
+// STAND_IN_DELAY_US (every task first sleeps for a random time up to that, drawn by STAND_IN_SEED).
 //
-// Operators that run on the host (tests/ascend_host) need their results at once, so nothing of them would ever be
-// unfinished. They put what others may see of their writes into the stream's tail, whose tasks sleep up to
-// STAND_IN_LATE_US: whoever waits for the stream waits for its tail too; whoever does not, finds the bytes from before.
+// Operators that run on the host (tests/ascend_host) need their results at once, so none of them would ever be
+// unfinished. They put their externally visible writes into the stream's tail, whose tasks sleep up to
+// STAND_IN_LATE_US: waiting for the stream includes its tail; without a wait one finds the old bytes.
 #pragma once
 
 #include <atomic>
@@ -50,12 +50,12 @@ inline int number_of(const char* variable, int otherwise) {
   return text ? std::atoi(text) : otherwise;
 }
 
-// A thread that runs tasks in order, each after a random time.
+// A thread that runs tasks in order, each after a random delay.
 class Queue {
  public:
   Queue(int most_us, unsigned seed) : most_us_(most_us), random_(seed), worker_([this] { work(); }) {}
 
-  // The tasks that are queued still run.
+  // Queued tasks still run.
   ~Queue() {
     {
       const std::lock_guard<std::mutex> hold(lock_);
@@ -105,7 +105,7 @@ class Queue {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   bool closing_ = false, busy_ = false;
-  std::thread worker_;  // last: it runs as soon as it exists
+  std::thread worker_;  // last member: it runs as soon as it exists
 };
 
 // A stream is destroyed once it is idle.
@@ -114,7 +114,7 @@ class Stream {
   Stream()
       : seed_(number_of("STAND_IN_SEED", 0) * 1000 + count()++), tasks_(number_of("STAND_IN_DELAY_US", 0), seed_) {}
 
-  // After everything that was submitted before, its tail included.
+  // Runs after everything submitted before, including its tail.
   void submit(std::function<void()> task) {
     if (auto before = tail_end()) {
       tasks_.submit([before, task = std::move(task)] {
@@ -126,7 +126,7 @@ class Stream {
     }
   }
 
-  // Into the tail: after everything that was submitted before, and nobody but marks and later tasks waits for it.
+  // Appends to the tail: it runs after everything submitted before, and only marks and later tasks wait for it.
   void submit_late(std::function<void()> task) {
     const auto before = tasks_.mark();
     const std::lock_guard<std::mutex> hold(lock_);
@@ -137,7 +137,7 @@ class Stream {
     });
   }
 
-  // Set when all that was submitted, and its tail, has run.
+  // Set when everything submitted, and its tail, has run.
   std::shared_ptr<Mark> mark() {
     auto end = tasks_.mark();
     const std::lock_guard<std::mutex> hold(lock_);
@@ -179,7 +179,7 @@ class Stream {
   std::unique_ptr<Queue> tail_;
 };
 
-// The stream behind an ACL handle; null is the device's own. Defined in ascendcl.cpp.
+// The stream behind an ACL handle; null is the device's default stream. Defined in ascendcl.cpp.
 Stream& stream_of(void* handle);
 
 // The allocation that holds `at`: its start and size, or {nullptr, 0}. Defined in ascendcl.cpp.

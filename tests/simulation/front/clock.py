@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asyncio loop whose clock jumps to the next timer, and on which all that asks for the time or for chance gets it by seed."""
+"""An asyncio loop whose clock jumps to the next timer, with time and randomness from a seed for the whole process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-TURN_S = 1e-6  # what a turn of the loop takes: time never stands still
-WALL = 1_700_000_000.0  # what the wall clock shows at the start
+TURN_S = 1e-6  # duration of a turn of the loop, so that time advances
+WALL = 1_700_000_000.0  # the wall clock at the start
 
 
 class Deadlock(Exception):
-    """Everything waits, and nothing is to happen."""
+    """Every task waits, and no event is left."""
 
 
 class _NoFiles(selectors.BaseSelector):
-    """Nothing but time ever becomes ready."""
+    """A selector in which only time passes."""
 
     def __init__(self) -> None:
         self.loop: VirtualLoop | None = None
@@ -53,7 +53,7 @@ Connect = Callable[[Callable[[], asyncio.Protocol], str, int], Awaitable[tuple[A
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`connect` stands for the network."""
+    """The loop. `connect` replaces the network."""
 
     def __init__(self) -> None:
         selector = _NoFiles()
@@ -68,11 +68,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """At once: there are no threads."""
+        """Run it at once: there are no threads."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as problem:  # noqa: BLE001 - whatever it is, who awaits gets it
+        except Exception as problem:  # noqa: BLE001 - any exception goes to the awaiting task
             done.set_exception(problem)
         return done
 
@@ -86,7 +86,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def simulated(seed: int) -> Iterator[VirtualLoop]:
-    """A loop of its own, and in the whole process its clock and the seed's chance."""
+    """Yield a new loop, while the process's clock and randomness are the loop's and the seed's."""
     loop, rng = VirtualLoop(), random.Random(f"names/{seed}")
     random.seed(f"service/{seed}")
     names = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's and D's that answer, refuse, break, hang and restart, in any order and at any speed, as a seed has it."""
+"""P's and D's that answer, refuse, break, hang and restart, in any order and at any speed, by seed."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.protocol.versions import fingerprint
 
-SETTLE_S = 15.0  # D's: how long KV may be missing after P's good answer
+SETTLE_S = 15.0  # of D: how long KV may be missing after P's good answer
 RESERVE_S = 600.0
 PRINTS = {model: fingerprint(model) for model in ("m", "n")}
 P_FAULTS = ("silent", "breaks after push", "refuses to push", "half", "hangs", "500", "503", "ends", "empty", "breaks")
 D_FAULTS = ("500", "503", "empty", "breaks", "breaks later", "half", "drops", "drops later", "fails after load", "ends", "hangs")  # fmt: skip
 LATER = ("breaks later", "drops later", "fails later", "ends later", "hangs later")  # in a stream
 UNNAMED = "asked though it was not named"
-ROOM = 3400  # tokens that the model takes in all
+ROOM = 3400  # tokens that the model holds in all
 BACKOFF = Backoff(first_s=0.05, longest_s=2.0)
 
 
 def words(prompt: object, count: int) -> list[str]:
-    """The right answer to a prompt."""
+    """Return the right answer to a prompt."""
     digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
     return [f" {digest[2 * i : 2 * i + 2]}" for i in range(count)]
 
 
 def ids_of(prompt: object) -> list[int]:
-    """What a D makes of a prompt for a P that is to see token ids."""
+    """Return D's tokens of a prompt, for a P that must get token ids."""
     return list(json.dumps(prompt).encode())
 
 
 @dataclass
 class Kind:
-    """What may happen to an engine. A sound one is only slow."""
+    """Faults of an engine. A sound engine is only slow."""
 
     sound: bool = True
-    mute: bool = False  # as P: nothing that it pushes ever arrives, and all its answers are good
-    fault: float = 0.0  # of a request
+    mute: bool = False  # as P: none of its pushes ever arrives, although its answers are good
+    fault: float = 0.0  # probability for each request
     slow_s: float = 0.05
     probe_s: float = 0.01
     policy: str = "recompute"
@@ -72,7 +72,7 @@ class Load:
 
 
 class Engine:
-    """`apps` are the metaserver's workers by the address that they tell D."""
+    """An engine. `apps` are the metaserver's workers by the address sent to D."""
 
     faults: tuple[str, ...] = ()
 
@@ -82,7 +82,7 @@ class Engine:
         self.name, self.port, self.kind, self.rng, self.network, self.apps = name, port, kind, rng, network, apps
         self.alive = True
         self.lives = 0
-        self.connections: dict[Connection, None] = {}  # in order: a seed replays
+        self.connections: dict[Connection, None] = {}  # in order, so that a seed replays
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.counts: dict[str, int] = {}
         network.servers[port] = self
@@ -156,7 +156,7 @@ class Engine:
         raise NotImplementedError
 
     async def stumble(self, request: Request, body: dict[str, Any], fault: str) -> bool:
-        """What goes wrong before anything is done."""
+        """Fail before any work is done."""
         if fault == "hangs":
             await asyncio.Event().wait()
         if fault in ("500", "503"):
@@ -186,7 +186,7 @@ class Prefill(Engine):
         self._decodes = decodes
 
     async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
-        if "seed" in body:  # as a sampler died of it
+        if "seed" in body:  # like a sampler that failed at it
             self.kill()
             self.restart()
             return
@@ -221,7 +221,7 @@ class Prefill(Engine):
             else:
                 request.whole(200, said)
         except asyncio.CancelledError:
-            if self.alive and not pushed:  # P drains and says so over the side channel
+            if self.alive and not pushed:  # P drains, and reports it over the side channel
                 decode.failed(transfer, "PD-XFER-002")
             raise
 
@@ -232,7 +232,7 @@ class Decode(Engine):
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         self.loads: dict[str, Load] = {}
-        self.finished: list[str] = []  # requests whose whole answer left this engine, the KV having come, by their id
+        self.finished: list[str] = []  # ids of requests whose whole answer left this engine with its KV received
         self.asked: list[str] = []
         self._count = 0
 
@@ -278,7 +278,7 @@ class Decode(Engine):
             self.finished.append(request_id)
 
     def _speak_and_fail(self, request: Request, body: dict[str, Any]) -> None:
-        """vLLM says 200 to a stream, and who speaks, before it knows."""
+        """Fail after vLLM's status 200 and the opening of the stream."""
         request.begin()
         if "messages" in body:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -289,7 +289,7 @@ class Decode(Engine):
     async def _answer(
         self, request: Request, body: dict[str, Any], prompts: list[object], loads: list[Load], right: bool, fault: str
     ) -> bool:
-        """Whether all of it has left."""
+        """Answer, and return whether all of it has left."""
         chat, stream = "messages" in body, body.get("stream")
         count = body.get("max_completion_tokens" if chat else "max_tokens") or 3
         if not stream:
@@ -313,7 +313,7 @@ class Decode(Engine):
         return await self._speak(request, body, prompts[0] if right else "WRONG", fault)
 
     async def _speak(self, request: Request, body: dict[str, Any], prompt: object, fault: str) -> bool:
-        """A stream. Whether all of it has left."""
+        """Stream the answer, and return whether all of it has left."""
         request.begin()
         ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else ids_of(prompt)
         self._count += 1
@@ -339,7 +339,7 @@ class Decode(Engine):
             return False
         request.piece(speaker.end())
         if not self.kind.sound and random.Random(f"torn/{self.incarnation}/{self._count}").random() < 0.05:
-            request.tear()  # it dies when all is said
+            request.tear()  # it dies after the whole answer
         else:
             request.end()
         return True
@@ -388,13 +388,13 @@ class Decode(Engine):
         try:
             await load.arrived.wait()
         finally:
-            del self.loads[load.transfer]  # fenced: what comes now lands nowhere
+            del self.loads[load.transfer]  # fenced: later writes have no effect
             load.failed = load.failed or ("" if load.received_from else "PD-XFER-002")
         self.own(self._tell(app, self._report(load, params)), "D's report")
         return load
 
     async def _call(self, app: Any, body: bytes, load: Load) -> None:
-        """D's call for one reservation, as its client makes it: what was surely not executed is repeated."""
+        """Post one reservation as D's client does, repeating what was certainly not executed."""
         loop = asyncio.get_running_loop()
         end, attempt = loop.time() + RESERVE_S, 0
         while not load.failed and not load.received_from:
@@ -414,7 +414,7 @@ class Decode(Engine):
             await asyncio.sleep(delay)
 
     async def _follow(self, call: Call, load: Load) -> str:
-        """`prefilled`, or the code of what went wrong. A load that came ends it too: P is finishing, D listens on."""
+        """Return `prefilled`, or the code of the failure. A complete load ends it too, while P still finishes."""
         while True:
             lines = call.body.split(b"\n")
             for line in lines[:-1]:

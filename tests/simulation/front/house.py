@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed: workers of a metaserver, engines, clients, and what must hold whatever happens.
+"""One seed: workers of a metaserver, engines, clients, and the promises that must hold.
 
 1. A client gets one right answer or one honest error, within its bound.
-2. Nobody is blamed for another's failure: an engine that is only slow never counts as broken.
-3. A pair that works becomes ready within a bound, and its proof holds as long as both live; one that moves no KV never does,
+2. No engine is blamed for another's failure: one that is only slow never counts as broken.
+3. A working pair becomes ready within a bound, and its proof holds as long as both live; one without KV never does,
    and no proof outlives an engine once its next life has been heard of.
 4. Nothing stays behind: no leg, ticket, place, load or task.
 5. What a D has finished is not computed again.
@@ -34,8 +34,8 @@ from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
-BOUND_S = 400.0  # of a client: attempts, each with its timeouts
-READY_S = 50.0  # of a pair that works, once nothing goes wrong any more
+BOUND_S = 400.0  # for a client: attempts, each with its timeouts
+READY_S = 50.0  # for a working pair, once no faults happen any more
 HONEST = frozenset({429, 500, 502, 503, 504})
 P_PORT, D_PORT, OWN_PORT = 9000, 9100, 8000
 
@@ -45,7 +45,7 @@ class Violation(AssertionError):
 
 
 class LinkedHub(Hub):
-    """Workers in one process. Their reports travel as text, like over the supervisor's lines."""
+    """Workers in one process. Their reports travel as text, as over the supervisor's lines."""
 
     def __init__(self, worker: int, hubs: list[LinkedHub]) -> None:
         super().__init__(worker)
@@ -65,7 +65,7 @@ class LinkedHub(Hub):
 
 @dataclass
 class Plan:
-    """What a seed decides before anything happens."""
+    """The decisions of a seed before anything happens."""
 
     prefills: list[Kind]
     decodes: list[Kind]
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def goes_on(self) -> bool:
-        """Whether nothing keeps a sound D from going on with another's stream: that P fails, or an operator drains it."""
+        """Return whether a sound D can always continue another's stream: no P fails, and no operator drains it."""
         return (
             all(kind.sound for kind in self.prefills) and not self.admin_s and self.settings.get("resume_tokens", 1) > 0
         )
@@ -110,7 +110,7 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
         prefills=prefills,
         decodes=[rng.choice(decodes)] if sidecar else decodes,
         workers=1 if sidecar else rng.choice((1, 1, 2, 3)),
-        requests=rng.choice((requests,) * 9 + (0,)),  # without clients canaries alone tell
+        requests=rng.choice((requests,) * 9 + (0,)),  # without clients only canaries find results
         gap_s=rng.choice((0.005, 0.05, 0.5)),
         slowest_s=rng.choice((0.001, 0.01, 0.1)),
         restarts_s=rng.choice((0.0, 3.0, 20.0)) if faulty else 0.0,
@@ -185,7 +185,7 @@ class House:
             if not engine.alive:
                 engine.restart()
         await self._until(self._ready, READY_S, "promise 3: a pair that works is not ready")
-        for worker in self.workers:  # else one canary or another may be under way at each look
+        for worker in self.workers:  # otherwise some canary may be running at each look
             worker.front.settings = replace(worker.front.settings, canary=False)
         await self._until(self._nothing_left, 200.0, "promise 4: something is left")
         watch.cancel()
@@ -212,7 +212,7 @@ class House:
                 engine.restart()
 
     async def _administers(self) -> None:
-        """An operator drains and brings back."""
+        """Drain and resume engines, as an operator does."""
         while self.plan.admin_s:
             await asyncio.sleep(self.rng.expovariate(1 / self.plan.admin_s))
             name = self.rng.choice(self.engines).address
@@ -288,7 +288,7 @@ class House:
     # -- what must hold
 
     async def _watch(self) -> None:
-        """Promises 2 and 3, at every moment."""
+        """Check promises 2 and 3 at every moment."""
         once: list[set[tuple[str, str]]] = [set() for _ in self.workers]
         while not self.problems:
             for worker, proven in zip(self.workers, once, strict=True):
@@ -302,7 +302,7 @@ class House:
             await asyncio.sleep(0.25)
 
     def _wrongly_proven(self, worker: Worker, once: set[tuple[str, str]]) -> Iterator[str]:
-        """`once`: the pairs of sound engines that were proven before."""
+        """Yield wrong proofs. `once` are the pairs of sound engines that were proven before."""
         proofs = worker.fleet.proven()
         for proof in proofs:
             prefill, decode = self._by_address[proof.prefill], self._by_address[proof.decode]
@@ -373,7 +373,7 @@ def _of_whole(call: Call, right: list[str]) -> str:
 
 
 def _draw_stream(body: dict[str, Any], rng: random.Random) -> None:
-    """Longer answers, and all that a stream may tell."""
+    """Draw longer answers, with all options of a stream."""
     limit = "max_completion_tokens" if "messages" in body else "max_tokens"
     body |= {"temperature": rng.choice((0, 0, 0, 1)), limit: rng.choice((1, 3, 20, 60))}
     if "messages" in body and rng.random() < 0.1:
@@ -419,7 +419,7 @@ class Result:
 
 
 def run_seed(seed: int, requests: int = 150, plan: Plan | None = None) -> Result:
-    """One metaserver from start to silence."""
+    """Run one metaserver from its start until nothing happens any more."""
     plan = plan or draw(random.Random(f"plan/{seed}"), requests)
     result = Result(seed)
     before = _resumed()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service with one rule taken out at a time. The simulator must find each of them."""
+"""The service with one rule removed at a time, each of which the simulator must find."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _two_models(plan: Plan) -> Plan:
 
 
 def _beside_one(plan: Plan) -> Plan:
-    """A sidecar's D, and several P's."""
+    """A sidecar with its D, and several P's."""
     return replace(
         plan,
         prefills=[Kind(), Kind(), Kind()],
@@ -48,7 +48,7 @@ def _beside_one(plan: Plan) -> Plan:
 
 
 def _hanging_and_idle(plan: Plan) -> Plan:
-    """A sound pair beside engines that fail whatever they are asked; nobody asks but canaries."""
+    """A sound pair beside engines that fail every request; only canaries send any."""
     bad = Kind(sound=False, fault=1.0)
     return replace(
         plan, prefills=[Kind()], decodes=[Kind(), bad, bad, bad], requests=0, restarts_s=0.0, admin_s=0.0, workers=1
@@ -57,7 +57,7 @@ def _hanging_and_idle(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Mutation:
-    """`changes`: (where, name, what stands there instead). `worlds`: of these seeds its lack can be seen."""
+    """A removed rule. `changes` are (where, name, replacement); with these `worlds` as seeds its lack shows."""
 
     name: str
     changes: tuple[tuple[Any, str, Any], ...]
@@ -71,7 +71,7 @@ class Mutation:
             yield
 
     def run(self, seed: int, *, taken_out: bool) -> Result:
-        """A seed in this mutation's world: without the rule, or with it."""
+        """Run a seed in this mutation's world, with or without the rule."""
         plan = self.worlds(draw(random.Random(f"plan/{seed}")))
         with self.applied() if taken_out else nullcontext():
             return run_seed(seed, plan=plan)
@@ -82,11 +82,11 @@ def _serving_unasked(self: fleet.Fleet, model: str) -> fleet.Fits:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of what should happen."""
+    """Do nothing."""
 
 
 async def _nothing_awaited(*_: Any, **__: Any) -> None:
-    """The same of a coroutine."""
+    """Do nothing, as a coroutine."""
 
 
 def _never(*_: Any) -> bool:
@@ -130,7 +130,7 @@ def _not_stripped(shared_: Any, answer: Any) -> Any:
 
 
 def _ticket_kept(self: Journal, attempt: Attempt) -> None:
-    """Never void."""
+    """Never invalidate a ticket."""
 
 
 def _breaking(plan: Plan) -> Plan:
@@ -234,7 +234,7 @@ ALL = {
             ((fleet.Fleet, "prefilling", lambda self, model, names: self.serving(model)),),
             _beside_one,
         ),
-        # Of streams that outlive their D.
+        # Streams that outlive their D.
         Mutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
         Mutation(
             "text of the next token is lost", ((StreamState, "next_request", _after(_skip=lambda n: n + 1)),), _breaking

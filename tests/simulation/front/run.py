@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run seeds of the metaserver's simulation, one after the other: for tests, and `main` for scripts/simulate.sh --front."""
+"""Run seeds of the metaserver's simulation: for tests, and `main` for scripts/simulate.sh --front."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_some(first: int, count: int, mutation: str = "") -> Total:
 
 
 def run_seeds(first: int, count: int, mutation: str = "", *, jobs: int = 1, progress_s: float = 5.0) -> Total:
-    """Consecutive seeds, until one breaks a promise. Says every `progress_s` seconds how far it is."""
+    """Run consecutive seeds until one breaks a promise. Prints its progress every `progress_s` seconds."""
     chunks = [(at, min(CHUNK, first + count - at), mutation) for at in range(first, first + count, CHUNK)]
     total, said = Total(), time.monotonic()
     with ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else nullcontext() as pool:

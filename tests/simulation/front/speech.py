@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that says the same after the same tokens, and a server that streams it as vLLM does.
+"""A model that gives the same answer after the same tokens, and a server that streams it as vLLM does.
 
-Some tokens are half a character: their text comes with the next one, and a prompt that ends with one makes the server write all of
-it again. As long as a stop string may follow, as much text is held back as it has characters but one.
+Some tokens are half a character: their text comes with the next token, and after a prompt that ends with one the server
+writes the whole character. While a stop string may follow, the server holds back one character less than its length.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 HALF = 224  # from here on a token is half a character
-LAST = 7  # what leaves this when divided by 32 ends the answer
+LAST = 7  # a token with this remainder modulo 32 ends the answer
 
 
 class Said(NamedTuple):
-    """One token, and the text that is let go with it."""
+    """One token, and the text released with it."""
 
     token: int
     text: str
@@ -26,7 +26,7 @@ class Said(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a request says of its answer."""
+    """A request's options for its answer."""
 
     limit: int
     stop: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Wish(NamedTuple):
 
 
 def speak(ids: Sequence[int], wish: Wish) -> Iterator[Said]:
-    """The answer to a prompt, token by token."""
+    """Yield the answer to a prompt, token by token."""
     state = hashlib.sha256(bytes(ids))
     out, released, waiting, torn = "", 0, 0, ids[-1] >= HALF
     longest = max(map(len, wish.stop), default=0)
@@ -71,7 +71,7 @@ def speak(ids: Sequence[int], wish: Wish) -> Iterator[Said]:
 
 
 class Speaker:
-    """Writes one answer as events. `ids`: of the prompt."""
+    """Writer of one answer as events. `ids` are the prompt's."""
 
     def __init__(self, body: dict[str, Any], ids: Sequence[int], name: str) -> None:
         self.chat = "messages" in body
@@ -84,14 +84,14 @@ class Speaker:
         self._tokens = self._offset = 0
 
     def opening(self) -> bytes:
-        """Who speaks; nothing for a completion."""
+        """Return the opening event with the role; nothing for a completion."""
         if not self.chat:
             return b""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._written([choice], prompt_token_ids=self._ids if self._wants_ids else None)
 
     def event(self, said: Sequence[Said]) -> bytes:
-        """Some tokens at once, of which only the last can be the end."""
+        """Return an event of some tokens, of which only the last can be the end."""
         text, last, ids = "".join(one.text for one in said), said[-1], [one.token for one in said]
         choice: dict[str, Any] = {"index": 0}
         choice |= {"delta": {"content": text}} if self.chat else {"text": text}
@@ -131,7 +131,10 @@ class Speaker:
 
 
 def understood(stream: bytes) -> dict[str, Any]:
-    """What a client makes of a stream. Raises ValueError for one that says two things, has no end, or goes on after an error."""
+    """Parse a stream as a client does.
+
+    Raise ValueError if it contradicts itself, has no end, or continues after an error.
+    """
     *events, last = [line.removeprefix("data: ") for line in stream.decode().split("\n\n")[:-1]] or [""]
     if last != "[DONE]":
         raise ValueError("no end")
@@ -179,7 +182,7 @@ def _take(told: dict[str, Any], choice: dict[str, Any], usage: dict[str, int] | 
 
 
 def right_stream(body: dict[str, Any], ids: Sequence[int], room: int) -> bytes:
-    """What one engine alone would say."""
+    """Return the stream of a single engine."""
     speaker = Speaker(body, ids, "one")
     events = [speaker.event([said]) for said in speak(ids, Wish.of(body, room - len(ids)))]
     return b"".join((speaker.opening(), *events, speaker.end()))

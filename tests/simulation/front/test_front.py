@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the metaserver promises holds in simulated houses; and each rule that is taken out is missed."""
+"""The metaserver's promises hold in simulated houses, and the lack of each removed rule is found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulation.front.run import Total, run_seeds
 
 SEEDS = 750  # of 150 requests, most of which have clients
 SEARCHED = 60
-# Where each was found last; after a change of the service a search finds another.
+# Seeds by mutation; after a change of the service a search finds new ones.
 KNOWN = {
     "P's good answer proves a pair": 1,
     "D is blamed for P's failure": 3,
@@ -30,7 +30,7 @@ KNOWN = {
 
 @pytest.fixture(scope="module")
 def many() -> Total:
-    """Over two cores."""
+    """Run the seeds on two cores."""
     return run_seeds(1000, SEEDS, jobs=2, progress_s=1e9)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between the metaserver and the engines as pairs of queues with a delay, and calls into its ASGI entry."""
+"""Connections between the metaserver and the engines as pairs of queues with a delay, and calls of its ASGI entry."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Server(Protocol):
-    """What listens at an address."""
+    """A listener at an address."""
 
     async def accept(self) -> bool:
-        """False: nobody listens. It may take its time."""
+        """Return whether it accepts a connection, perhaps after a delay."""
 
     def connected(self, connection: Connection) -> None: ...
 
 
 class Transport(asyncio.Transport):
-    """One end. What is written arrives at the other end in order, later."""
+    """One end. Written bytes arrive at the other end in order, later."""
 
     def __init__(self, loop: VirtualLoop, delay: Callable[[], float]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Transport(asyncio.Transport):
         self._last = 0.0
 
     def _later(self, act: Callable[..., None], *args: Any) -> None:
-        self._last = max(self._last + 1e-9, self.loop.now + self._delay())  # what is due at one moment has no order
+        self._last = max(self._last + 1e-9, self.loop.now + self._delay())  # events at one moment have no order
         self.loop.call_at(self._last, act, *args)
 
     def write(self, data: Any) -> None:
@@ -85,7 +85,7 @@ class Transport(asyncio.Transport):
 
 
 class Network:
-    """Where who listens. A new connection takes a round trip."""
+    """Listeners by address. A new connection takes a round trip."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_s: float) -> None:
         self.loop, self._rng, self._slowest = loop, rng, slowest_s
@@ -111,7 +111,7 @@ class Network:
 
 
 class Request:
-    """What an engine was asked, and how it answers."""
+    """A request to an engine, and its answer."""
 
     def __init__(self, connection: Connection, path: str, headers: dict[str, str], body: bytes) -> None:
         self.connection = connection
@@ -130,7 +130,7 @@ class Request:
         self.connection.write(b"0\r\n\r\n")
 
     def tear(self, after: bytes = b"") -> None:
-        """The connection breaks, perhaps in the middle of an answer."""
+        """Break the connection, perhaps in the middle of an answer."""
         self.connection.write(after)
         self.connection.transport.abort()
 
@@ -140,7 +140,7 @@ def _head(status: int, kind: bytes, length: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """An engine's end of a connection: parses requests, one task for each, which ends when the caller leaves."""
+    """An engine's end of a connection: parses requests and runs a task for each, until the caller disconnects."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -192,14 +192,14 @@ class Call:
         }  # fmt: skip
         self.status, self.body, self.done = 0, b"", False
         self.answer_headers: Headers = []
-        self.heard = asyncio.Event()  # anything new
+        self.heard = asyncio.Event()  # set by any news
         self.left = False
         self._when_gone: Callable[[], None] | None = None
         self._sent = False
         self.task: asyncio.Task[None] | None = None
 
     def watch(self, when_gone: Callable[[], None]) -> None:
-        """As `intake.Protocol` does."""
+        """Watch the connection as `intake.Protocol` does."""
         self._when_gone = when_gone
         if self.left:
             when_gone()
@@ -241,7 +241,7 @@ class Call:
                 self._when_gone()
 
     async def more(self) -> None:
-        """Until there is news."""
+        """Wait for news."""
         self.heard.clear()
         if not self.done:
             await self.heard.wait()

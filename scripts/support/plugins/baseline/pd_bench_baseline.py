@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plug-in of vLLM for benchmarks: lets the in-tree MooncakeConnector start on CPU, where no accelerator has an index."""
+"""Plug-in of vLLM for benchmarks that lets the in-tree MooncakeConnector start on a CPU, which has no device index."""
 
 from __future__ import annotations
 

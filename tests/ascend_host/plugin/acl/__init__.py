@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the place of pyACL, which comes with CANN: what vllm-ascend imports of it."""
+"""Replacement of pyACL, which comes with CANN: the parts that vllm-ascend imports."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""acl.rt: copies that wait for no stream."""
+"""Replacement of acl.rt: copies that wait for no stream."""
 
 from __future__ import annotations
 

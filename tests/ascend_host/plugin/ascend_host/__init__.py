@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch_npu on a machine without an NPU, in every process that has this folder and `entry` in front of its PYTHONPATH.
+"""Plug-ins that run torch_npu without an NPU, in every process with this folder and `entry` in front of its PYTHONPATH.
 
-torch loads `take_over` (entry point `torch.backends`), vLLM loads `in_vllm` (`vllm.general_plugins`). torch_npu, vLLM and
-vllm-ascend stay as they are. Beneath are the libraries that host_build.py makes.
+torch loads `take_over` (entry point `torch.backends`), vLLM loads `in_vllm` (`vllm.general_plugins`). torch_npu, vLLM
+and vllm-ascend are unchanged. They use the libraries of host_build.py.
 """
 
 from __future__ import annotations
 
 import os
 
-# What torch_npu's own kernels do with memory, sizes, views and streams is right over the stand-ins as it is.
+# torch_npu's own kernels for memory, sizes, views and streams work with the stand-ins as they are.
 OF_MEMORY = {
     "aten::_copy_from",
     "aten::_copy_from_and_resize",
@@ -29,7 +29,7 @@ OF_MEMORY = {
     "aten::set_.source_Storage",
     "aten::set_.source_Storage_storage_offset",
     "aten::set_.source_Tensor",
-    # what torch_npu keeps in its books
+    # torch_npu's own records
     "npu::get_npu_format",
     "npu::get_storage_size",
     "npu::npu_change_data_ptr",
@@ -39,7 +39,7 @@ TAKEN = ("aten", "npu", "atb")
 
 
 def take_over() -> None:
-    """Every operator that torch_npu has for the NPU runs on the host from here on."""
+    """Run every operator that torch_npu has for the NPU on the host from now on."""
     import torch
     import torch_npu  # noqa: F401
     from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for events that the package leaves out on order, so that a test can show that they are needed.
+"""Planted faults: waits for events that the package leaves out on order, to show that they are needed.
 
-computed    P, direct: what the writer asks a layer's event before it writes
-hold        P, exchange: what makes its side stream wait for the model's
-staged      P, exchange: what the writer asks the event behind it before it writes
-gate        D: what it asks the event of a step before it lets P write into that step's blocks
+computed    P, direct: the writer's wait for a layer's event before it writes
+hold        P, exchange: the side stream's wait for the model's stream
+staged      P, exchange: the writer's wait for the event after the exchange
+gate        D: the wait for a step's event before P may write into that step's blocks
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Past:
-    """An event that is never waited for."""
+    """An event that counts as reached."""
 
     def done(self) -> bool:
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that vllm-ascend starts although there is no Triton here: the same on the host."""
+"""Host versions of the Triton kernels that vllm-ascend starts although there is no Triton here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class OnHost:
-    """Is started as a kernel is, `kernel[grid](...)`, and computes on the tensors' memory."""
+    """A kernel's interface, `kernel[grid](...)`, over a function on the tensors' memory."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -38,7 +38,7 @@ def slot_mapping(
     PAD_ID: int,  # noqa: N803
     **_constants: Any,
 ) -> None:
-    """The slot in the paged cache of each token; the tokens of request i begin at `starts[i]`. The last program pads."""
+    """Set each token's slot in the paged cache; tokens of request i begin at `starts[i]`. The last program pads."""
     requests = grid[0] - 1
     counts = starts[: requests + 1].diff().long()
     request = torch.arange(requests).repeat_interleave(counts)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of a mixture of experts mean. Those of `_C_ascend` come with vllm-ascend's compiled library, which is
-not here: their schemas are declared as that library declares them."""
+"""Definitions of the operators of a mixture of experts.
+
+Those of `_C_ascend` belong to vllm-ascend's compiled library, which is missing here: their schemas are declared as in
+that library.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def moe_gating_top_k(
     eps: float,
     bias_opt: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k best experts of each token: the bias has a say in who is best, not in the weights."""
+    """Select the k best experts of each token. The bias affects the selection, not the weights."""
     if group_count > 1:
         raise NotImplementedError("moe_gating_top_k with groups of experts")
     chances = x.float().softmax(-1) if norm_type == SOFTMAX else x.float().sigmoid()
@@ -66,8 +69,10 @@ def moe_init_routing(
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of x once for each of their experts, by expert; where each of them is (-1: its expert is not here); how many
-    each expert has."""
+    """Return the rows of x once for each of their experts, sorted by expert.
+
+    Also the place of each row (-1: its expert is on another rank), and the number of rows per expert.
+    """
     refuse("npu_moe_init_routing_custom", scale=scale, offset=offset)
     if quant_mode != -1 or drop_pad_mode != 0 or expert_tokens_num_type != 1 or row_idx_type != 0:
         raise NotImplementedError("npu_moe_init_routing_custom, quantised, padded or counted otherwise")
@@ -96,7 +101,10 @@ def grouped_matmul(
     act_type: int | None = 0,
     **more: Any,
 ) -> list[Tensor]:
-    """Rows of one x, group after group, each with its own matrix of one weight; rows of no group are not defined."""
+    """Multiply the rows of one x group by group, each group with its own matrix.
+
+    Rows outside the groups are undefined.
+    """
     refuse("npu_grouped_matmul", **more)
     if (
         group_list is None
@@ -120,7 +128,7 @@ def moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """A token is the weighted sum of its rows."""
+    """Return each token as the weighted sum of its rows."""
     refuse("npu_moe_token_unpermute", padded_mode=padded_mode or None)
     rows = permuted_tokens[sorted_indices.long()]
     if probs is None:

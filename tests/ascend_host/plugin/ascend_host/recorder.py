@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package's connector, which notes how the model runner calls it: `kv_connector` "Recorder", module path of this file."""
+"""This package's connector with a record of the model runner's calls.
+
+`kv_connector` is "Recorder", its module path is this file.
+"""
 
 from __future__ import annotations
 

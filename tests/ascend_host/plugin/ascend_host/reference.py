@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators of torch_npu (npu::) and ATB (atb::) mean, in plain torch, by their documentation.
+"""Definitions of operators of torch_npu (npu::) and ATB (atb::) in plain torch, by their documentation.
 
-Only those that a model here asks for; what lacks here stops the process with its name (operators.cpp). An argument that
-no model has used so far is refused instead of ignored. Arguments are CPU tensors over the device's memory: writing into
-them is writing to the device. test_reference.py compares each with an independent definition.
+Only those that a model here uses; a missing one stops the process with its name (operators.cpp). An argument that no
+model has used is refused instead of ignored. Arguments are CPU tensors over the device's memory: writing into them
+writes to the device. test_reference.py compares each with an independent definition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _registered: list[torch.library.Library] = []
 
 
 def of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorated function is what these operators mean."""
+    """Register the decorated function as the definition of these operators."""
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
         MEANINGS.update(dict.fromkeys(operators, function))
@@ -30,7 +30,7 @@ def of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def declare(schemas: dict[str, str]) -> None:
-    """Operators that no library here declares."""
+    """Declare operators that no library here declares."""
     for name, schema in schemas.items():
         space, _, operator = name.partition("::")
         library = torch.library.Library(space, "FRAGMENT")
@@ -39,7 +39,7 @@ def declare(schemas: dict[str, str]) -> None:
 
 
 def register() -> None:
-    """As the operators' kernels for the CPU."""
+    """Register the definitions as the operators' kernels for the CPU."""
     for name, function in MEANINGS.items():
         space, _, operator = name.partition("::")
         library = torch.library.Library(space, "IMPL")
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def refuse(operator: str, **given: Any) -> None:
-    """Arguments whose meaning is not written down here."""
+    """Refuse arguments whose meaning is not defined here."""
     named = sorted(name for name, value in given.items() if value is not None)
     if named:
         raise NotImplementedError(f"the reference of {operator} does not know {', '.join(named)}")
@@ -101,24 +101,24 @@ def transpose_batchmatmul(
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Rounded once, so that a row's product does not hang on how many rows there are."""
+    """Multiply with a single rounding, so that a row's product does not depend on the number of rows."""
     return (left.double() @ right.double()).to(left.dtype)
 
 
 def _unless(value: Any, usual: Any) -> Any:
-    """None if an argument is what it usually is."""
+    """Return None if an argument has its usual value."""
     return None if value in (usual, None) else value
 
 
 @of("atb::_npu_matmul_add_fp32")
 def matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803
-    """C += xᵀ · weight, added up in float32."""
+    """Compute C += xᵀ · weight, accumulated in float32."""
     C.add_(product(x.float().t(), weight.float()))
 
 
 @of("npu::npu_format_cast", "npu::_npu_format_cast")
 def format_cast(x: Tensor, acl_format: int, **kinds: Any) -> Tensor:
-    """Every format is row-major here: only kernels see the difference."""
+    """Return x: every format is row-major here, and only kernels see the difference."""
     refuse("npu_format_cast", **kinds)
     return x.clone()
 
@@ -127,7 +127,10 @@ def format_cast(x: Tensor, acl_format: int, **kinds: Any) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
-    """cos and sin are as wide as x. The partners of a plane are neighbours (`pairs`) or half of the width apart."""
+    """Rotate planes by cos and sin, which are as wide as x.
+
+    The two channels of a plane are neighbours (`pairs`) or half of the width apart.
+    """
     if pairs:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
@@ -144,7 +147,7 @@ def rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rot
 
 @of("npu::npu_interleave_rope")
 def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbours are brought to the two halves first, and stay there."""
+    """Reorder neighbours into two halves, then rotate."""
     return _rotate(torch.cat((x[..., ::2], x[..., 1::2]), -1), cos, sin, pairs=False)
 
 
@@ -152,7 +155,7 @@ def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:
-    """In place, on the first `cos_sin_cache.shape[1]` channels of each head."""
+    """Rotate in place the first `cos_sin_cache.shape[1]` channels of each head."""
     width = cos_sin_cache.shape[-1]
     parts = cos_sin_cache[positions.flatten()].unsqueeze(1).chunk(2, -1)
     if is_neox_style:
@@ -168,14 +171,14 @@ def rotary_embedding(
 
 
 def _write_slots(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Tokens of negative slots are padding."""
+    """Write rows into their slots. Tokens with negative slots are padding."""
     places = cache.flatten(0, 1)
     wanted = slots.flatten() >= 0
     places[slots.flatten()[wanted].long()] = rows.reshape(-1, *places.shape[1:])[wanted]
 
 
 def _read_tokens(cache: Tensor, table: Tensor, first: int, count: int) -> Tensor:
-    """`count` tokens of one sequence, from its token `first` on."""
+    """Return `count` tokens of one sequence, from token `first` on."""
     at = torch.arange(first, first + count)
     return cache[table[at // cache.shape[1]].long(), at % cache.shape[1]]
 
@@ -215,7 +218,7 @@ def gather_pa_kv_cache(
     seq_offset: Tensor | None = None,
     is_seq_lens_cumsum: bool = False,
 ) -> None:
-    """The sequences' tokens, one sequence after the other."""
+    """Copy the sequences' tokens, one sequence after the other."""
     counts = (seq_lens.diff() if is_seq_lens_cumsum else seq_lens).tolist()
     starts = [0] * len(counts) if seq_offset is None else seq_offset.tolist()
     for cache, out in ((key_cache, key), (value_cache, value)):
@@ -258,7 +261,7 @@ def kv_rmsnorm_rope_cache(
     is_output_kv: bool = False,
     **quantised: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[batch, 1, tokens, latent + rotary]: the latent part is normed, the rotary part turned, both go to their slots."""
+    """Split [batch, 1, tokens, latent + rotary], norm the latent part, rotate the other, write both to their slots."""
     refuse("npu_kv_rmsnorm_rope_cache", **quantised)
     if cache_mode not in ("PA", "PA_BNSD"):
         raise NotImplementedError(f"npu_kv_rmsnorm_rope_cache: a cache of mode {cache_mode}")
@@ -277,7 +280,7 @@ FULL, LEFT_UP, RIGHT_DOWN, BAND = 0, 2, 3, 4  # sparse modes
 
 
 def visible(queries: int, keys: int, mode: int, before: int, after: int) -> Tensor:
-    """Which keys a query sees. But for LEFT_UP the last query stands at the last key."""
+    """Return which keys each query sees. Except with LEFT_UP the last query is at the last key's position."""
     offset = 0 if mode == LEFT_UP else keys - queries
     ahead = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - offset
     if mode == FULL:
@@ -290,9 +293,9 @@ def visible(queries: int, keys: int, mode: int, before: int, after: int) -> Tens
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, heads, channels] each; the result, and the logarithm of each row's sum [tokens, heads, 1].
+    """Return attention over [tokens, heads, channels], and the logarithm of each row's sum [tokens, heads, 1].
 
-    A query that sees no key has the result 0, and weighs nothing where results are put together.
+    A query that sees no key has the result 0, and no weight where results are merged.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
@@ -305,14 +308,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor
 
 
 def _paged(cache: Tensor, table: Tensor, count: int, heads: int) -> Tensor:
-    """The first tokens of a sequence. [block, token, heads * channels], or with four dimensions heads before tokens."""
+    """Return the first tokens of a sequence.
+
+    The cache is [block, token, heads * channels], or with four dimensions heads before tokens.
+    """
     if cache.dim() == 3:
         return _read_tokens(cache, table, 0, count).unflatten(-1, (heads, -1))
     return _read_tokens(cache.transpose(1, 2), table, 0, count)
 
 
 def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> Iterator[Tensor]:
-    """Each sequence of a batch as [tokens, heads, channels]."""
+    """Yield each sequence of a batch as [tokens, heads, channels]."""
     if layout == "TND":
         assert ends is not None
         starts = [0, *ends]
@@ -352,8 +358,8 @@ def fused_infer_attention_score(
     input_layout: str = "BSH",
     num_key_value_heads: int = 0,
     sparse_mode: int = 0,
-    inner_precise: int = 0,  # how exact a device is
-    block_size: int = 0,  # the cache's shape says it
+    inner_precise: int = 0,  # precision of the device
+    block_size: int = 0,  # the cache's shape gives it
     antiquant_mode: int = 0,
     key_antiquant_mode: int = 0,
     value_antiquant_mode: int = 0,
@@ -380,7 +386,7 @@ def fused_infer_attention_score(
     results, sums = [], []
     for row, (q, rope) in enumerate(zip(queries, ropes, strict=True)):
         k, v = of_sequence(key, row), of_sequence(value, row)
-        # A single query stands at the last key, and without a rotary part its mask counts for nothing.
+        # A single query is at the last key's position, and without a rotary part its mask has no effect.
         mode = FULL if len(q) == 1 and rope is None else sparse_mode
         seen = visible(len(q), len(k), mode, pre_tokens, next_tokens)
         if rope is not None:
@@ -427,7 +433,7 @@ def paged_attention(
     *,
     workspace: Tensor | None = None,
 ) -> None:
-    """One query for each sequence, which sees all of its tokens; caches are [block, token, head, channel]."""
+    """Compute one query for each sequence, which sees all its tokens; caches are [block, token, head, channel]."""
     for row, count in enumerate(context_lens.tolist()):
         k, v = (_read_tokens(cache, block_table[row], 0, count) for cache in (key_cache, value_cache))
         result, _ = attend(query[row : row + 1], k, v, scale_value, visible(1, count, FULL, 0, 0))
@@ -436,7 +442,7 @@ def paged_attention(
 
 @of("npu::npu_attention_update")
 def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from that over parts of them."""
+    """Merge attention over parts of the keys into attention over all."""
     parts = torch.stack(list(lse)).float()
     whole = parts.logsumexp(0)
     weights = torch.exp(parts - whole)
@@ -449,7 +455,7 @@ def attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor], update_
 
 @of("npu::npu_top_k_top_p")
 def top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
-    """What is not among the k best, or in the tail beyond p, becomes -inf; the best one stays."""
+    """Set logits outside the k best, or in the tail beyond p, to -inf; the best one stays."""
     values, order = logits.sort(dim=-1, stable=True)
     if k is not None:
         least = values.gather(-1, values.shape[-1] - k.long().unsqueeze(-1))

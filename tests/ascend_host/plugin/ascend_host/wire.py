@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With ASCEND_HOST_WIRE=tcp Mooncake's protocol `ascend` is TCP: the device's memory is the host's. For connectors that ask for
-`ascend` whatever they are told; this package's has a key for it."""
+"""With ASCEND_HOST_WIRE=tcp, Mooncake's protocol `ascend` is TCP: the device's memory is the host's.
+
+For connectors that always use `ascend`; this package's has a key for it.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What experts spread over ranks need and vLLM 0.32 lacks on CPUs: two collectives, and a kernel that knows which experts
-are here.
+"""Expert parallelism on CPUs, for tests: two collectives that vLLM 0.32 lacks there, and a kernel for local experts.
 
-For tests: parts of unequal length are padded, or all of everything is sent. Without this an engine with data and expert
-parallelism ends in its first request on a CPU: the kernel takes the number of an expert elsewhere for one of its own.
+Parts of unequal length are padded, or everything is sent to all. Without this plug-in an engine with data and expert
+parallelism fails in its first request on a CPU: the kernel takes the number of another rank's expert for one of its
+own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def of_those_here(apply: Callable[..., None]) -> Callable[..., None]:
-    """Experts elsewhere count nothing here; the sum over the ranks has each once."""
+    """Give other ranks' experts the weight 0; the sum over the ranks contains each expert once."""
 
     @functools.wraps(apply)
     def applied(self: Any, *given: Any, **named: Any) -> None:
@@ -43,7 +43,7 @@ def of_those_here(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """Every rank's rows behind each other; rank r has sizes[r] of them."""
+    """Concatenate all ranks' rows, sizes[r] of them from rank r."""
     if isinstance(input_, list):
         return [all_gatherv(self, each, dim, sizes) for each in input_]
     rows = sizes or [len(input_)] * self.world_size
@@ -55,7 +55,7 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
 
 
 def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """This rank's rows of the sum over all ranks."""
+    """Return this rank's rows of the sum over all ranks."""
     rows = sizes or [len(input_) // self.world_size] * self.world_size
     summed = input_.contiguous().clone()
     dist.all_reduce(summed, group=self.device_group)

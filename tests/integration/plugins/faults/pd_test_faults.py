@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults on order, for tests only: a process stops itself at a stage event, or says no where it would have said yes.
+"""Faults on order, for tests only: a process stops itself at a stage event, or refuses what it would accept.
 
 Put this folder in front of PYTHONPATH. An engine of vLLM loads it as a plug-in (and, for refusals over HTTP, with
 `--middleware pd_test_faults.Door`); the metaserver is started as `python -m pd_test_faults metaserver …`.
 
-Orders are files in the directory that PD_TEST_FAULTS names (scripts/support/faults.py writes them):
+Orders are files in the directory PD_TEST_FAULTS (scripts/support/faults.py writes them):
     stop-at     holds a stage: the first process that reaches it renames the file to stopped-<pid> and stops itself
     refuse      holds the name of a refusal, in force while the file is there; `refused` says that it has happened
-Without the variable nothing is changed at all.
+Without the variable nothing is changed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _installed = False
 
 
 def install() -> None:
-    """vLLM's entry point; in every process of an engine."""
+    """Install the plug-in: vLLM's entry point, called in every process of an engine."""
     if _begin():
         _patch_engine()
 
 
 def refuses(name: str) -> bool:
-    """Whether this refusal is ordered; notes that it has happened."""
+    """Return whether this refusal is ordered, and record that it has happened."""
     if _directory is None or _read(_directory / "refuse") != name:
         return False
     (_directory / "refused").touch()
@@ -80,7 +80,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Door:
-    """ASGI middleware: tells that a request has arrived, and refuses it before or after it was served."""
+    """ASGI middleware that reports a request's arrival, and refuses it before or after it was served."""
 
     def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -125,13 +125,13 @@ def _patch_engine() -> None:
     listen, complete, start = Receiver.message, Sender.seal, ReceiveRuntime.__init__
 
     def message(self: Receiver, now: float, peer: Any, heard: Any) -> list[Any]:
-        """D refuses whoever asks."""
+        """Refuse every BEGIN and RENEW."""
         if isinstance(heard, Begin | Renew) and refuses("begin"):
             return [SendAction(peer, refused(heard, RefusalCode.MISMATCH, "refused by a test"))]
         return listen(self, now, peer, heard)
 
     def seal(self: Sender, now: float, push: str) -> list[Any]:
-        """P gives a push up in the moment in which it would have been complete."""
+        """Fail a push at the moment when it would have been complete."""
         if refuses("done"):
             return self.abort(now, push, "PD-XFER-006", "refused by a test")
         return complete(self, now, push)
@@ -147,7 +147,7 @@ def _patch_engine() -> None:
 
 
 def _revoke_on_order(runtime: Any) -> None:
-    """D takes the permission to write back, in the middle of whatever is written."""
+    """Revoke D's permission in the middle of the writes."""
     from vllm_ascend_pd.protocol.actions import Revoke
 
     def revoke() -> None:
@@ -163,7 +163,7 @@ def _revoke_on_order(runtime: Any) -> None:
 
 
 def _patch_wire() -> None:
-    """P's transfer engine claims that every write landed, and writes nothing."""
+    """Let P's transfer engine report every write as done, and write nothing."""
     import itertools
 
     from vllm_ascend_pd.transport.base import WriteState

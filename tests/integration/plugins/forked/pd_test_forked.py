@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine cores and workers that are forked from the server's process, which has imported torch and vLLM already.
+"""Engine cores and workers forked from the server's process, which has already imported torch and vLLM.
 
-For tests: vLLM's CPU platform has them spawned, and two thirds of a start are then imports that each process repeats. vLLM
-forks on other platforms by itself; engines that the start scripts start, the quickstart and the benchmarks keep what vLLM does.
+For tests: vLLM spawns them on its CPU platform, where each process repeats the imports, two thirds of a start. On other
+platforms vLLM forks by itself. Engines of the start scripts, the quickstart and the benchmarks are started as vLLM does
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def install() -> None:
 
 
 def close_listeners() -> None:
-    """The server's port is its own: it must be refused as soon as the server's process is gone."""
+    """Close the server's listening sockets: its port must be refused as soon as its process is gone."""
     for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -44,4 +45,4 @@ def close_listeners() -> None:
                 if listens and found.family in (socket.AF_INET, socket.AF_INET6):
                     os.close(fd)
         except OSError:
-            continue  # the folder's own descriptor, which is gone
+            continue  # the descriptor of the listing itself

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A planted fault: P takes all that vLLM calls cached for computed, also what the very step computes. For tests."""
+"""A planted fault, for tests: P treats all blocks that vLLM calls cached as computed.
+
+Also those that the very same step computes.
+"""
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """vLLM's entry point; in every process of an engine."""
+    """Install the plug-in: vLLM's entry point, called in every process of an engine."""
     from vllm_ascend_pd.prefill.core.computing import Computing
 
     Computing.ready = lambda self, request_id, computed, groups: computed  # type: ignore[method-assign]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P that leaves out what a test says, in PD_TEST_LEAVES_OUT: `group 1`, the layers of one group, `block`, the first one of
-each window, or `section heads`, these parts of all states. The tables of a request stay right, and so does what P itself computes."""
+"""Planted faults: a P that does not push the part named by PD_TEST_LEAVES_OUT.
+
+`group 1` is the layers of a group, `block` the first block of each window, `section heads` these parts of all states.
+The tables of a request stay right, and so do P's own answers.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,6 @@ def _left(self: Any, push: Push, pairing: int, piece: PushSlice) -> tuple[int, i
 
 
 class LeavingConnector(AscendPushConnector):
-    """Named by the engines' --kv-transfer-config; its import changes what this process pushes."""
+    """Connector named in --kv-transfer-config, whose import changes what this process pushes."""
 
     Pushes._leaving = _left  # type: ignore[method-assign]

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A llama with one KV head that keeps it as MLA keeps its latent, and, in some layers, a sparse indexer beside it.
+"""A llama with one KV head, kept like MLA's latent, and in some layers a sparse indexer beside it.
 
 In plain torch on caches that vLLM allocates, under vLLM's own hook, with any block size, chunks and prefix caching.
 
-* The attention's cache has one vector per token, V beside K, by a spec of MLA: every rank holds it whole.
-* An indexer's cache has one key per token, by a spec of MLA, in a layer of its own name (`….indexer.k_cache`), as vLLM has
-  it for DeepSeek-V3.2. It is written before the attention, outside of any hook. A real indexer says which tokens the attention may
-  see; prompts of tests are shorter than that number. This one's scores are added to the attention's, so that answers depend on
-  every key, smoothly: two ranks that add in another order say the same.
-* `int8` in config.json: both are int8, with a float32 scale behind each vector.
+* The attention's cache has one vector per token, K and V together, with a spec of MLA: every rank holds all of it.
+* An indexer's cache has one key per token, with a spec of MLA, in a layer of its own (`….indexer.k_cache`), as in
+  vLLM's DeepSeek-V3.2. It is written before the attention, outside any hook. A real indexer selects the tokens that the
+  attention sees, but the prompts of tests are shorter than its selection. So here its scores are added to the
+  attention's: answers depend smoothly on every key, and the order of additions does not change them.
+* `int8` in config.json: both caches are int8, with a float32 scale behind each vector.
 
-PD_TEST_INDEXER=late: keys are written only when the next step begins. The engine's own answers are right, the caches when
-the hooks fire are not.
+PD_TEST_INDEXER=late: keys are written only when the next step begins. The engine's own answers are right, but the
+caches are not complete when the hooks are called.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCALE_BYTES = 4
 
 @dataclass
 class Batch:
-    """Where a step's tokens go, and where each request's earlier ones are."""
+    """Places of a step's tokens, and of each request's earlier ones."""
 
     slots: torch.Tensor
     tables: torch.Tensor
@@ -50,7 +50,7 @@ class Batch:
     lengths: list[int]
 
     def place(self, request: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and position of a request's first tokens."""
+        """Return block and position of a request's first `length` tokens."""
         tokens = torch.arange(length)
         return self.tables[request, tokens // size].long(), tokens % size
 
@@ -94,7 +94,7 @@ class Backend(AttentionBackend):
 
 
 class Vectors(nn.Module, AttentionLayerBase):
-    """One vector per token, in a layer of this name."""
+    """A cache layer with one vector per token."""
 
     def __init__(self, name: str, width: int, dtype: torch.dtype, role: SparseCacheRole, int8: bool) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Vectors(nn.Module, AttentionLayerBase):
 
     @property
     def cells(self) -> torch.Tensor:
-        """By block and token."""
+        """Return the cache by block and token."""
         return self.kv_cache.squeeze(1) if self.kv_cache.dim() == 4 else self.kv_cache
 
     def write(self, batch: Batch, vectors: torch.Tensor) -> None:
@@ -132,7 +132,7 @@ class Vectors(nn.Module, AttentionLayerBase):
 
 
 def packed(vectors: torch.Tensor) -> torch.Tensor:
-    """Each vector as int8, with its scale behind it, as bytes."""
+    """Return each vector as bytes: int8 values, then the scale."""
     scale = vectors.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
     return torch.cat([(vectors / scale).round().to(torch.int8).view(torch.uint8), scale.view(torch.uint8)], -1)
 
@@ -156,7 +156,7 @@ class Indexer(nn.Module):
         self.kept: list[tuple[Batch, torch.Tensor]] = []
 
     def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Scores of each request's new tokens (rows) for all its tokens so far."""
+        """Return scores of each request's new tokens (rows) for all its tokens so far."""
         batch = get_forward_context().attn_metadata[self.k_cache.name]
         query, keys = self.wq(hidden), self.wk(hidden)
         for late in self.kept:
@@ -183,7 +183,8 @@ class Latent(LlamaAttention):
         vllm_config = get_current_vllm_config()
         dtype = vllm_config.model_config.dtype
         self.name = f"{prefix}.attn"
-        del vllm_config.compilation_config.static_forward_context[self.name]  # vLLM's own, whose place this takes
+        # vLLM's own layer, which this one replaces
+        del vllm_config.compilation_config.static_forward_context[self.name]
         self.attn = Vectors(self.name, 2 * self.head_dim, dtype, SparseCacheRole.SPARSE, config.int8)
         self.indexer = None
         if extract_layer_index(prefix) in config.indexers:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A P that does something wrong with the scales of an indexer's keys, which are a component of their own in a tuple of int8, as
-PD_TEST_SCALES says: `left out`, or `of the block before`. Keys and latents, which lie beside them, are pushed as they are."""
+"""Planted faults in the scales of an indexer's int8 keys, which are a component of their own in the layer's tuple.
+
+PD_TEST_SCALES names one: `left out`, or `of the block before`. Keys and latents beside them are pushed correctly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from vllm_ascend_pd.metadata import PushSlice
 from vllm_ascend_pd.prefill.core.pushes import Pushes
 
 _WHAT = os.environ.get("PD_TEST_SCALES", "")
-_SCALE = 2  # latent, key, scale
+_SCALE = 2  # index in (latent, key, scale)
 _plan = Pushes._plan
 
 
@@ -39,6 +41,6 @@ def _planned(self: Any, now: float, number: int, slices: Iterable[PushSlice]) ->
 
 
 class ScalesConnector(TupleConnector):
-    """Named by P's --kv-transfer-config; its import changes what this process pushes."""
+    """Connector named in P's --kv-transfer-config, whose import changes what this process pushes."""
 
     Pushes._plan = _planned  # type: ignore[method-assign]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector as vllm-ascend speaks to it: an MLA layer's parts, its indexer's among them, are tensors in one tuple.
+"""A connector with vllm-ascend's interface: the parts of an MLA layer, also its indexer's, are tensors in one tuple.
 
-Between the engine and the connector: layers of indexers vanish, and each attention is handed (latent, rope) or (latent, rope, index
-key), where they are int8 (packed latent) or (packed latent, index key, scale), under a spec by the name of vllm-ascend's.
-The tensors are views, so the bytes are the engine's own.
+It stands between the engine and the connector. Layers of indexers vanish, and each attention has (latent, rope) or
+(latent, rope, index key), in int8 (packed latent) or (packed latent, index key, scale), with a spec named as
+vllm-ascend's. The tensors are views of the engine's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TupleConnector(AscendPushConnector):
 
 
 def as_on_npu(config: Any) -> Any:
-    """The scheduler's side has the spec of any one layer for all."""
+    """Return the configuration of the scheduler's side, where any one layer's spec stands for all."""
     config = copy.copy(config)
     (group,) = config.kv_cache_groups
     names = [name for name in group.layer_names if not name.endswith(CACHE)]
@@ -58,7 +58,7 @@ def as_on_npu(config: Any) -> Any:
 def _merged(name: str, specs: Mapping[str, Any]) -> Any:
     attention, indexer = specs[name], specs.get(name.removesuffix(".attn") + CACHE)
     if not isinstance(attention, MLAAttentionSpec):
-        return attention  # a draft model's
+        return attention  # the draft model's attention
     int8 = attention.dtype == torch.uint8
     index = 0 if indexer is None else indexer.head_size - (SCALE_BYTES if int8 else 0)
     half = attention.head_size // 2
@@ -66,7 +66,7 @@ def _merged(name: str, specs: Mapping[str, Any]) -> Any:
         block_size=attention.block_size,
         num_kv_heads=1,
         head_size=attention.head_size + index,
-        dtype=torch.float32,  # the model's, also where all is int8
+        dtype=torch.float32,  # the model's dtype, even if all is int8
         sparse_head_dim=(attention.head_size, 0, index) if int8 else (half, half, index),
         cache_sparse_sfa_c8=int8,
         cache_sparse_li_c8=int8 and index > 0,
@@ -87,5 +87,8 @@ def _handed(name: str, spec: Any, caches: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _npu(cache: torch.Tensor) -> torch.Tensor:
-    """Block, token, element. The axis of the one head is left out: with it the CPU's own planes would be meant."""
+    """Return the cache as (block, token, element).
+
+    The axis of the single head is dropped: with it the cache would look like the CPU's own layout.
+    """
     return cache.squeeze(1) if cache.dim() == 4 else cache

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pytest -p pd_in_nixls_place`: vLLM's own connector tests ask for NixlConnector and get this package's, in the role of PD_ROLE.
+"""Plug-in of pytest (`-p pd_in_nixls_place`): vLLM's connector tests get this package's connector instead of NIXL's.
 
-What engines and routers would do before is made up: one worker's cache, and on D a ticket in the place of NIXL's fields, whose metaserver never
-answers. Scheduler and connector are as they ship.
+PD_ROLE names its role. Imitated is only what engines and routers would do before: one worker's cache, and on D a ticket
+in place of NIXL's fields, whose metaserver never answers. Scheduler and connector are unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InNixlsPlace(AscendPushConnector):
 
 
 def _never_answered(self: MetaserverClient, *_: object, **__: object) -> None:
-    """Nothing is sent."""
+    """Send nothing."""
 
 
 MetaserverClient.reserve = _never_answered  # type: ignore[method-assign]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU platform in a Ray cluster, for tests: vLLM places its workers by a resource that the platform names, and the CPU's names none.
-It takes the name that Ray knows NPUs by. Workers of Ray load no plug-ins of vLLM before they ask for it, so this comes with the interpreter.
+"""Ray workers on vLLM's CPU platform, for tests.
+
+vLLM places workers by a resource of the platform, and the CPU's has none; this sets the name that Ray uses for NPUs. It
+is a sitecustomize because Ray's workers need the name before they load vLLM's plug-ins.
 """
 
 from __future__ import annotations

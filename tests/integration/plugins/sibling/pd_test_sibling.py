@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector to stand beside ours behind a MultiConnector: it holds the blocks of every request that ends for a few steps, and
-loads a request that asks for it (`kv_transfer_params: {"sibling": true}`), which takes a few steps too. It moves no byte.
+"""A second connector for tests with a MultiConnector: it delays loads and the release of blocks, and moves no bytes.
+
+It holds the blocks of every finished request for a few steps, and loads a request with `kv_transfer_params: {"sibling":
+true}`, which takes a few steps too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._begun = Begun()
         self._loaded: set[str] = set()
-        self._left: dict[tuple[str, bool], int] = {}  # steps, by request and whether it is a load
+        self._left: dict[tuple[str, bool], int] = {}  # remaining steps, by request and whether it is a load
 
     # -- worker
 

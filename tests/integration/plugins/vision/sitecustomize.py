@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchvision without its compiled part, for tests: its wheels in the package index are for CUDA, and without two names of operators its
-Python, which pictures are resized by, is not imported."""
+"""torchvision without its compiled part, for tests.
+
+The wheels in the package index are for CUDA. Without them torchvision's Python, which resizes pictures, still needs two
+operator names to be importable.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ NAMED_IN = "torchvision._meta_registrations"
 
 
 class _WithNames(importlib.abc.MetaPathFinder):
-    library: Any = None  # gone, its operators are gone
+    library: Any = None  # keeps the library alive, and its operators with it
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname != NAMED_IN:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# In place of CANN's module: `ascendc_library` compiles the kernels' source for the emulated cores and adds the
-# launchers, so that csrc/npu/CMakeLists.txt itself can be run. The environment's STAND_IN_LIBRARIES names the folder of
-# libascendcl.so.
+# Replaces CANN's module: `ascendc_library` compiles the kernels' source for the emulated cores and adds the launchers,
+# so that csrc/npu/CMakeLists.txt itself can be run. STAND_IN_LIBRARIES names the folder of libascendcl.so.
 set(_stand_ins "${CMAKE_CURRENT_LIST_DIR}/../../../..")
 
 function(ascendc_library target type)

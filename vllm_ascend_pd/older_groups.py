@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of several groups under vLLM before 0.32, which gives connectors less than they need for them.
+
+Three things are added around its scheduler, if the release was tried and its scheduler is as it was then (`install`):
+
+- The block tables of a step as they are: entries of states move, so appending new blocks to an earlier table is wrong.
+- A failed load by request: vLLM looks for the blocks of failed loads in a single table (first_token.fail).
+- D does not clear blocks that P will write. vLLM clears new blocks of models with states, on an NPU some time later.
+
+From 0.32 on vLLM has all three.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from vllm_ascend_pd import first_token
+from vllm_ascend_pd.compat import HAS_TRANSFER_RESULTS
+
+VERSIONS = ("0.23.",)
+_BUILD = "_build_kv_connector_meta"
+_USED = ("_update_waiting_for_remote_kv", "_update_from_kv_xfer_finished", "finish_requests")
+_SHAPES = {_BUILD: ("self", "connector", "scheduler_output"), **first_token.OUTPUTS}
+
+
+def needed() -> bool:
+    """Return whether this vLLM lacks what connectors must know of several groups."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    return not hasattr(KVCacheConfig, "transfer_group_ids")
+
+
+def unproven() -> str:
+    """Return why this vLLM's groups cannot be served; empty: they can, with `install` where it is needed."""
+    import vllm
+
+    if not needed() or (vllm.__version__.startswith(VERSIONS) and not HAS_TRANSFER_RESULTS):
+        return ""
+    return f"vLLM {vllm.__version__} was not tried"
+
+
+def install(vllm_config: Any) -> str:
+    """Wrap the engine's scheduler, once. Return why not; empty: it is wrapped."""
+    if vllm_config.kv_transfer_config.kv_connector != first_token.CONNECTOR:
+        return f"behind {vllm_config.kv_transfer_config.kv_connector} it was not tried"
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    found = [name for name in _USED if not hasattr(scheduler, name)]
+    found += [
+        name
+        for name, shape in _SHAPES.items()
+        if tuple(inspect.signature(getattr(scheduler, name, lambda: None)).parameters) != shape
+    ]
+    if found:
+        return f"the scheduler {scheduler.__name__} differs in {', '.join(found)}"
+    _wrap_tables(first_token.defining(scheduler, _BUILD))
+    first_token.wrap_outputs(scheduler)
+    return ""
+
+
+def _wrap_tables(owner: Any) -> None:
+    original = getattr(owner, _BUILD)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def build(self: Any, connector: Any, scheduler_output: Any) -> Any:
+        # Only the connector reads it: the output goes to the workers without.
+        scheduler_output.kv_connector_block_state = self.kv_cache_manager
+        try:
+            metadata = original(self, connector, scheduler_output)
+        finally:
+            del scheduler_output.kv_connector_block_state
+        keep_loads(scheduler_output, metadata)
+        return metadata
+
+    setattr(owner, _BUILD, build)
+
+
+def keep_loads(scheduler_output: Any, metadata: Any) -> None:
+    """Take the blocks that this step's loads will write out of those to be cleared."""
+    cleared = getattr(scheduler_output, "new_block_ids_to_zero", None)
+    step = getattr(metadata, "decode", None)
+    if not cleared or step is None:
+        return
+    loads = {int(block) for bind in step.binds for table in bind.blocks for block in table}
+    scheduler_output.new_block_ids_to_zero = [block for block in cleared if block not in loads] or None
