@@ -434,7 +434,12 @@ def _state_refusals(spec: Any) -> Iterator[ConfigError]:
         yield _refused(feature, "Use a model with Mamba-2 or Gated DeltaNet.")
     if (mode := getattr(spec, "mamba_cache_mode", "none")) not in ("none", "align"):
         yield _refused(f"mamba_cache_mode {mode}", "Use none or align.")
-    if getattr(spec, "num_speculative_blocks", 0) and not _takes_drafts(spec):
-        yield _refused(f"A recurrent state of kind {name} with drafts", "Start without a draft model.")
+    if getattr(spec, "num_speculative_blocks", 0):
+        if not _takes_drafts(spec):
+            yield _refused(f"A recurrent state of kind {name} with drafts", "Start without a draft model.")
+        elif mode != "none":
+            # vLLM moves such states by a kernel that CPUs lack, so this was not shown.
+            feature = f"A recurrent state with drafts in mamba_cache_mode {mode}"
+            yield _refused(feature, "Start with --no-enable-prefix-caching, or without a draft model.")
     if getattr(spec, "tp_replicated", False):
         yield _refused("A recurrent state that every rank has whole", "Use another model.")

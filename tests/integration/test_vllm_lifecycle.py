@@ -37,7 +37,7 @@ CANNOT = {
     **{
         ("kv_consumer", f"test_async_load_does_not_double_reserve_mamba_spec_blocks[{case}]"): (
             "PD-CONF-005",
-            "states with blocks for drafted tokens are refused",
+            "Mamba-2 states with drafts are refused",
         )
         for case in ("none-128-18", "align-16-18")
     },

@@ -3,7 +3,7 @@
 
     python channel_kit.py PORT INCARNATION [SECRET]
 
-dials PORT, says one BEGIN-like message every 20 ms, and prints `up` when the greeting is complete.
+dials PORT, sends a message every 20 ms, and prints `up` when the greeting is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IMPATIENT = replace(FAST, greeting_s=0.3)
 
 
 def message(seq: int = 0, p: str = "p-1", text: str = "") -> Cancel:
-    """Any message with a text of any length will do here."""
+    """A message with a text of any length; its kind does not matter here."""
     return Cancel(
         transfer=TransferId("d-1", 1, "u"),
         push="push",
@@ -60,7 +60,7 @@ def answer(to: Message) -> Ack:
 
 
 class Ear:
-    """A listener that answers every message and remembers what it was told."""
+    """A listener that answers every message and records what it received."""
 
     def __init__(
         self, secrets: Secrets | None = None, limits: ChannelLimits = FAST, port: int = 0, release: Release = OURS
@@ -93,7 +93,7 @@ class Ear:
 
 
 class Mouth:
-    """A dialer that remembers what it was told."""
+    """A dialer that records what it received."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Mouth:
 
 
 async def until(condition: Callable[[], object], limit_s: float = 5.0) -> None:
-    """Wait until something is so."""
+    """Wait until the condition holds."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
@@ -135,7 +135,7 @@ async def until(condition: Callable[[], object], limit_s: float = 5.0) -> None:
 
 
 class Speaker:
-    """A process of its own that dials and talks, to be stopped and killed."""
+    """A process of its own that dials and sends, to be stopped and killed."""
 
     def __init__(self, port: int, incarnation: str = "p-1") -> None:
         command = [sys.executable, __file__, str(port), incarnation]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pretended engine behind a real HTTP server on 127.0.0.1: vLLM's OpenAI surface, streaming included.
+"""Fake engine behind a real HTTP server on 127.0.0.1: vLLM's OpenAI API, streaming included.
 
 As a D it asks the metaserver for its prefill with the package's own client, one reservation per prompt and choice.
-As a P it "pushes" what the reservation names, which D then finds. Its words depend on the prompt alone, so a test can
-tell a right answer from a wrong one. `Served` runs any ASGI application on a thread of its own and can kill it.
+As a P it "pushes" what the reservation names, which D then finds. Its output depends on the prompt alone, so a test
+can tell a right answer from a wrong one. `Served` runs any ASGI application on a thread of its own and can kill it.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Served:
         return f"http://{self.address}"
 
     def start(self) -> None:
-        listening = socket.socket(proto=socket.IPPROTO_TCP)  # named, else asyncio leaves Nagle's algorithm on
+        listening = socket.socket(proto=socket.IPPROTO_TCP)  # proto given, else asyncio leaves Nagle's algorithm on
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", self.port))
         listening.listen(1024)
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=self._protocol,  # type: ignore[arg-type]  # uvicorn takes a class as well
+            http=self._protocol,  # type: ignore[arg-type]  # uvicorn accepts a class as well
             log_level="error",
             access_log=False,
             lifespan=self._lifespan,
@@ -79,8 +79,8 @@ class Served:
             await asyncio.sleep(0.005)
 
     def shut(self) -> None:
-        """As an engine's HTTP server begins to shut down: connections on which nothing is asked are closed, no new ones are
-        taken, and what is under way goes on."""
+        """Begin to shut down like an engine's HTTP server: close idle connections, take no new ones, go on with open
+        requests."""
         if self._server is not None:
             self.loop.call(self._shut(self._server), 10)
 
@@ -91,7 +91,7 @@ class Served:
             connection.shutdown()
 
     def kill(self) -> None:
-        """As a SIGKILL looks from outside: every connection and the port are gone at once."""
+        """End as after a SIGKILL: every connection and the port are gone at once."""
         server, self._server = self._server, None
         if server is not None:
             self.loop.call(self._kill(server), 10)
@@ -124,58 +124,58 @@ class Seen:
 
 @dataclass
 class Manner:
-    """How the engine behaves; a test changes it at any time."""
+    """Behaviour of the engine; a test may change it at any time."""
 
     tokens: int = 3
     before_first_s: float = 0.0
-    hold: bool = False  # no answer until the test lets go
+    hold: bool = False  # no answer until the test resets it
     gap_s: float = 0.0
-    paused: bool = False  # a stream stands still after its next piece until the test lets it go on
+    paused: bool = False  # a stream stops after its next piece until the test resets it
     prefill_s: float = 0.0
-    status: int = 200  # another one: it answers that
-    wedged: bool = False  # 500 to whatever must be computed; it still lists its models
-    empty: bool = False  # 200 and nothing
-    break_after: int | None = None  # pieces sent before the connection is torn
+    status: int = 200  # status of answers, if not 200
+    wedged: bool = False  # 500 to completions; still lists its models
+    empty: bool = False  # 200 with an empty body
+    break_after: int | None = None  # pieces sent before the connection is closed
     hang: bool = False  # never answers
-    moved: bool = False  # 307 to another path of its own
-    frozen: bool = False  # takes connections and says nothing, not even of its health
-    policy: str = "recompute"  # as D: what a failed load leads to ("recompute" or "fail")
-    before_post_s: float = 0.0  # as D: until it reserves
-    recompute_s: float = 0.0  # what a prefill of its own costs D
-    late_choice: bool = False  # as D: the last choice's prefill is asked for after the first byte
-    deaf: bool = False  # as D: keeps its posts open although its request is gone
+    moved: bool = False  # 307 to another path of the same engine
+    frozen: bool = False  # accepts connections and never answers, not even /health
+    policy: str = "recompute"  # as D: result of a failed load ("recompute" or "fail")
+    before_post_s: float = 0.0  # as D: delay before it reserves
+    recompute_s: float = 0.0  # as D: duration of a local prefill
+    late_choice: bool = False  # as D: the last choice's prefill is requested after the first byte
+    deaf: bool = False  # as D: keeps its posts open although its request has ended
     health: int = 200
-    health_s: float = 0.0  # until it answers a probe
-    push: bool = True  # as P: whether the KV really arrives
-    ends: bool = False  # 200, no token, finish_reason "abort": as vLLM answers while it shuts down
+    health_s: float = 0.0  # delay of an answer to a probe
+    push: bool = True  # as P: the KV really arrives
+    ends: bool = False  # 200, no token, finish_reason "abort", as from a vLLM that shuts down
     ends_unsaid: bool = (
-        False  # with `ends`: a stream is only its end, as vLLM's that was cut off before its first token
+        False  # with `ends`: a stream has only its end, as vLLM's if cut off before the first token
     )
-    refuses_push: str = ""  # as P: answers well, but says with this code that it did not push
-    after_push_s: float = 0.0  # as P: from the KV's arrival to its own answer, which nobody may count on
-    hold_after_push: bool = False  # as P: the KV arrives, and no answer of its own until the test lets go
-    refuses_after_push: bool = False  # as P: the KV arrives, and 503
-    breaks_after_push: bool = False  # as P: the KV arrives, its answer never does
-    settle_s: float = 0.1  # as D: how long KV may be missing after P's good answer
-    reports: bool = True  # as D: posts how a load came; whole answers say it in any case
+    refuses_push: str = ""  # as P: answers with status 200, but reports with this code that it did not push
+    after_push_s: float = 0.0  # as P: from the KV's arrival to its own answer, which is not guaranteed to come later
+    hold_after_push: bool = False  # as P: the KV arrives, but no answer until the test resets it
+    refuses_after_push: bool = False  # as P: the KV arrives, then 503
+    breaks_after_push: bool = False  # as P: the KV arrives, then the connection breaks
+    settle_s: float = 0.1  # as D: how long KV may be missing after P's answer with status 200
+    reports: bool = True  # as D: posts its load reports; whole answers carry them in any case
     report_s: float = 0.0  # as D: from the end of a load to its report
-    odd_report: bool = False  # as D: reports in words of another version
-    fails_after_load: bool = False  # as D: 500 of its own, the KV being there
+    odd_report: bool = False  # as D: reports in the format of another version
+    fails_after_load: bool = False  # as D: 500 of its own, although the KV arrived
     cut_s: float = 0.0  # as D: between the two pieces of an event
-    half: bool = False  # a whole answer is torn in its middle
-    torn_at_end: bool = False  # a stream's connection breaks when all of it is said
-    speaks: bool = False  # as D: a stream has token ids, and one that begins with another's tokens is its rest
+    half: bool = False  # a whole answer is cut off in the middle
+    torn_at_end: bool = False  # a stream's connection breaks after its last piece
+    speaks: bool = False  # as D: streams have token ids, and a request that begins with another's tokens continues it
     drops_after: int | None = (
         None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
     )
 
 
 _MOOD: ContextVar[Manner | None] = ContextVar("mood", default=None)
-PUSHED: dict[str, str] = {}  # by transfer whose KV has arrived, who pushed it; the wire, so to speak
+PUSHED: dict[str, str] = {}  # engine that pushed, by transfer whose KV has arrived
 
 
 def words(prompt: object, count: int) -> list[str]:
-    """The right answer to a prompt."""
+    """Return the right answer to a prompt."""
     seed = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
     return [f" {seed[4 * i : 4 * i + 4]}" for i in range(count)]
 
@@ -183,7 +183,7 @@ def words(prompt: object, count: int) -> list[str]:
 class FakeEngine:
     def __init__(self, name: str = "engine", port: int = 0, metaservers: tuple[str, ...] = ()) -> None:
         self.usual = Manner()
-        self.mood: Callable[[], Manner] | None = None  # of one request, drawn as it comes; `usual` for all without it
+        self.mood: Callable[[], Manner] | None = None  # draws the behaviour of each request; `usual` without it
         self.seen: list[Seen] = []
         self.running = 0
         self.outcomes: list[Outcome] = []
@@ -191,20 +191,20 @@ class FakeEngine:
         self.incarnation = uuid.uuid4().hex[:16]
         self.fingerprint = fingerprint("fake")
         self.models: tuple[str, ...] = ("fake",)
-        self.tells = False  # as P: its first tokens
-        self._loads: dict[str, LoadReport] = {}  # by ticket, the last one
+        self.tells = False  # as P: reports its first tokens
+        self._loads: dict[str, LoadReport] = {}  # the last report by ticket
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = Served(self._app, name, port)
         self.metaservers(*metaservers)
 
     def metaservers(self, *urls: str, **more: Any) -> None:
-        """The allow-list of D's client, and more of its configuration."""
+        """Set the allow-list of D's client, and more of its configuration."""
         config = MetaserverConfig(metaserver_urls=tuple(url.rstrip("/") for url in urls), **more)
         self._client = MetaserverClient(config, self.served.loop, self._outcome)
 
     @property
     def manner(self) -> Manner:
-        """Of the request at hand; a test sees, and changes, what is usual."""
+        """Behaviour for the current request; tests read and change the default."""
         return _MOOD.get() or self.usual
 
     @property
@@ -240,7 +240,7 @@ class FakeEngine:
             _MOOD.set(self.mood())
         if (
             "x-request-id" in headers or scope["path"] != "/v1/models"
-        ):  # else the metaserver asks for itself, now and then
+        ):  # else it is a probe of the metaserver
             self.seen.append(seen)
         if scope["method"] == "OPTIONS":
             await _answer(send, 200, b"OK")
@@ -289,7 +289,7 @@ class FakeEngine:
             await self._generate(seen, send)
 
     def _refusal(self, params: dict[str, Any]) -> str:
-        """As P: why it does not push. Another model is not its own."""
+        """As P: code for not pushing, for instance if the model is another one; empty if it pushes."""
         theirs = reservation_of(params).get("fingerprint", "")
         return self.manner.refuses_push or ("" if may_pair(self.fingerprint, theirs) else "PD-GEO-001")
 
@@ -302,7 +302,7 @@ class FakeEngine:
             said = json.dumps({"id": "fake", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}).encode()
             if seen.body.get("stream"):
                 await _head(send, 200, b"text/event-stream")
-                if "chat" in seen.route:  # as vLLM does: who speaks comes first, in a piece of its own
+                if "chat" in seen.route:  # as vLLM does: the role comes first, in a piece of its own
                     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                     await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
                     await asyncio.sleep(0.1)
@@ -347,7 +347,7 @@ class FakeEngine:
         await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
 
     async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:
-        """D's side: reserve for every prompt and choice, wait for all. False: the request fails."""
+        """As D: reserve for every prompt and choice, and wait for all. False: the request fails."""
         wanted = [prompt for prompt in _prompts(body) for _ in range(body.get("n") or 1)]
         now = wanted[:-1] if self.manner.late_choice else wanted
         outcomes = await asyncio.gather(*(self._reserve(prompt, params) for prompt in now))
@@ -374,15 +374,15 @@ class FakeEngine:
             outcome = await self._loaded(transfer)
             well = outcome.kind != "failed"
         finally:
-            if not well and not self.manner.deaf:  # the call of a good load ends by itself: P is finishing
+            if not well and not self.manner.deaf:  # the call of a good load ends by itself when P finishes
                 self._client.forget(transfer)
             del self._waiting[transfer]
         self._tell(transfer, params, outcome)
         return outcome
 
     async def _loaded(self, transfer: str) -> Outcome:
-        """A load is over when the KV is there, whatever has been heard of P's answer; or when it failed; or when P has
-        answered well and the KV is still not there after a while."""
+        """Wait for the end of a load: the KV has arrived, whatever P answered; or it failed; or P has answered with
+        status 200 and the KV is still missing after `settle_s`."""
         waiting, missing_since = self._waiting[transfer], None
         while transfer not in PUSHED:
             now = asyncio.get_running_loop().time()
@@ -459,7 +459,7 @@ class FakeEngine:
             if i == self.manner.drops_after:
                 last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
                 dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
-                await _piece(send, dropped[:40])  # TCP cuts where it likes
+                await _piece(send, dropped[:40])  # TCP may split data anywhere
                 await asyncio.sleep(self.manner.cut_s)
                 await _piece(send, dropped[40:], last=True)
                 return
@@ -480,7 +480,7 @@ class FakeEngine:
 
 
 def reservation_of(params: dict[str, Any]) -> dict[str, Any]:
-    """What a pretended D has sealed."""
+    """Decode the reservation of a fake D."""
     return dict(json.loads(base64.b64decode(params["reservation"])))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slow second opinion on geometry: caches as real bytes, and who owes what worked out cell by cell.
+"""A slow, independent reference for geometry: caches as real bytes, and each rank's share worked out cell by cell.
 
 Nothing here uses the package's arithmetic: only `CacheGeometry`'s plain numbers. A cluster's caches are filled with
 known contents, plans are executed as memory copies, and D's caches are compared byte by byte.
@@ -19,11 +19,11 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 def geometry(
     kind: str, *, heads: int, tp: int, block: int, cells: tuple[int, ...] = (2, 2), pad: int = 0, layers: int = 1
 ) -> CacheGeometry:
-    """A cache of one of the kinds we meet. `cells`: bytes of one (token, head) cell of each region."""
+    """A cache of one of the supported kinds. `cells`: bytes of one (token, head) cell of each region."""
     held = max(len(range_of(heads, tp, rank)) for rank in range(tp))
     regions = []
     for index, cell in enumerate(cells):
-        pad += index * bool(pad)  # so that regions of equal cells differ too
+        pad += index * bool(pad)  # makes regions of equal cells differ too
         if kind == "token":
             token, head = held * cell + pad, cell
             regions.append(Region(f"r{index}", block * token + pad, head, token, cell))
@@ -43,17 +43,17 @@ def dealt(g: CacheGeometry, *, dcp: int = 1, pcp: int = 1, interleave: int = 1) 
 
 
 def alone(g: CacheGeometry, *, tp: int, only: int) -> CacheGeometry:
-    """One rank's cache, which has all heads, as that of an engine with more ranks, which have none of it."""
+    """The same cache in an engine with `tp` ranks, of which only one has it, with all heads."""
     return msgspec.structs.replace(g, tp_size=tp, only=only)
 
 
 def covers(g: CacheGeometry) -> int:
-    """Tokens that a block of the table stands for."""
+    """Return how many tokens a block of the table stands for."""
     return g.block_size * g.dcp * g.pcp
 
 
 def ranks_of(g: CacheGeometry) -> range:
-    """Prefill's context parallelism has all of tensor parallelism several times over, decode's is a part of it."""
+    """Return all ranks: prefill context parallelism multiplies those of tensor parallelism, decode's divides them."""
     return range(g.tp_size * g.pcp)
 
 
@@ -63,20 +63,20 @@ def part_of(g: CacheGeometry, rank: int) -> int:
 
 
 def held_by(g: CacheGeometry, rank: int, end: int) -> list[int]:
-    """The tokens before `end` that are a rank's, one by one."""
+    """Return the tokens before `end` that a rank holds, one by one."""
     return [t for t in range(end) if t // g.interleave % (g.dcp * g.pcp) == part_of(g, rank)]
 
 
 def range_of(heads: int, tp: int, rank: int) -> list[int]:
-    """Heads of a rank, by walking: heads are dealt in order, replicated where there are fewer heads than ranks."""
+    """Heads of a rank, by iteration: dealt in order, replicated if there are fewer heads than ranks."""
     if heads >= tp:
         return [head for head in range(heads) if rank * heads // tp <= head < (rank + 1) * heads // tp]
     return [head for head in range(heads) if head == rank * heads // tp]
 
 
 def share(p: CacheGeometry, d: CacheGeometry, p_rank: int, d_rank: int, head: int) -> Fraction:
-    """The part of `head` that p_rank owes d_rank, counted slot by slot on a stretch of q*r slots. With context parallelism of what
-    both hold."""
+    """Return the part of `head` that p_rank sends to d_rank, counted slot by slot on q*r slots. With context
+    parallelism: of the tokens that both hold."""
     replicas, wanting = (
         [
             r
@@ -95,7 +95,7 @@ def share(p: CacheGeometry, d: CacheGeometry, p_rank: int, d_rank: int, head: in
 
 
 def owner_share(p: CacheGeometry, d: CacheGeometry, p_rank: int, d_rank: int) -> Fraction:
-    """The part of all of d_rank's tokens that p_rank owns when regrouping."""
+    """Return the part of all of d_rank's tokens that p_rank owns when regrouping."""
     mine = range_of(d.kv_heads, d.tp_size, d_rank)
     return sum((share(p, d, p_rank, d_rank, head) for head in mine), Fraction(0)) / len(mine)
 
@@ -121,8 +121,8 @@ class Cache:
             self.writes.append(np.zeros(self.blocks * region.block_stride, dtype=np.int16))
 
     def places(self, region: int, table: np.ndarray, base: int, head: int, lo: int, hi: int) -> np.ndarray:
-        """Byte offsets of this rank's tokens in [lo, hi) of a head: shape (tokens, cell). An opaque plane is stored transposed.
-        What a rank holds lies one token behind the other, in as many blocks as it takes."""
+        """Byte offsets of this rank's tokens in [lo, hi) of a head: shape (tokens, cell). An opaque plane is stored
+        transposed. The tokens that a rank holds lie one after the other, in as many blocks as needed."""
         shape, size = self.geometry.regions[region], self.geometry.block_size
         tokens = np.array(
             [i for i, token in enumerate(held_by(self.geometry, self.rank, hi)) if token >= lo], dtype=int
@@ -153,7 +153,7 @@ class Cluster:
     def __init__(
         self, p: CacheGeometry, ds: list[CacheGeometry], prompts: list[tuple[int, int, int]], seed: int
     ) -> None:
-        """`prompts`: (instance, first, end) of each request."""
+        """Allocate blocks and fill the caches. `prompts`: (instance, first, end) of each request."""
         noise = np.random.default_rng(seed)
         self.p, self.ds = p, ds
         wanted_p = [-(-end // covers(p)) for _, _, end in prompts]
@@ -162,9 +162,9 @@ class Cluster:
         for instance, first, end in prompts:
             pools[instance] += -(-end // covers(ds[instance])) - first // covers(ds[instance])
         free = [noise.permutation(count + 1).astype(np.int32) for count in pools]
-        if seed % 3 == 0:  # a fresh pool: neighbouring blocks, so that spans merge
+        if seed % 3 == 0:  # fresh pool: adjacent blocks, so that spans merge
             pool_p, free = np.sort(pool_p), [np.sort(pool) for pool in free]
-        elif seed % 3 == 1:  # a pool that was filled backwards
+        elif seed % 3 == 1:  # pool that was filled backwards
             pool_p, free = np.sort(pool_p)[::-1].copy(), [np.sort(pool)[::-1].copy() for pool in free]
         self.ranks = [Cache(p, rank, len(pool_p), seed + 1) for rank in ranks_of(p)]
         self.engines = [[Cache(d, rank, pools[i] + 1, seed + 2 + i) for rank in ranks_of(d)] for i, d in enumerate(ds)]
@@ -190,7 +190,7 @@ class Cluster:
         request.done = after
 
     def write(self, instance: int, d_rank: int, region: int, source: np.ndarray, src: int, dst: int, size: int) -> None:
-        """One write as the wire would do it; outside the memory it is an error, not a clipped slice."""
+        """Execute one write as the wire would; outside the memory it is an error, not a clipped slice."""
         cache = self.engines[instance][d_rank]
         target = cache.memory[region]
         if not (0 <= src <= src + size <= len(source) and 0 <= dst <= dst + size <= len(target) and size > 0):
@@ -199,7 +199,7 @@ class Cluster:
         cache.writes[region][dst : dst + size] += 1
 
     def check(self) -> None:
-        """Each wanted byte was written exactly once and is right; nothing else was touched."""
+        """Check that each wanted byte was written exactly once and is right, and that nothing else was written."""
         for instance, engine in enumerate(self.engines):
             for cache in engine:
                 self._check(
@@ -219,7 +219,7 @@ class Cluster:
                     places = cache.places(region, request.d_blocks, base, head, request.first, request.end)
                     expected[places] = request.contents[region][own, head]
                     exact[places] = True
-                    if shape.opaque:  # the plane goes as a whole: what lies behind the last token comes along
+                    if shape.opaque:  # a plane is written whole, including what lies behind the last token
                         places = cache.places(
                             region,
                             request.d_blocks,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole cluster in one process for tests: pretended engines, the metaserver's worker before them, a client."""
+"""A whole cluster in one process for tests: fake engines, a worker of the metaserver in front of them, a client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cluster:
 
     @contextmanager
     def leaving(self, prompt: str) -> Iterator[None]:
-        """A client that has asked, and leaves at the end of the block, whatever it was answered."""
+        """Send a request, and close the connection at the end of the block without reading an answer."""
         body = json.dumps({"model": "fake", "prompt": prompt}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.served.port), 20) as client:
@@ -53,11 +53,11 @@ def free_port() -> int:
 
 @contextmanager
 def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
-    """`fingerprints`: of the P's and the D's; none: all are of one version."""
+    """Start a cluster. `fingerprints`: of the P's and the D's; if empty, all are of one version."""
     engines = [FakeEngine(f"fake-{i}") for i in range(prefill + decode)]
     for engine, told in zip(engines, fingerprints, strict=False):
         engine.fingerprint = told
-    port = free_port()  # after the engines, one of which might be given it
+    port = free_port()  # after the engines, which might get the same port
     url = f"http://127.0.0.1:{port}"
     for engine in engines:
         engine.metaservers(url)
@@ -69,7 +69,7 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
                 prefill=tuple(e.address for e in ps),
                 decode=tuple(e.address for e in ds),
                 probe_every_s=0.1,
-                probe_timeout_s=10.0,  # a busy machine is no ill engine
+                probe_timeout_s=10.0,  # on a loaded machine a healthy engine may be slow
                 heartbeat_s=0.2,
                 canary=False,
             ),
@@ -81,7 +81,7 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
     http = httpx.Client(base_url=url, timeout=30, trust_env=False)
     try:
         until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)
-        names = {engine.address for engine in engines}  # one that has not answered is not chosen while others have
+        names = {engine.address for engine in engines}  # a silent engine is not chosen while others have answered
         until(lambda: all(instance.answered for instance in worker.fleet if instance.name in names))
         yield Cluster(worker, served, ps, ds, http)
     finally:
@@ -92,7 +92,8 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
 
 
 def asked_until(c: Cluster, reached: Callable[[], Any], least: int = 1) -> int:
-    """Ask until it is so, and so often at least, each answer being right; how often. Which of two engines is chosen is chance."""
+    """Send requests until the condition holds, at least `least`, and check each answer; return how many. The choice
+    of an engine is random."""
     for count in itertools.count(1):
         prompt = f"asked {count}"
         assert texts(c.complete(prompt)) == ["".join(words(prompt, 3))]
@@ -102,8 +103,8 @@ def asked_until(c: Cluster, reached: Callable[[], Any], least: int = 1) -> int:
 
 
 def until(promise: Callable[[], Any], timeout_s: float = math.inf) -> None:
-    """Wait for something that must come to be true. How fast is the machine's business: what never comes ends with the
-    test's own hang guard, whose traceback shows this wait."""
+    """Wait until the condition holds. By default without a limit, as machines differ in speed: the test's own
+    timeout ends it, and its traceback shows this wait."""
     end = time.monotonic() + timeout_s
     while not promise():
         assert time.monotonic() < end, "it did not come true"

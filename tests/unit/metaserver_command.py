@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver's command as a process for tests, before pretended engines that live in the test."""
+"""The metaserver's command as a process for tests, with fake engines that run in the test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Running:
         return psutil.Process(self.process.pid).children()
 
     def urls(self) -> list[str]:
-        """Each worker's own, once all have told of themselves."""
+        """URLs of the workers, as soon as all are listed in /status."""
         count = len(self.workers()) or 1
         until(lambda: len(self._told()) == count)
         return [worker["url"] for worker in sorted(self._told(), key=lambda worker: int(worker["worker"]))]
@@ -48,7 +48,7 @@ class Running:
 
 
 def place(worker: psutil.Process) -> int:
-    """A worker's number. -1: none any more, or none yet."""
+    """Return a worker's number, or -1 if the process has none, or has ended."""
     try:
         *_, flag, value = ["", "", *worker.cmdline()]
     except psutil.Error:
@@ -57,7 +57,7 @@ def place(worker: psutil.Process) -> int:
 
 
 def ports(count: int) -> int:
-    """The first of `count` free ports in a row, outside the range from which others get theirs by chance."""
+    """Return the first of `count` consecutive free ports, outside the ephemeral range."""
     while True:
         first = random.randrange(20_000, 32_000)
         with ExitStack() as stack:
@@ -87,10 +87,10 @@ def running(
 def metaserver(
     url: str, prefill: FakeEngine, decode: FakeEngine, *flags: str, verify: ssl.SSLContext | bool = False
 ) -> Iterator[Running]:
-    """One process or a family of them, from readiness to its end."""
+    """Start the command, with its workers if any; yield when it is ready, and end it."""
     engines = ["--prefill", prefill.served.url, "--decode", decode.served.url, "--probe-every", "0.2"]
     listening = ["--port", str(httpx.URL(url).port)]
-    said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads stops a process that has much to say
+    said = tempfile.TemporaryFile()  # noqa: SIM115  # a process with much output would block on a pipe that is not read
     process = subprocess.Popen([*COMMAND, *listening, *engines, *flags], cwd=ROOT, stderr=said)
     http = httpx.Client(base_url=url, timeout=None, trust_env=False, verify=verify)
     family: list[psutil.Process] = []
@@ -102,17 +102,17 @@ def metaserver(
     finally:
         http.close()
         for worker in family if process.poll() is not None else ():
-            with suppress(psutil.NoSuchProcess):  # its supervisor is dead: nothing may be left of a failed test
+            with suppress(psutil.NoSuchProcess):  # the supervisor has ended: kill workers that it left
                 worker.kill()
         try:
             process.terminate()
             process.wait()
         finally:
-            process.kill()  # should the hang guard have ended the wait
+            process.kill()  # in case the test's timeout ended the wait
             said.seek(0)
             text = said.read().decode()
             said.close()
-            print(text)  # pytest shows it beside a failure
+            print(text)  # pytest shows it with a failure
         assert "Traceback" not in text, text
 
 

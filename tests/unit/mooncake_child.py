@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A receiving process for the Mooncake tests, and how the tests hold it.
+"""Receiving process for the Mooncake tests, and its handle for the tests.
 
     python mooncake_child.py SIZE [PORT]
 
-listens (on PORT, if it can be had), registers SIZE bytes of zeros, prints its session and address, and obeys one
+listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
 command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE PIECES PIECE` (start to write ones there, in
 pieces that cannot be merged) and `settle` (wait for that write).
 """
@@ -38,11 +38,11 @@ PORT_WAIT_S = 120.0
 
 
 class Receiver:
-    """The child process, from the test's side. A context manager: nothing survives the test."""
+    """Handle of the child process for the test. A context manager, which ends the process."""
 
     def __init__(self, size: int, port: int | None = None) -> None:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "MC_LOG_LEVEL": "ERROR"}
-        if port is not None:  # Mooncake chooses at random: leave it little choice
+        if port is not None:  # Mooncake chooses a port at random: restrict its range
             environ |= {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)}
         command = [sys.executable, __file__, str(size), str(port or 0)]
         self.process = subprocess.Popen(
@@ -91,7 +91,7 @@ class Receiver:
 
 
 class Stalls:
-    """How long this machine kept the process from running, whatever the process did: `worst` is no fault of ours."""
+    """Time for which this machine did not run the process; `worst` is not caused by the code under test."""
 
     def __init__(self) -> None:
         self.worst = 0.0
@@ -122,7 +122,7 @@ def target_of(memory: np.ndarray) -> MooncakeTarget:
 
 
 def wire_from(memory: np.ndarray, protocol: str = "tcp", **more: Any) -> MooncakeWire:
-    """From a protocol's name on, as a worker of P gets it."""
+    """Create a wire by its protocol's name, as a worker of P does."""
     wire = create_wire(replace(WIRE, mooncake_protocol=protocol), LOOPBACK, quiet_s=QUIET_S, **more)
     assert isinstance(wire, MooncakeWire)
     wire.register([(memory.ctypes.data, len(memory))])
@@ -130,7 +130,7 @@ def wire_from(memory: np.ndarray, protocol: str = "tcp", **more: Any) -> Mooncak
 
 
 def settle(wire: Wire, handle: int, limit_s: float = 40.0) -> WriteState:
-    """Poll as the writer does until the write has ended."""
+    """Poll like the writer until the write has ended."""
     deadline = time.monotonic() + limit_s
     while (state := wire.poll(handle)) is WriteState.PENDING:
         assert time.monotonic() < deadline, "the write did not end"
@@ -139,7 +139,8 @@ def settle(wire: Wire, handle: int, limit_s: float = 40.0) -> WriteState:
 
 
 def _listen_on(port: int, size: int) -> tuple[MooncakeTarget, np.ndarray]:
-    """The kernel keeps a port back for a minute after its last connection, and Mooncake does not ask for it sooner."""
+    """Listen on this port. The kernel reserves a port for a minute after its last connection, and Mooncake cannot
+    reuse it sooner."""
     memory = np.zeros(size, dtype=np.uint8)
     deadline = time.monotonic() + (PORT_WAIT_S if port else 0.0)
     while True:
@@ -153,7 +154,7 @@ def _listen_on(port: int, size: int) -> tuple[MooncakeTarget, np.ndarray]:
 
 
 def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -> int:
-    """Returns while the write is under way: first contact is made, and nobody polls."""
+    """Start a write, and return while it is in progress: first contact is made, and nothing polls."""
     base, pieces, piece = map(int, numbers)
     memory[:] = 1
     n = np.arange(pieces) * 2 * piece

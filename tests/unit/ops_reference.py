@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops must compute, byte by byte in plain Python, and caches of every layout to compute it on."""
+"""Reference for the ops, byte by byte in plain Python, and caches of every layout to compute on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ascend_pd.geometry.layout import Region
 
 @dataclass(frozen=True)
 class Layout:
-    """How one engine keeps its KV: names as in the tests' parameters."""
+    """Layout of one engine's KV: names as in the tests' parameters."""
 
     head_major: bool = False
     packed: bool = False
@@ -28,7 +28,7 @@ class Layout:
 
 
 class Cache:
-    """One rank's caches of one layer, known byte by byte."""
+    """One rank's caches of one layer, with known bytes."""
 
     def __init__(self, layout: Layout, blocks: int, heads: int, block: int, dim: int, dtype: torch.dtype, seed: int):
         self.layout, self.heads, self.block = layout, heads, block
@@ -60,12 +60,12 @@ class Cache:
         return tuple(region.cell_bytes for region in self.regions)
 
     def raw(self, region: int) -> np.ndarray:
-        """The region's storage as bytes: writing here writes the cache."""
+        """Return the region's storage as bytes: writing here writes the cache."""
         storage = self.tensors[region].untyped_storage()
         return torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
 
     def cell(self, region: int, block: int, head: int, token: int) -> slice:
-        """Where a cell lies in `raw`."""
+        """Return the place of a cell in `raw`."""
         facts = self.regions[region]
         start = block * facts.block_stride + head * facts.head_stride + token * facts.token_stride
         return slice(start, start + facts.cell_bytes)

@@ -105,7 +105,7 @@ def begin(
     contributors: Sequence[Contributor] = SET,
     **changes: Any,
 ) -> Begin:
-    """With the layout in full."""
+    """A BEGIN with the layout in full."""
     layout = written(EngineLayout(model, geometry))
     own: dict[str, Any] = {
         "layout": layout_hash(layout),
@@ -176,7 +176,7 @@ def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushOrder:
 
 
 def reservation(cache: CacheGeometry, end: int, first: int = 0, **changes: Any) -> Reservation:
-    """Of tokens [first, end), with as many endpoints as the cache has ranks."""
+    """A reservation of tokens [first, end), with as many endpoints as the cache has ranks."""
     size = cache.block_size
     values: dict[str, Any] = {
         "version": PROTOCOL_VERSION,
@@ -210,7 +210,7 @@ def run_until(machine: Receiver | Sender, start: float, end: float, step: float 
 
 
 def told(actions: Iterable[Action]) -> str:
-    """The actions in words, without the trace's notes."""
+    """Return the actions as text, without the trace's notes."""
     return " ".join(word for action in actions if (word := _word(action)))
 
 

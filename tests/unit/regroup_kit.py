@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines without vLLM whose prefill ranks exchange: real runtimes, real gloo, caches of every layout as plain bytes.
 
-A prompt's KV is random bytes, known by (layer, region, token, head). P's ranks get their heads of it step by step, as a
-model would write it; D's memory is compared with it to the last byte, what nobody may touch included. Nothing here uses
-the package's arithmetic for what belongs where: heads are dealt by walking, blocks are looked up token by token.
+A prompt's KV is random bytes, known by (layer, region, token, head). P's ranks get their heads of it step by step,
+as a model would write it; D's memory is compared with it to the last byte, including bytes that must not change.
+Nothing here uses the package's arithmetic for places: heads are dealt by iteration, blocks are looked up token by
+token.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LOOPBACK = "127.0.0.1"
 NAME = "a model of the tests"
 UNTOUCHED = 0xA5
 DEADLINE_S = 30.0
-HEADER = 4096  # of a shared file: the generation, then nothing
+HEADER = 4096  # of a shared file: holds the generation
 FAST = {
     "transport": "memory",
     "regroup": "always",
@@ -89,7 +90,7 @@ class Cache:
         return tuple(map(str, np.array_split(np.array(self.names), self.pp)[stage]))
 
     def content(self, seed: int, tokens: int) -> list[np.ndarray]:
-        """By region, [layer, token, head, byte]."""
+        """Return the content by region: [layer, token, head, byte]."""
         return _content(seed, tokens, self.layers, self.heads, self.cells)
 
 
@@ -100,8 +101,8 @@ def _content(seed: int, tokens: int, layers: int, heads: int, cells: tuple[int, 
 
 
 class Device(CpuDevice):
-    """Host memory that lies as a layout says. With `inline` exchanges run in the layer's hook, as on an NPU. What is
-    recorded is done at once, but not while the test keeps it `busy`."""
+    """Host memory with a given layout. With `inline` exchanges run in the layer's hook, as on an NPU. Recorded work
+    is done at once, except while the test keeps the device `busy`."""
 
     def __init__(self, layout: str, inline: bool = False) -> None:
         self.token_major = layout == "token"
@@ -123,7 +124,7 @@ class Device(CpuDevice):
 
 
 class RankMemory:
-    """One worker's cache: what it registers, and each region as bytes [block, head, token, byte]."""
+    """One worker's cache: the tensors that it registers, and each region as bytes [block, head, token, byte]."""
 
     def __init__(self, cache: Cache, names: Sequence[str], rank: int, blocks: int, memory: Any = None) -> None:
         self.cache, self.blocks = cache, blocks
@@ -157,7 +158,7 @@ class RankMemory:
                 view[...] = value
 
     def write(self, layer: int, own: int, content: list[np.ndarray], table: Sequence[int], lo: int, hi: int) -> None:
-        """Tokens [lo, hi) of a prompt, as the model's layer `layer` leaves them in this worker's layer `own`."""
+        """Write tokens [lo, hi) of a prompt as the model's layer `layer` does into this worker's layer `own`."""
         tokens = np.arange(lo, hi)
         ids = np.asarray(table)[tokens // self.cache.block]
         for view, wanted in zip(self.views[own], content, strict=True):
@@ -175,7 +176,7 @@ class RankMemory:
 
 
 class Pool:
-    """Free blocks in an order of their own."""
+    """Free blocks in a random order."""
 
     def __init__(self, blocks: int, seed: int) -> None:
         self._free = list(np.random.default_rng(seed).permutation(blocks).tolist())
@@ -193,7 +194,8 @@ class Pool:
 
 
 class SharedTransport(MemoryTransport):
-    """D's memory is a file that the writer maps too; a session says which file, and where D has it."""
+    """Transport for processes of one host: D's memory is a file that the writer maps too. A session names the file
+    and its address on D."""
 
     def __init__(self, path: Path | None = None, memory: mmap.mmap | None = None) -> None:
         self._path, self._file, self._generation = path, memory, 0
@@ -298,7 +300,7 @@ class DecodeSite:
         return RankMemory(self.cache, self.cache.names, rank, blocks, view), SharedTransport(path, shared)
 
     def reserve(self, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None) -> Prompt:
-        """Blocks for [first, tokens); the workers hear of it in the next step."""
+        """Allocate blocks for [first, tokens); the workers get it in the next step."""
         self._count += 1
         name = f"request {self._count}"
         count = -(-tokens // self.cache.block) - first // self.cache.block
@@ -326,7 +328,7 @@ class DecodeSite:
         return prompt
 
     def step(self) -> None:
-        """What was reserved since the last step is bound on all ranks."""
+        """Bind on all ranks what was reserved since the last step."""
         binds, self._binds = tuple(self._binds), []
         self.tell(DecodeStep(binds=binds, incarnation=self.incarnation, engine=self.geometry))
 
@@ -348,14 +350,14 @@ class DecodeSite:
                 self.reports.setdefault(report.request_id, []).append(report)
 
     def ended(self, prompt: Prompt) -> list[Loaded] | None:
-        """The reports of all ranks, once they are there."""
+        """Return the reports of all ranks, or None while some are missing."""
         self.collect()
         found = self.reports.get(prompt.name, [])
         assert len(found) <= self.cache.tp, f"{prompt.name} was reported twice: {found}"
         return found if len(found) == self.cache.tp else None
 
     def check(self, *prompts: Prompt) -> None:
-        """The KV of these prompts is all there; nothing was touched but the blocks of prompts not named."""
+        """Check that the KV of these prompts is complete, and that nothing changed but blocks of prompts not named."""
         for rank, memory in enumerate(self.ranks):
             for layer, views in enumerate(memory.views):
                 for region, view in enumerate(views):
@@ -377,7 +379,7 @@ class DecodeSite:
             wrong = np.flatnonzero((view[ids, :, tokens % block] != wanted).any(axis=(1, 2)))
             assert not len(wrong), f"{prompt.name}: {where}: wrong tokens {(prompt.first + wrong[:8]).tolist()}"
             if self.cache.layout == "plane" and prompt.tokens % block:
-                free[prompt.d_blocks[-1], prompt.tokens % block :] = True  # the plane goes as a whole
+                free[prompt.d_blocks[-1], prompt.tokens % block :] = True  # a plane is written whole
         touched = (view != expected).any(axis=(1, 3)) & ~free
         assert not touched.any(), f"{where}: (block, token) {np.argwhere(touched)[:8].tolist()} were touched"
 

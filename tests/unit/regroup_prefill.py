@@ -39,7 +39,7 @@ Layer = Callable[[int], None]  # writes the KV of one of this worker's layers
 
 @dataclass(frozen=True)
 class Share:
-    """What a step computes of one prompt: its tokens [lo, hi)."""
+    """Part of a prompt that a step computes: its tokens [lo, hi)."""
 
     seed: int
     tokens: int
@@ -50,7 +50,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker tells its scheduler after a step."""
+    """Report of a worker to its scheduler after a step."""
 
     finished: set[str]
     missed: list[Exchanged]
@@ -93,7 +93,7 @@ class PrefillRank:
         return PushRuntime(self.push, site, caches, self.device, self.transport, None, self.parts)
 
     def run(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
-        """One engine step, hooks in vLLM's order."""
+        """Run one engine step, with hooks in vLLM's order."""
         if step.preempted:
             self.runtime.preempt(step.preempted)
         self.runtime.begin_step(step)
@@ -109,7 +109,7 @@ class PrefillRank:
             self.memory.write(layer, own, content, share.table, share.lo, share.hi)
 
     def saved(self, own: int, name: str | None = None) -> None:
-        """The hook of a layer fires."""
+        """Fire the hook of a layer."""
         self.runtime.layer_computed(self.names[own] if name is None else name)
 
     def stats(self) -> dict[str, int | float]:
@@ -132,7 +132,7 @@ def without_a_name(rank: PrefillRank, write: Layer) -> None:
 
 
 def without(rank: PrefillRank, write: Layer) -> None:
-    """As in a captured graph."""
+    """Fire no hook, as in a captured graph."""
     for own in range(len(rank.names)):
         write(own)
 
@@ -145,7 +145,7 @@ def all_but_one(rank: PrefillRank, write: Layer) -> None:
 
 
 def shuffled(rank: PrefillRank, write: Layer) -> None:
-    """Every rank in another order."""
+    """Fire the hooks of each rank in another order."""
     without(rank, write)
     own = list(range(len(rank.names)))
     turn = rank.contributor.rank % len(own)
@@ -163,7 +163,7 @@ HOOKS: dict[str, Callable[[PrefillRank, Layer], None]] = {
 
 
 class Handle(Protocol):
-    """One worker as the engine reaches it, here or elsewhere."""
+    """Interface of one worker for the engine, in this process or another."""
 
     geometry: CacheGeometry
 
@@ -209,7 +209,7 @@ class PrefillSite:
 
     @property
     def ranks(self) -> list[PrefillRank]:
-        """Of an engine in this process."""
+        """Ranks of an engine in this process."""
         return [worker.rank for worker in self.workers if isinstance(worker, Here)]
 
     def admit(self, *prompts: Prompt) -> None:
@@ -224,7 +224,7 @@ class PrefillSite:
         return f"{prompt.name} of {prompt.site.incarnation}"
 
     def compute(self, *work: tuple[Prompt, int], hook: str = "name") -> PrefillStep:
-        """One engine step that computes so many tokens of each prompt."""
+        """Run one engine step that computes so many tokens of each prompt."""
         shares = []
         for prompt, count in work:
             name, block = self.name_of(prompt), self.cache.block
@@ -240,7 +240,7 @@ class PrefillSite:
         return self.deliver(shares, hook)
 
     def cached_prefix(self, prompt: Prompt, tokens: int) -> None:
-        """The first tokens lie in P's cache already. Only for an engine in this process."""
+        """Put the first tokens into P's cache beforehand. Only for an engine in this process."""
         prompt.p_blocks, prompt.computed = self.pool.take(-(-tokens // self.cache.block)), tokens
         for rank in self.ranks:
             for own in range(len(rank.names)):
@@ -250,7 +250,7 @@ class PrefillSite:
         return self.deliver([], "none")
 
     def preempt(self, prompt: Prompt) -> PrefillStep:
-        """It loses its blocks in a step of others; what comes there next is written at once."""
+        """Take its blocks away in a step of others, and overwrite them at once."""
         name = self.name_of(prompt)
         self.book.preempted(name)
         self.pool.give(prompt.p_blocks)
@@ -284,7 +284,7 @@ class PrefillSite:
         return step
 
     def ended(self, *prompts: Prompt, seconds: float = 30.0) -> bool:
-        """Step until D has reported these; whether all of them are well."""
+        """Step until D has reported these; return True if all of them succeeded."""
 
         def all_reported() -> bool:
             self.idle()
@@ -298,7 +298,7 @@ class PrefillSite:
         return all(report.ok for reports in told().values() for report in reports)
 
     def finished(self, *prompts: Prompt, seconds: float = 30.0) -> None:
-        """End these requests and step until every worker has let their blocks go."""
+        """End these requests and step until every worker has released their blocks."""
         for prompt in prompts:
             self.finish(prompt)
         self.let_go(*prompts, seconds=seconds)
@@ -309,7 +309,7 @@ class PrefillSite:
             return all(self.name_of(prompt) in self.released for prompt in prompts)
 
         until(all_out, "blocks let go", seconds)
-        self.idle()  # the workers hear that these pushes have ended
+        self.idle()  # the workers learn that these pushes have ended
         for prompt in prompts:
             self.pool.give(prompt.p_blocks)
             prompt.p_blocks = []
@@ -318,8 +318,8 @@ class PrefillSite:
         return [worker.stats() for worker in self.workers]
 
     def holds_nothing(self) -> None:
-        """Wait until nothing of any exchange is held. A push that failed is let go of before an exchange that was under
-        way for it has given its slots back."""
+        """Wait until no exchange holds anything. A failed push is released before an exchange in progress for it has
+        returned its slots."""
         names = ("steps", "missing", "slots_taken", "pieces", "unsealed")
 
         def held() -> list[dict[str, Any]]:
@@ -333,7 +333,7 @@ class PrefillSite:
 
 
 class Wire(MemoryTransport):
-    """Writes to some sessions do not return, or fail; the test says which."""
+    """Transport on which writes to chosen sessions never complete, or fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Wire(MemoryTransport):
 
 
 def gloo_groups(size: int, timeout_s: float = 30.0) -> list[dist.ProcessGroup]:
-    """A group whose members are threads."""
+    """A gloo group whose members are threads."""
     store = dist.HashStore()
     groups: list[Any] = [None] * size
 
@@ -382,7 +382,7 @@ def engine(
     timeout_s: float = 30.0,
     **keys: Any,
 ) -> PrefillSite:
-    """A prefill engine in this process. `parts` may replace what a rank exchanges with."""
+    """A prefill engine in this process. `parts` may replace a rank's parts of the exchange."""
     push = push or config()
     workers = []
     for stage in range(cache.pp):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model runner that drives P's worker the way vllm-ascend does.
 
-What it does differently from vLLM: caches are tuples `[block, token, head, dim]`, the layer's name is often empty,
-hooks fire in dummy runs with no metadata bound, and layers inside a captured graph fire none.
+Differences from vLLM: caches are tuples `[block, token, head, dim]`, the layer's name is often empty, hooks fire in
+dummy runs with no metadata bound, and layers inside a captured graph fire none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_ascend_pd.transport.base import Wire
 
 @dataclass(frozen=True)
 class GivenEngine(Engine):
-    """An engine whose transfer engine the test has made."""
+    """An engine with the transfer engine of the test."""
 
     wire: Wire | None = None
 
@@ -45,7 +45,7 @@ class AscendRank(PrefillRank):
         given = GivenEngine(self.push, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, None, wire=self.transport)
         shape = CacheShape(cache.block, len(self.memory.heads), cache.heads, cache.dim, cache.tp)
         self.worker = PrefillWorker(given, shape, self.device, self.contributor, self.place)
-        self.dummy_run()  # memory profiling: before there are caches
+        self.dummy_run()  # memory profiling, before there are caches
         self.worker.register_kv_caches(self.memory.tensors)
         assert self.worker._runtime is not None
         return self.worker._runtime
@@ -63,7 +63,7 @@ class AscendRank(PrefillRank):
         self.worker.save_layer(self.names[own])
 
     def dummy_run(self) -> None:
-        """A forward without requests: every hook fires, nothing was computed."""
+        """Run a forward without requests: every hook fires, nothing is computed."""
         for own in range(len(self.names)):
             self.fire(own)
 
@@ -85,7 +85,7 @@ def twice(rank: AscendRank, write: Layer) -> None:
 
 
 def with_strangers(rank: AscendRank, write: Layer) -> None:
-    """Layers that the connector never heard of: a draft model's, or a hook without a name."""
+    """Fire hooks of unregistered layers too: a draft model's, and one without a name."""
     for own in range(len(rank.names)):
         write(own)
         rank.worker.save_layer("")

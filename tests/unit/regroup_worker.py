@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill ranks in processes of their own, in one gloo group.
 
-`python regroup_worker.py <address> <count>` imports everything once, forks and connects every child to the parent (the
-class `Fleet`), which opens worlds of any size among them and drives the workers step by step.
+`python regroup_worker.py <address> <count>` imports everything once, forks and connects every child to the parent
+(the class `Fleet`), which opens worlds of any size among them and drives the workers step by step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class World:
 
 
 class Worker:
-    """The child's end: what each command does. `called` are the collectives that were really made."""
+    """Commands of a child process. Collectives are counted where they are really called."""
 
     def __init__(self) -> None:
         self._rank: PrefillRank | None = None
@@ -87,7 +87,7 @@ class Worker:
         return self._own.run(step, shares, hook, ended)
 
     def break_collective(self, number: int) -> None:
-        """This call of a collective, counted from 1, raises here and reaches nobody."""
+        """Make this call of a collective, counted from 1, raise here without reaching other ranks."""
         self._bad = number
 
     def dummy_run(self) -> None:
@@ -98,7 +98,7 @@ class Worker:
         return self._own.stats()
 
     def exchanges(self) -> tuple[list[tuple[int, int, int]], int]:
-        """(step, layer, sub-step) of every exchange in its order, and how many collectives were called."""
+        """Return (step, layer, sub-step) of every exchange in order, and how many collectives were called."""
         return list(self._exchanges), self._called
 
     def close(self) -> None:
@@ -214,7 +214,8 @@ class Fleet:
         self._size = 0
 
     def engine(self, cache: Cache, blocks: int = 160, kind: str = "plain", **keys: Any) -> PrefillSite:
-        """`kind`: plain, inline (exchanges in the layer's hook) or ascend (driven as vllm-ascend drives it)."""
+        """Open an engine. `kind`: plain, inline (exchanges in the layer's hook) or ascend (driven as vllm-ascend
+        drives it)."""
         self.enter(cache.tp * cache.pp)
         members = self.members[: cache.tp * cache.pp]
         for member in members:
@@ -229,7 +230,7 @@ class Fleet:
             worker.member.receive()
 
     def abandon(self) -> None:
-        """The world is lost: end everybody who is left."""
+        """End all children of a broken world."""
         self._nursery.send_signal(signal.SIGTERM)
         self._nursery.wait(20)
         for member in self.members:
@@ -266,7 +267,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     for child in list(children):
         os.waitpid(child, 0)
-        children.remove(child)  # its number may be somebody else's from now on
+        children.remove(child)  # the kernel may reuse its number
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of a release of vLLM without a model, driven as vllm-ascend 0.23 drives it.
 
-vLLM's own Scheduler, KVOutputAggregator and KVConnectorModelRunnerMixin call our connectors; the "forward" only writes KV
-and calls the layer hooks. As in vllm-ascend the caches are tuples `[block, token, head, dim]`, hooks come with the layer
-name "" and a list of tensors, and not at all when no attention metadata is set.
+vLLM's own Scheduler, KVOutputAggregator and KVConnectorModelRunnerMixin call our connectors; the "forward" only
+writes KV and calls the layer hooks. As in vllm-ascend the caches are tuples `[block, token, head, dim]`, hooks come
+with the layer name "" and a list of tensors, and not at all when no attention metadata is set.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from vllm_ascend_pd.connector import AscendPushConnector
 BLOCK, BLOCKS, HEADS, DIM = 32, 64, 4, 16
 UNTOUCHED = 7.0
 
-# Host memory that lies as an NPU's does. Everything else is what an engine on a CPU gets.
+# Host memory with an NPU's layout. Everything else is as for an engine on a CPU.
 vllm_ascend_pd.device.current.current = lambda: Device("token")
 
 
 def content(request: str, layer: int, part: int, tokens: int) -> torch.Tensor:
-    """The KV of a prompt, [token, head, dim]: known by its name, so that any two prompts differ."""
+    """The KV of a prompt, [token, head, dim]: derived from its name, so that any two prompts differ."""
     seed = int.from_bytes(f"{request} {layer} {part}".encode(), "little") % 2**63
     return torch.from_numpy(np.random.default_rng(seed).standard_normal((tokens, HEADS, DIM), dtype=np.float32))
 
 
 class Traced(AscendPushConnector):
-    """Our connector; writes down which of its hooks are called, in which order."""
+    """Our connector, which records the calls of its hooks in order."""
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
@@ -84,7 +84,7 @@ for _name in WORKER_HOOKS:
 
 
 class Engine:
-    """`tp` workers in this process, over the memory transport. `names`: request ids → what their prompts are known by."""
+    """`tp` workers in this process, over the memory transport. `names`: request ids → names of their prompts."""
 
     def __init__(self, role: str, tp: int, extra: dict[str, Any], policy: str = "fail", chunk: int = 128) -> None:
         settings = {"transport": "memory", "regroup": "never", "patient_shm": "off", "verify": "full", **extra}
@@ -117,12 +117,12 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, tp)
         self.sent: list[str] = []
         self.received: list[str] = []
-        self.answers: dict[str, list[Any]] = {}  # by request id, vLLM's outputs
-        self.computed: Counter[str] = Counter()  # by request id, prompt tokens whose KV was written here
+        self.answers: dict[str, list[Any]] = {}  # vLLM's outputs by request id
+        self.computed: Counter[str] = Counter()  # prompt tokens whose KV was written here, by request id
         self._names: dict[str, str] = {}
-        self.token = 5  # what it samples, always
-        self.steps = 0  # that computed anything
-        self.missing_hook = -1  # this layer's hook does not fire: it is part of a graph
+        self.token = 5  # always sampled
+        self.steps = 0  # steps that computed anything
+        self.missing_hook = -1  # layer whose hook does not fire, as in a captured graph
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
@@ -151,7 +151,7 @@ class Engine:
         return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 
     def step(self) -> None:
-        """schedule → each worker's execute_model → aggregate → update, as vLLM's core does it."""
+        """Run one step like vLLM's core: schedule → each worker's execute_model → aggregate → update."""
         output = self.scheduler.schedule()
         self.steps += output.total_num_scheduled_tokens > 0
         lengths = {
@@ -168,7 +168,7 @@ class Engine:
                 self.answers.setdefault(one.request_id, []).append(one)
 
     def _span(self, request_id: str, count: int) -> tuple[int, int]:
-        end = self.scheduler.requests[request_id].num_computed_tokens  # the scheduler counts ahead
+        end = self.scheduler.requests[request_id].num_computed_tokens  # already includes this step
         return end - count, end
 
     def _execute(self, rank: int, output: Any, spans: dict[str, tuple[int, int]]) -> ModelRunnerOutput:
@@ -176,7 +176,8 @@ class Engine:
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
         worker.handle_preemptions(output.kv_connector_metadata)
         if not output.total_num_scheduled_tokens:
-            # A copy, as from another process: one object stands for all empty outputs, and the aggregator writes into it.
+            # A copy, as from another process: vLLM has one object for all empty outputs, and the aggregator writes into
+            # it.
             return copy.copy(KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config))
         with (
             set_forward_context({"": None}, self.config),
@@ -205,7 +206,7 @@ class Engine:
 
     def _write(self, parts: Sequence[torch.Tensor], rank: int, layer: int, request_id: str, lo: int, hi: int) -> None:
         hi = min(hi, self.scheduler.requests[request_id].num_prompt_tokens)
-        if lo >= hi:  # what it answers
+        if lo >= hi:  # output tokens
             return
         tokens = torch.arange(lo, hi)
         self.computed[request_id] += len(tokens) if rank == layer == 0 else 0
@@ -215,7 +216,7 @@ class Engine:
             memory[blocks, tokens % BLOCK] = content(self._names[request_id], layer, part, hi)[tokens][:, heads]
 
     def wrong(self, request_id: str, blocks: Sequence[int], first: int, end: int) -> list[str]:
-        """Where these blocks do not hold tokens [first, end) of the request's prompt."""
+        """List places at which these blocks do not hold tokens [first, end) of the request's prompt."""
         found = []
         tokens = torch.arange(first, end)
         ids = torch.tensor(list(blocks))[tokens // BLOCK]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on a release of vLLM: each function is a scenario. Prints one JSON line for each: its name, and what went wrong.
+"""Program that runs on a release of vLLM: each function is a scenario. Prints one JSON line for each: name and error.
 
-Started by test_releases.py with the version that is to be there, in the environment that tests/environment.sh makes.
+Started by test_releases.py with the expected version, in the environment that tests/environment.sh makes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LINES = {
 
 
 class Site:
-    """P before D. `outcome`: how the metaserver's answer ends."""
+    """A P and a D. `outcome`: end of the metaserver's answer."""
 
     def __init__(self, url: str, p_tp: int, d_tp: int, policy: str) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class Site:
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         if "reservation" not in body:
-            return 200, []  # how a load ended
+            return 200, []  # a load report
         self.reservations.put(body)
         if self.outcome == "seeded":
             first = self.firsts.get(timeout=10.0)
@@ -55,7 +55,7 @@ class Site:
         return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
 
     def ask(self, name: str, tokens: list[int], max_tokens: int = 3) -> dict[str, Any]:
-        """D gets the request and reserves; returns what the metaserver heard."""
+        """Add the request to D, which reserves; return what the metaserver got."""
         params = {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}
         self.decode.add(f"{name}-d", name, tokens, params, max_tokens)
         self.decode.step()
@@ -114,7 +114,7 @@ def _chunked(p_tp: int, d_tp: int) -> None:
             check(not wrong, f"{name}: {wrong[:3]}")
         pair.until(lambda: len(pair.prefill.sent) == len(lengths), "everything is sent")
         pair.until(lambda: all(pair.decode.request(f"{name}-d") is None for name in lengths), "D has answered")
-        # vLLM computes the last token of a prompt that was loaded whole: nothing more.
+        # vLLM computes only the last token of a prompt that was loaded whole.
         check(all(pair.decode.computed[f"{name}-d"] == 1 for name in lengths), f"D computed {pair.decode.computed}")
         check(sorted(pair.decode.received) == sorted(f"{name}-d" for name in lengths), "an id was reported twice")
         check(sorted(pair.prefill.sent) == sorted(f"{name}-p" for name in lengths), "an id was reported twice")
@@ -134,7 +134,7 @@ def chunks_from_4_to_2() -> None:
 
 
 def a_layer_in_a_graph() -> None:
-    """A layer whose hook does not fire is pushed as little as if it had not been computed: D computes the prompts itself."""
+    """Without its hook a layer is not pushed, like one that was not computed: D computes the prompts itself."""
     with site(policy="recompute") as pair:
         pair.prefill.missing_hook = 1
         lengths = {f"r{length}": length for length in (BLOCK + 1, 200)}
@@ -145,7 +145,8 @@ def a_layer_in_a_graph() -> None:
 
 
 def hooks_in_the_order_of_0_23() -> None:
-    """start_load_kv before the layers; get_finished instead of get_transfer_results; no wait_for_save in an empty step."""
+    """Hooks: start_load_kv before the layers; get_finished, not get_transfer_results; no wait_for_save in an empty
+    step."""
     if not vllm.__version__.startswith("0.23."):
         return
     check(not compat.HAS_TRANSFER_RESULTS, "this vLLM has get_transfer_results: it is not 0.23")
@@ -174,12 +175,12 @@ def hooks_in_the_order_of_0_23() -> None:
 def a_prefix_on_prefill_is_pushed_too() -> None:
     with site() as pair:
         head = prompt("head", 4 * BLOCK)
-        pair.prefill.add("warm", "shared", head, {})  # P alone
+        pair.prefill.add("warm", "shared", head, {})  # on P alone
         pair.until(lambda: pair.prefill.request("warm") is None, "P has computed it")
         tokens = [*head, *prompt("tail", 20)]
         pair.send("shared", tokens)
         pair.until(lambda: pair.decode.received == ["shared-d"], "it is received")
-        # What P had computed before came from `content("shared")` too: a push of computed tokens only would miss it.
+        # P's cached prefix is from `content("shared")` too: pushing computed tokens only would leave it out.
         check(not pair.decode.wrong("shared-d", pair.blocks["shared"], 0, len(tokens)), "wrong bytes")
 
 
@@ -197,7 +198,7 @@ def preempted_pushes_begin_again() -> None:
 
 
 def aborted_on_prefill_fails_on_decode() -> None:
-    """request_finished comes without blocks when the request was preempted before: D hears of it."""
+    """request_finished comes without blocks if the request was preempted before: D is notified."""
     from vllm.v1.request import RequestStatus
 
     with site(policy="fail") as pair:
@@ -230,7 +231,7 @@ def _failed(policy: str) -> tuple[list[Any], int]:
 
 
 def failed_loads_fail_as_configured() -> None:
-    """0.23 hears of them by block ids."""
+    """vLLM 0.23 takes failed loads as block ids."""
     answers, computed = _failed("fail")
     check(str(answers[-1].finish_reason) == "error" and computed == 0, f"{answers}, {computed} tokens computed")
 
@@ -243,7 +244,7 @@ def failed_loads_are_recomputed_as_configured() -> None:
 
 
 def first_tokens_are_p_s() -> None:
-    """D computes a token less of each, and nothing of what the first one ends."""
+    """D computes one token less of each, and none if the first token ends the request."""
     with site() as pair:
         pair.outcome, pair.prefill.token = "seeded", 9
         for name, max_tokens in (("three", 3), ("one", 1)):
@@ -263,7 +264,7 @@ def first_tokens_are_p_s() -> None:
 
 
 def a_worker_s_batch_takes_the_token_as_an_output() -> None:
-    with site():  # the workers are wrapped as they are made
+    with site():  # worker classes are wrapped when they are created
         for token, outputs, there in ((None, [], []), (9, [], [9]), (9, [9, 8], [9, 8])):
             check(not (wrong := worker_batch.wrong(token, outputs, there)), wrong)
 
@@ -282,7 +283,7 @@ def first_tokens_that_do_not_come_are_computed() -> None:
 
 
 def aborted_while_held_gives_the_blocks_back() -> None:
-    """The KV is there, the token is not yet, and the client leaves."""
+    """The KV has arrived, the token has not, and the client disconnects."""
     from vllm.v1.request import RequestStatus
 
     with site() as pair:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches of a made-up model in the layouts that vLLM and vllm-ascend register, for `runtime_pair`: torch tensors, known
-contents, and views of them as [block, head, token, width]."""
+"""KV caches of a test model in the layouts that vLLM and vllm-ascend register, for `runtime_pair`: torch tensors,
+known contents, and views of them as [block, head, token, width]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_ascend_pd.device.cpu import CpuDevice
 
 
 class TokenMajorDevice(CpuDevice):
-    """Host memory that lies as vllm-ascend's caches do: token by token, nothing permuted."""
+    """Host memory with the layout of vllm-ascend's caches: token by token, nothing permuted."""
 
     token_major = True
 
@@ -29,7 +29,7 @@ class TokenMajorDevice(CpuDevice):
 
 
 class Divided(NamedTuple):
-    """Context parallelism: which ranks share the tokens, and in runs of how many."""
+    """Context parallelism: the ranks that share the tokens, and the length of their runs."""
 
     dcp: int = 1
     pcp: int = 1
@@ -41,7 +41,7 @@ class Divided(NamedTuple):
 
 
 class HeldDevice(TokenMajorDevice):
-    """What was recorded is done only when the test lets it."""
+    """Device whose recorded work is done only when the test sets `open`."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -60,19 +60,23 @@ class HeldDevice(TokenMajorDevice):
 
 @dataclass(frozen=True)
 class Model:
-    """`opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
-    vllm-ascend has them; `uneven`: with a V half as wide as K. `stacked`: K and V in one tensor. `indexed`: tuples of latent, rope and index key, of the
-    last layer of the two former, as vllm-ascend has MLA with an indexer."""
+    """Model with a cache layout.
+
+    `opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
+    vllm-ascend has them; `uneven`: with a V half as wide as K. `stacked`: K and V in one tensor. `indexed`: tuples
+    of latent, rope and index key, in the last layer of latent and rope alone, as vllm-ascend has MLA with an
+    indexer.
+    """
 
     layout: str = "opaque"
     heads: int = 2
     layers: int = 3
     dim: int = 16
-    drafts: int = 0  # more layers, of a draft model
+    drafts: int = 0  # additional layers of a draft model
     drafter: str = "a draft model"
-    draft_heads: int = 0  # of its own; 0: as many as the model
+    draft_heads: int = 0  # of the draft model; 0: as many as the model
     draft_dim: int = 0
-    indexers: bool = False  # beside each layer another, of one key per token
+    indexers: bool = False  # each layer has an indexer too, with one key per token
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,7 +106,7 @@ class Model:
 
     @property
     def drafted(self) -> dict[str, Any]:
-        """What a CacheShape says of it."""
+        """Fields of a CacheShape for the draft model."""
         return {"drafter": self.drafter, "drafts": frozenset(self.own_drafts)} if self.drafts else {}
 
     def shape(self, block: int, tp: int, rank: int, divided: Divided = Divided()) -> CacheShape:  # noqa: B008
@@ -145,7 +149,7 @@ class Model:
 
 
 class RankCache:
-    """One worker's KV cache: what it registers, and views of it as [block, head, token, width]."""
+    """One worker's KV cache: the tensors that it registers, and views of them as [block, head, token, width]."""
 
     def __init__(
         self,
@@ -184,8 +188,8 @@ class RankCache:
             self.views.append([part.view(torch.int32).numpy() for part in parts])
 
     def own(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """This rank's tokens of [begin, end): which they are, which block of the table each is in, and where there. What a rank
-        has of a prompt lies one token behind the other."""
+        """This rank's tokens of [begin, end): their numbers, the place of each one's block in the table, and its
+        place in the block. A rank's tokens of a prompt lie one after the other."""
         tokens = np.arange(end)
         held = np.flatnonzero(tokens // self.divided.interleave % self.divided.world == self.part)
         places = np.arange(len(held))[held >= begin]
@@ -197,14 +201,14 @@ class RankCache:
                 view[...] = value
 
     def scribble(self, blocks: Sequence[int], value: int) -> None:
-        """Another request's KV comes into these blocks."""
+        """Overwrite these blocks as another request's KV would."""
         for layer in self.views:
             for view in layer:
                 view[list(blocks)] = value
 
 
 class Pool:
-    """Free blocks, handed out in an order of their own."""
+    """Free blocks in a random order."""
 
     def __init__(self, blocks: int, seed: int) -> None:
         self._free = list(range(blocks))

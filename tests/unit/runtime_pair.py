@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A prefill and a decode engine without vLLM: the real books, workers and runtimes of both sides in one process.
 
-The side channel is real (127.0.0.1); the transfer engine is the in-process one unless a test brings another. Caches are
-torch tensors in the layouts that vLLM and vllm-ascend register. A request's KV is random and known token by token, P
-computes it step by step as a model would, and D's memory is compared with it to the last byte, what must not be touched
-included.
+The side channel is real (127.0.0.1); the transfer engine is the in-process one unless a test brings another. Caches
+are torch tensors in the layouts that vLLM and vllm-ascend register. A request's KV is random and known token by
+token, P computes it step by step as a model would, and D's memory is compared with it to the last byte, including
+bytes that must not change.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def config(*, quiet_s: float | None = None, **keys: Any) -> PushConfig:
 
 @dataclass(frozen=True)
 class PairEngine(Engine):
-    """An engine whose transfer engine the test chooses."""
+    """An engine with the transfer engine of the test."""
 
     make_transport: MakeTransport = MemoryTransport
 
@@ -98,8 +98,8 @@ class Request:
 
 
 class DecodeSite:
-    """One decode engine: its book and its workers, stage by stage. `cuts`: after how many layers a stage ends; `hosts`: of the
-    stages, in turns."""
+    """One decode engine: its book and its workers, stage by stage. `cuts`: numbers of layers after which a stage
+    ends; `hosts`: hosts of the stages, in turns."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DecodeSite:
         self.engine = engine_of(self.config, make_transport, secrets)
         self.book = LoadBook(self.engine.incarnation)
         self.pool = Pool(blocks, seed)
-        self.firsts = [0, *cuts]  # layers, of the stages
+        self.firsts = [0, *cuts]  # first layer of each stage
         self.stages = [model.names[a:b] for a, b in pairwise([*self.firsts, len(model.names)])]
         self.places = [(stage, rank) for stage in range(len(self.stages)) for rank in range(tp)]
         self.ranks = [
@@ -141,7 +141,7 @@ class DecodeSite:
         self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
         self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
         self.requests: dict[str, Request] = {}
-        self.used: set[int] = set()  # blocks of requests that are over
+        self.used: set[int] = set()  # blocks of requests that have ended
         self.seen: list[Counter[str]] = [Counter() for _ in self.workers]
         self.outcomes: dict[str, list[Loaded]] = {}
         self.done: dict[str, list[Loaded]] = {}
@@ -149,7 +149,7 @@ class DecodeSite:
     def reserve(
         self, name: str, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None
     ) -> Request:
-        """D's scheduler allocates blocks for [first, tokens); the workers hear of it in the next step."""
+        """Allocate blocks for [first, tokens) like D's scheduler; the workers get it in the next step."""
         content = self.model.content(tokens, len(self.requests) if seed is None else seed)
         before = first // self.covers
         blocks = [0] * before + self.pool.take(-(-tokens // self.covers) - before)
@@ -172,7 +172,7 @@ class DecodeSite:
         return self.requests[name]
 
     def step(self) -> DecodeStep:
-        """One engine step: the metadata goes to the workers, their reports come back."""
+        """Run one engine step: the metadata goes to the workers, their reports come back."""
         step = self.book.take_step(None, self.geometry)
         for worker in self.workers:
             worker.bind(StepMetadata(decode=step))
@@ -200,18 +200,18 @@ class DecodeSite:
             return all(name in self.done for name in names)
 
         until(all_done, f"reports of {names}, so far {self.outcomes}", seconds)
-        self.step()  # nothing comes twice
+        self.step()  # nothing may be reported twice
         return [report for name in names for report in self.done[name]]
 
     def release(self, request: Request) -> None:
-        """The request is over here: its blocks go back, with whatever they hold."""
+        """End the request: its blocks return to the pool with their contents."""
         del self.requests[request.name]
         self.pool.give(request.d_blocks)
         self.used.update(request.d_blocks)
 
     def check(self, *requests: Request, layers: int | None = None) -> None:
-        """These requests' KV is all there, and nothing else was touched, except blocks of requests not named. `layers`: so many
-        of them, from the first."""
+        """Check that these requests' KV is complete, and that nothing else changed but blocks of requests not named.
+        `layers`: only so many, from the first."""
         for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
             for own, views in enumerate(cache.views[:layers]):
                 for region, view in enumerate(views):
@@ -236,7 +236,7 @@ class DecodeSite:
                 free[request.d_blocks] = True
                 continue
             tokens, at, row = cache.own(request.first, request.tokens)
-            if self.used.intersection(request.d_blocks):  # only what must be there can be told of used blocks
+            if self.used.intersection(request.d_blocks):  # used blocks may hold anything elsewhere
                 free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[at - request.first // self.covers]
             wanted = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
@@ -244,7 +244,7 @@ class DecodeSite:
             landed = view[ids, :, row]
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
             if self.model.layout == "opaque" and request.tokens % self.covers:
-                free[request.d_blocks[-1], :, request.tokens % self.covers :] = True  # the plane is one piece
+                free[request.d_blocks[-1], :, request.tokens % self.covers :] = True  # a plane is written whole
         touched = (view != expected) & ~free
         assert not touched.any(), f"{where}: blocks {np.unique(np.argwhere(touched)[:, 0]).tolist()} were touched"
 
@@ -262,16 +262,17 @@ def by_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
 
 
 def without_a_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
-    """As vllm-ascend calls it in some of its paths."""
+    """Fire the hook without a name, as vllm-ascend does in some of its paths."""
     worker.save_layer("")
 
 
 def no_hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
-    """As in a captured graph."""
+    """Fire no hook, as in a captured graph."""
 
 
 class PrefillSite:
-    """One prefill engine: its book and its workers, by (stage, rank). `cuts`: where its stages end, if they are not alike."""
+    """One prefill engine: its book and its workers, by (stage, rank). `cuts`: ends of its stages, if they differ in
+    size."""
 
     def __init__(
         self,
@@ -317,12 +318,12 @@ class PrefillSite:
         self.released: set[str] = set()
 
     def admit(self, request: Request, **changes: Any) -> Any:
-        """P's scheduler takes the reservation that came with the request."""
+        """Take the request's reservation like P's scheduler."""
         reservation = request.reservation
         return self.book.admit(request.p_name, reservation, request.tokens, reservation.prompt_hash, uuid.uuid4().hex)
 
     def compute(self, *work: tuple[Request, int], hook: Hook = by_name) -> PrefillStep:
-        """One engine step that computes so many tokens of each request."""
+        """Run one engine step that computes so many tokens of each request."""
         ranges = []
         for request, count in work:
             new = self.pool.take(-(-(request.computed + count) // self.covers) - len(request.p_blocks))
@@ -336,24 +337,24 @@ class PrefillSite:
         return self._deliver(ranges, hook)
 
     def prefill(self, request: Request, *chunks: int, hook: Hook = by_name) -> None:
-        """All of a prompt, in chunks; one chunk if none are named."""
+        """Compute a whole prompt, in chunks; one chunk if none are named."""
         assert self.admit(request) is None
         for chunk in chunks or (request.tokens,):
             self.compute((request, chunk), hook=hook)
 
     def cached_prefix(self, request: Request, tokens: int) -> None:
-        """The first tokens lie in P's cache already, from an earlier request."""
+        """Put the first tokens into P's cache beforehand, as an earlier request would."""
         request.p_blocks, request.computed = self.pool.take(-(-tokens // self.covers)), tokens
         for (stage, _), cache in self.caches.items():
             for index, name in enumerate(self.stages[stage]):
                 self._write(cache, self.model.names.index(name), index, request, 0, tokens)
 
     def idle(self) -> PrefillStep:
-        """A step without tokens."""
+        """Run a step without tokens."""
         return self._deliver([], by_name)
 
     def preempt(self, request: Request) -> PrefillStep:
-        """The request loses its blocks in a step of others."""
+        """Take the request's blocks away in a step of others."""
         self.book.preempted(request.p_name)
         self.pool.give(request.p_blocks)
         self.known.discard(request.p_name)
@@ -373,14 +374,14 @@ class PrefillSite:
             return all(name in self.sent for name in names)
 
         until(all_out, f"{names} sent, seen {self.seen}", seconds)
-        self.idle()  # nothing comes twice
+        self.idle()  # nothing may be reported twice
 
     def _deliver(self, ranges: list[tuple[Request, int, int]], hook: Hook) -> PrefillStep:
         step = self.book.take_step(self.geometry)
         for worker in self.workers.values():
             worker.preempt(StepMetadata(prefill=step))
             assert worker._runtime is not None
-            worker._runtime.begin_step(step)  # not `bind`, which ends an engine whose writer has died
+            worker._runtime.begin_step(step)  # `bind` would end an engine whose writer has died
         for (stage, rank), worker in self.workers.items():
             cache = self.caches[stage, rank]
             for index, name in sorted(enumerate(self.stages[stage]), key=lambda each: ".indexer." not in each[1]):
@@ -396,7 +397,7 @@ class PrefillSite:
         tokens, at, row = cache.own(begin, end)
         ids = np.asarray(request.p_blocks)[at]
         if layer >= len(request.content):
-            return  # of a draft model that D has not
+            return  # layer of a draft model that D lacks
         for region, view in enumerate(cache.views[own]):
             content = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
             view[ids, :, row] = content
@@ -434,7 +435,7 @@ def own_threads() -> list[str]:
 
 
 def free_port_is(endpoint: Endpoint) -> bool:
-    """Whether this port can be bound again."""
+    """Return whether this port can be bound again."""
     import socket
 
     with socket.socket() as probe:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer engines that misbehave, for the tests of the runtimes: the in-process one, with a fault of its own each."""
+"""Faulty transfer engines for the tests of the runtimes: the in-process one, each with one fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
 
 class SlowWire(MemoryTransport):
-    """Writes land when the test lets them."""
+    """Wire whose writes land when the test sets `open`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class SlowWire(MemoryTransport):
 
 
 class LossyWire(MemoryTransport):
-    """Says that a write failed, as Mooncake does while the bytes are still under way. `lost`: when, on the test's clock."""
+    """Wire that reports a failed write while the bytes may still land, like Mooncake. `lost`: times on the test's
+    clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class LossyWire(MemoryTransport):
 
 
 class FlippingWire(MemoryTransport):
-    """One bit of every write into one address range arrives flipped."""
+    """Wire that flips one bit of every write into one address range."""
 
     def __init__(self, spoiled: range) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class FlippingWire(MemoryTransport):
 
 
 class DyingWire(MemoryTransport):
-    """The engine breaks in the writer's hands."""
+    """Wire whose engine raises in the writer's calls."""
 
     def __init__(self, at: str) -> None:
         super().__init__()

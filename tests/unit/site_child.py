@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One side of a pair in a process of its own, with the real Mooncake: so that it can be stopped and killed.
+"""One side of a pair in a process of its own, with the real Mooncake, so that it can be stopped and killed.
 
-    python site_child.py decode      obeys: reserve NAME TOKENS · step · check NAME · halt-at STAGE
-    python site_child.py prefill     obeys: prefill NAME TOKENS SEED RESERVATION · blocks · halt-in-write COUNT
+    python site_child.py decode      executes: reserve NAME TOKENS · step · check NAME · halt-at STAGE
+    python site_child.py prefill     executes: prefill NAME TOKENS SEED RESERVATION · blocks · halt-in-write COUNT
 
-The process stops itself (SIGSTOP): `halt-at` at that stage event, `halt-in-write` with so many of a write's descriptors in
-the transfer engine, before the others. Each command is answered by a line.
+The process stops itself (SIGSTOP): `halt-at` at that stage event, `halt-in-write` with so many of a write's
+descriptors in the transfer engine, before the others. Each command is answered by a line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODEL = Model("token", layers=4, dim=64)
 BLOCK, BLOCKS = 16, 256
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
 ROOT = Path(__file__).parents[2]
-ANSWER_S = 120.0  # it imports torch first, on a machine that others use too
+ANSWER_S = 120.0  # it imports torch first, perhaps on a loaded machine
 
 
 def push_config() -> PushConfig:
@@ -65,13 +65,13 @@ def packed(reservation: Reservation) -> str:
 
 
 def unpacked(name: str, tokens: int, seed: int, text: str) -> Request:
-    """The request as P's side knows it: its content follows from the seed."""
+    """The request as P knows it: its content follows from the seed."""
     reservation = unseal(base64.b64decode(text), None)
     return Request(name, tokens, 0, MODEL.content(tokens, seed), reservation, [])
 
 
 class SiteChild:
-    """The child process, from the test's side. A context manager: nothing survives the test."""
+    """Handle of the child process for the test. A context manager, which ends the process."""
 
     def __init__(self, side: str) -> None:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}", "MC_LOG_LEVEL": "ERROR"}
@@ -111,7 +111,7 @@ class SiteChild:
         return line
 
     def halted(self) -> None:
-        """Wait until it has stopped itself."""
+        """Wait until the process has stopped itself."""
         until = time.monotonic() + ANSWER_S
         stat = Path(f"/proc/{self.process.pid}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] != "T":
@@ -130,7 +130,7 @@ class SiteChild:
 
 
 class Halt:
-    """Stops this process at a stage, once."""
+    """Stop this process at a stage, once."""
 
     def __init__(self) -> None:
         self.stage = ""
@@ -143,7 +143,7 @@ class Halt:
 
 
 class HaltInWrite:
-    """Between two descriptors of one write: the writer that the fence is made for."""
+    """Stop this process between two descriptors of one write, the case that the fence exists for."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -194,7 +194,7 @@ def serve_prefill(_: Halt) -> None:
             open_requests.append(request)
             site.prefill(request)
             site.finish(request)
-        elif command == "blocks":  # step until nothing reads any request's blocks
+        elif command == "blocks":  # step until no request's blocks are read any more
             with contextlib.suppress(AssertionError):
                 site.released_blocks_of(*open_requests)
             answer = " ".join(sorted(site.released)) or "nothing"

@@ -387,6 +387,16 @@ def state(**changes: Any) -> MambaSpec:
     return MambaSpec(**{**facts, **changes})
 
 
+def delta_net(**changes: Any) -> MambaSpec:
+    """Two rows of the convolution for drafted tokens."""
+    facts = {
+        "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
+        "num_speculative_blocks": 2,
+        "shapes": ((5, 28), (2, 8, 6)),
+    }
+    return state(**{**facts, **changes})
+
+
 def fp8(spec: Any) -> Any:
     return replace(spec, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
@@ -396,6 +406,7 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("recurrent state of kind SHORT_CONV", (attention(), state(mamba_type=MambaAttentionBackendEnum.SHORT_CONV))),
     ("mamba_cache_mode all", (attention(), state(mamba_cache_mode="all"))),
     ("recurrent state of kind MAMBA2 with drafts", (attention(), state(num_speculative_blocks=2))),
+    ("with drafts in mamba_cache_mode align", (attention(), delta_net(mamba_cache_mode="align"))),
     ("that every rank has whole", (attention(), state(tp_replicated=True))),
     ("MLAAttentionSpec in one of several groups", (latent(), state())),
     ("MLAAttentionSpec in one of several groups", (latent(), SlidingWindowSpec(**BASE, sliding_window=16))),
@@ -475,16 +486,6 @@ def drafting(drafts: Any) -> Any:
     config = vllm_config()
     config.speculative_config = drafts
     return config
-
-
-def delta_net(**changes: Any) -> MambaSpec:
-    """Two rows of the convolution for drafted tokens."""
-    facts = {
-        "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
-        "num_speculative_blocks": 2,
-        "shapes": ((5, 28), (2, 8, 6)),
-    }
-    return state(**{**facts, **changes})
 
 
 def test_mtp_beside_gated_delta_net_is_taken() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nobody speaks for somebody else, nothing is heard twice, and no bytes break a decoder."""
+"""Authentication: nobody can pose as another peer, no message is accepted twice, no input breaks a decoder."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ ROTATION = (Secrets(OLD), Secrets(OLD, NEW), Secrets(NEW, OLD), Secrets(NEW))
 
 @pytest.mark.parametrize(("one", "other"), [*itertools.pairwise(ROTATION)])
 def test_neighbouring_steps_of_a_rotation_understand_each_other(one: Secrets, other: Secrets) -> None:
-    """docs/security.md: while engines are restarted one after another there are always two kinds of them."""
+    """Rotation as in docs/security.md: while engines are restarted one after another, two kinds of them coexist."""
     for ours, theirs in ((one, other), (other, one)):
         assert unseal(seal(RESERVED, ours), theirs) == RESERVED
         frame = sessions(ours, DIALER, LISTENER, as_dialer=True)[0].protect(b"hello")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into one batch, and what must not."""
+"""Contents of one batch, and what must not be in one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def claim(push: str, layer: int) -> Claim:
 
 
 def test_a_revoked_session_and_its_successor_never_share_a_batch() -> None:
-    """Through the new session the writes that the revocation cut off would land. Found by the simulator, seed 103412."""
+    """A batch for the new session would let writes land that the revocation cut off. Found by the simulator, seed
+    103412."""
     claims = [claim(push, layer) for layer in (1, 0) for push in ("before", "after")]
     groups = grouped(claims, WORKS, 4, lambda claim: claim.push)
     assert [(peer, [(c.push, c.unit.layer) for c in group]) for peer, group in groups] == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/bench_fanout.sh: what it prints is of pushes that came, over the real Mooncake."""
+"""scripts/bench_fanout.sh: what it prints comes from completed pushes over the real Mooncake."""
 
 from __future__ import annotations
 

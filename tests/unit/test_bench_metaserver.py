@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks behind docs/metaserver.md still run and print what the page shows. No figure is judged here."""
+"""The benchmarks behind docs/metaserver.md still run and print what the page shows. No figure is checked here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def printed(*words: str) -> list[list[str]]:
-    """The rows of all tables, cell by cell."""
+    """Return the rows of all tables, cell by cell."""
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return [line.strip("|").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| *\w", line)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where routers of Mooncake's dialect ask P who it is: real sockets, right and hostile questions, and what D makes of the answer."""
+"""P's bootstrap endpoint for routers of Mooncake's dialect: real sockets, valid and hostile requests, and D's use of
+the answer."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def site() -> Iterator[Site]:
 
 
 def mooncake(site: Site, transfer: str = "xfer-1") -> dict[str, Any]:
-    """As vLLM's proxy writes it, with what P has told."""
+    """Parameters as vLLM's proxy writes them, with what P has answered."""
     told = site.ask().json()
     address = f"http://127.0.0.1:{site.port}"
     both = {"transfer_id": transfer, "remote_engine_id": told["0"]["engine_id"], "remote_bootstrap_addr": address}
@@ -59,7 +60,7 @@ def mooncake(site: Site, transfer: str = "xfer-1") -> dict[str, Any]:
 
 
 def test_both_meet_by_what_p_has_told_whatever_the_request_is_called(site: Site) -> None:
-    """Under the dialect's own name: a router need not send one X-Request-Id to both."""
+    """Under the dialect's transfer_id: a router need not send one X-Request-Id to both."""
     bind = site.load(mooncake(site), "cmpl-one-0-bbbbbbbb")
     asked = request("cmpl-another-0-aaaaaaaa", {**TOY, "transfer_id": "xfer-1"})
     until(lambda: site.p._desk.meetings.counts()["waiting"], "the offer")
@@ -99,7 +100,7 @@ def test_the_ranks_behind_one_address_are_told_where_their_ports_are_known(port:
 def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(bootstrap, "PATIENCE_S", 0.3)
-        with suppress(ConnectionError):  # by what it had not read yet
+        with suppress(ConnectionError):  # closing with unread input resets the connection
             assert b" 200 " not in site.raw(b"GET /query HTTP/1.1\r\nX: " + b"x" * 4 * bootstrap.MAX_HEAD)
         assert site.raw(b"GET /query HTTP/1.1\r\n") == b""
     assert site.ask().status_code == 200

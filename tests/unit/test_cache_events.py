@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV events at the metaserver: as vLLM encodes them, over a socket as vLLM has it."""
+"""vLLM's KV events at the metaserver: encoded as by vLLM, over a socket like vLLM's."""
 
 from __future__ import annotations
 
@@ -160,12 +160,12 @@ def test_what_is_no_port_is_refused(text: str) -> None:
 
 
 class Publisher:
-    """As vLLM has it: a topic, a number, a batch."""
+    """Publisher like vLLM's: a topic, a number, a batch."""
 
     def __init__(self, port: int = 0) -> None:
-        # It hears of subscribers, so no test needs to wait by the clock.
+        # XPUB reports subscriptions, so no test needs to sleep.
         self.socket = zmq.Context.instance().socket(zmq.XPUB)
-        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # of each of them
+        self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # reports every subscription, not only the first of a topic
         self.socket.setsockopt(zmq.LINGER, 0)
         self.number = -1
         if port:
@@ -193,7 +193,7 @@ def publisher() -> Iterator[Publisher]:
 def test_what_an_engine_has_lost_is_not_thought_to_be_there(publisher: Publisher) -> None:
     with cluster(prefill=1, kv_events=(str(publisher.port),)) as c:
         publisher.subscribed()
-        publisher.subscribed()  # D has the same host here
+        publisher.subscribed()  # D has the same host here: two subscriptions
         before = counted(c)
         c.complete(HEAD)
         instance = c.worker.fleet.get(c.prefill[0].address)
@@ -204,27 +204,27 @@ def test_what_an_engine_has_lost_is_not_thought_to_be_there(publisher: Publisher
         assert {i["name"]: i["kv_events"] for i in c.http.get("/status").json()["instances"]}[instance.name]
         publisher.say(batch(stored(*range(100, 200)), removed(*range(100))))
         until(lambda: not instance.prompts.tokens)
-        until(lambda: counted(c) == before + 4)  # of both
+        until(lambda: counted(c) == before + 4)  # from both engines
 
 
 def neighbours() -> tuple[Publisher, Publisher]:
-    """Two ranks, on ports one behind the other."""
+    """Two ranks, on consecutive ports."""
     while True:
         one = Publisher()
         try:
             return one, Publisher(one.port + 1)
-        except zmq.ZMQError:  # somebody has it
+        except zmq.ZMQError:  # the port is taken
             one.socket.close()
 
 
 def test_the_caches_of_an_instances_ranks_are_one() -> None:
-    """A rank that begins anew has lost what it had, and the others nothing."""
+    """A restarted rank has lost its blocks, the others have not."""
     ranks = neighbours()
     with cluster(prefill=1, kv_events=(f"{ranks[0].port}+2",)) as c:
         before = counted(c)
         for rank in ranks:
             rank.subscribed()
-            rank.subscribed()  # D has the same host here
+            rank.subscribed()  # D has the same host here: two subscriptions
             rank.say(batch(stored(*range(100))))
         until(lambda: counted(c) == before + 4)
         c.complete(HEAD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts read off registered tensors: what vLLM's CPU backend and vllm-ascend register, and what is refused."""
+"""Layouts derived from registered tensors: those of vLLM's CPU backend and vllm-ascend, and what is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_layers_may_lie_block_by_block_in_one_storage() -> None:
 
 
 def test_bytes_of_fp8_are_called_what_the_engine_says_and_their_planes_what_this_host_could_make_of_them() -> None:
-    """The tensor says uint8 of both formats, and nothing of the dtype that the kernels compute in."""
+    """The tensor's dtype is uint8 for both formats, and does not show the dtype in which kernels compute."""
     word = {"l0": "fp8_e5m2 with scales 0123"}
     caches = describe(
         {"l0": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)}, replace(SHAPE, words=word), CPU
@@ -130,7 +130,8 @@ def test_latent_and_rope_apart_have_cells_of_their_own() -> None:
     "dtypes", [("bfloat16",) * 3, ("bfloat16", "bfloat16", "int8", "float16")], ids=["plain", "C8"]
 )
 def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[str, ...]) -> None:
-    """vllm-ascend: (latent, rope, index key[, scale]); layers that use another's choice have the first two alone."""
+    """vllm-ascend: (latent, rope, index key[, scale]); layers that reuse another's selection have the first two
+    alone."""
     parts = [
         torch.empty(BLOCKS, 16, 1, dim, dtype=getattr(torch, dtype))
         for dim, dtype in zip((512, 64, 128, 1), dtypes, strict=False)

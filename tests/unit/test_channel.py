@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel between two willing ends: messages arrive, connections are reused, losses are repaired."""
+"""The side channel between two cooperating ends: messages arrive, connections are reused, losses are repaired."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_large_messages_pass_once_the_peer_is_proven(secrets) -> None:
 
 
 async def test_a_lost_connection_is_made_again_without_being_asked() -> None:
-    """The fence watches it, so it must not stay away until there is something to say."""
+    """The fence observes the connection, so it is restored without a message to send."""
     async with Ear() as ear, Mouth() as mouth:
         mouth.say(ear.endpoint)
         await until(lambda: mouth.answers)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listener as the fence's witness: gone is what the peer's kernel said, once, and nothing else is."""
+"""The listener as evidence for the fence: "gone" is reported once, when the peer's kernel closes, and in no other
+case."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
         with Speaker(ear.endpoint.port) as speaker:
             await until(lambda: ear.heard, 20)
             speaker.stop()
-            await asyncio.sleep(1.0)  # longer than every limit of this listener
+            await asyncio.sleep(1.0)  # longer than all limits of this listener
             assert not ear.events and ear.listener.connected_to("p-1")
             speaker.wake()
             count = len(ear.heard)
@@ -59,7 +60,7 @@ async def test_only_the_last_connection_counts_and_a_return_is_told() -> None:
 
 
 def drop(mouth: Mouth, ear: Ear) -> None:
-    """As the kernel does for a process that dies: no word before, no reconnect after."""
+    """Close like the kernel when a process dies: no message before, no reconnect after."""
     link = mouth.dialer._links[ear.endpoint]
     link._closed = True
     link._connection._transport.abort()
@@ -81,7 +82,7 @@ async def test_what_the_listener_closes_itself_proves_nothing() -> None:
     async with Ear() as ear, Mouth() as mouth:
         mouth.say(ear.endpoint)
         await until(lambda: mouth.answers)
-        mouth.dialer._links[ear.endpoint]._closed = True  # it will not come back
+        mouth.dialer._links[ear.endpoint]._closed = True  # no reconnect
         next(iter(ear.listener._callers)).close()
         await until(lambda: not ear.listener.connected_to("p-1"))
         assert ear.listener.stats()["ended_ours"] == 1
@@ -116,7 +117,7 @@ async def test_a_process_speaks_for_itself_only() -> None:
 
 
 class Bystander:
-    """An owner that notes how its connection ended."""
+    """An owner that records how its connection ended."""
 
     def __init__(self) -> None:
         self.endings: list[Ending] = []
@@ -158,7 +159,7 @@ def test_an_end_that_the_peer_began_stays_the_peers() -> None:
     owner = Bystander()
     connection = Connection(owner, lambda: 0.0, 100)
     connection.eof_received()
-    connection.abort()  # it does not read our last bytes, and we do not wait for ever
+    connection.abort()  # the peer does not read our last bytes, and we do not wait without limit
     connection.connection_lost(None)
     assert owner.endings == [Ending.PEER]
 

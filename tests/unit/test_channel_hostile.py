@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side channel among strangers: refused readably, counted, bounded, and nobody else notices."""
+"""The side channel with unknown peers: refused with a readable reason, counted, bounded, and without effect on
+others."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ HELLO = Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, False)
 
 
 class Raw:
-    """A bare TCP connection to an ear."""
+    """A bare TCP connection to a listener."""
 
     def __init__(self, ear: Ear) -> None:
         self.ear = ear
@@ -63,7 +64,7 @@ class Raw:
         return body[0], body[1:]
 
     async def goodbye(self) -> Goodbye:
-        """Whatever comes before it, the refusal, and then the end."""
+        """Read the refusal, whatever comes before it, and then the end."""
         while True:
             kind, payload = await self.frame()
             said = decode_clear(memoryview(payload)) if kind == CLEAR else None
@@ -117,7 +118,7 @@ async def test_a_wrong_secret_gets_nothing_but_a_refusal(ours, theirs) -> None:
 
 
 async def test_who_only_claims_an_incarnation_cannot_end_it() -> None:
-    """Without the key nobody is a witness: neither gone nor back can be forged."""
+    """Only connections with the key count as evidence: neither "gone" nor "back" can be forged."""
     async with Ear(SECRET) as ear, Mouth("p-1", SECRET) as mouth:
         mouth.say(ear.endpoint, 1)
         await until(lambda: mouth.answers)
@@ -173,7 +174,7 @@ async def test_garbage_ends_its_own_connection_and_no_other(data) -> None:
 
 
 async def test_a_recorded_conversation_is_worth_nothing() -> None:
-    """Everything a dialer said, said again to the same listener."""
+    """Everything a dialer sent, sent again to the same listener."""
     recorded = bytearray()
     async with Ear(SECRET) as ear:
 
@@ -275,7 +276,7 @@ async def test_a_listener_that_is_something_else_is_unreachable(answer) -> None:
 
 
 async def test_a_listener_without_the_secret_is_told_nothing() -> None:
-    """It may forward our greeting, but it cannot prove itself, so no message leaves."""
+    """It may forward our greeting, but cannot authenticate, so no message is sent."""
     received = bytearray()
 
     async def pretend(reader, writer) -> None:
@@ -317,7 +318,7 @@ async def test_connections_are_bounded_and_the_peers_inside_do_not_notice() -> N
 
 
 async def test_a_crowd_at_the_door_does_not_keep_a_peer_out() -> None:
-    """Silent connections fill every place that is there for newcomers: who comes and proves himself gets in."""
+    """Silent connections take every place for new connections: a peer that connects and authenticates still gets in."""
     limits = replace(FAST, max_unproven=20, greeting_s=60.0)
     async with Ear(limits=limits) as ear:
         crowd = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(20)]

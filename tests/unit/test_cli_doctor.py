@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd doctor`: each thing that would break later is named with its remedy, and a pair is really written to."""
+"""`vllm-ascend-pd doctor`: each problem that would show later is named with its remedy, and a pair really transfers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = {"num_attention_heads": 32, "num_key_value_heads": 4, "hidden_size": 204
 
 
 def doctor(*words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
-    """Exit code, and the checks by name."""
+    """Run the doctor; return its exit code and the checks by name."""
     done = subprocess.run([*DOCTOR, *words, "--json"], cwd=ROOT, check=False, capture_output=True, timeout=120)
     assert b"Traceback" not in done.stderr, done.stderr.decode()
     told = json.loads(done.stdout)
@@ -49,7 +49,7 @@ def doctor(*words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
 
 @contextmanager
 def listening(*words: str, calls: int = 1) -> Iterator[str]:
-    """A doctor that waits in a process of its own; its address."""
+    """Start a doctor that listens, in a process of its own; yield its address."""
     command = [*DOCTOR, "--listen", f"{LOOPBACK}:0", "--calls", str(calls), *words]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -139,7 +139,7 @@ def test_what_the_engine_would_refuse_is_a_failure_in_the_engines_own_words(
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_a_configuration_that_the_engine_takes_is_good(role: str) -> None:
-    """Also with the predecessor's sizes, where nobody said what the engine's own are."""
+    """Also with the predecessor's sizes, if the engine's own are not given."""
     extra = {"prefill": {"tp_size": 4}, "decode": {"tp_size": 2}}
     code, found = doctor(
         "--kv-transfer-config", json.dumps({**OURS, "kv_role": role, "kv_connector_extra_config": extra})
@@ -261,7 +261,7 @@ def test_metaservers_of_the_allow_list_are_called() -> None:
 
 @contextmanager
 def stranger(words: bytes) -> Iterator[int]:
-    """The port of somebody who says this to his first caller, whatever he is asked."""
+    """Yield a port on which the first caller gets these bytes, whatever it sends."""
     with socket.create_server((LOOPBACK, 0)) as server:
 
         def answer() -> None:
@@ -327,7 +327,7 @@ def test_cann_is_compared_with_what_vllm_ascend_is_released_with(
 ) -> None:
     root = npu_host(tmp_path)
     (root / "opt/cann/version.cfg").write_text(f"runtime_running_version=[{number}:{number}]\n")
-    assert npu_checks(root)["cann"].level == GOOD  # no known pair says which one belongs to this vLLM
+    assert npu_checks(root)["cann"].level == GOOD  # no known pair names the CANN of this vLLM
     monkeypatch.setattr(npu, "version", lambda *names: "0.23.0")
     check = npu_checks(root)["cann"]
     assert check.level == level and number in check.says
@@ -354,7 +354,7 @@ def test_a_link_that_is_down_is_named(tmp_path: Path) -> None:
 
 def test_mooncakes_timeouts_must_end_before_the_package_gives_up(tmp_path: Path) -> None:
     root = npu_host(tmp_path)
-    assert npu_checks(root)["environment"].level == GOOD  # what the package sets
+    assert npu_checks(root)["environment"].level == GOOD  # value that the package sets
     assert npu_checks(root, ASCEND_TRANSFER_TIMEOUT="33000")["environment"].level == FAILURE
     assert npu_checks(root, ASCEND_CONNECT_TIMEOUT="soon")["environment"].level == FAILURE
     good = {"ASCEND_CONNECT_TIMEOUT": "3000", "ASCEND_TRANSFER_TIMEOUT": "10000"}
@@ -402,7 +402,7 @@ def test_another_secret_is_told_apart_from_none_and_from_nobody(tmp_path: Path) 
 
 
 def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
-    """A listener as a decode worker has it."""
+    """A listener as in a decode worker."""
     loop, ear = LoopThread("ear"), Ear()
     try:
         endpoint = loop.call(ear.listener.start(), 10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd plan`: what it prints is what the planners would do, and what it cannot plan it says."""
+"""`vllm-ascend-pd plan`: its output is what the planners would do, and it names what it cannot plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(tokens: int, heads: int, dim: int, layers: int, regions: int = 2, item
 def test_all_bytes_are_sent_once_to_each_holder(
     capsys: pytest.CaptureFixture[str], p_tp: int, d_tp: int, regroup: str
 ) -> None:
-    """12 heads where the sizes must divide them; each D rank gets its own heads, whoever sends them."""
+    """12 heads where the sizes must divide them; each D rank gets its own heads from some P rank."""
     heads = {3: 12, 6: 12}.get(p_tp, 8)
     words = ["--kv-heads", str(heads), "--head-dim", "64", "--layers", "2", "--tokens", "1000"]
     made = plan(capsys, "--p-tp", str(p_tp), "--d-tp", str(d_tp), "--regroup", regroup, *words)
@@ -280,7 +280,8 @@ WINDOWED = [
 @pytest.mark.parametrize(("more", "layers", "tokens"), WINDOWED, ids=["in some layers", "in all"])
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_of_a_window_the_last_blocks_are_planned(mode, more, layers, tokens, tmp_path, capsys):
-    """And without the last token. Of 4,096 tokens the next one, at 4,095, looks at 3,968 and what follows: the last block."""
+    """A window also excludes the last token. Of 4,096 tokens the next one, at 4,095, looks at 3,968 and later: the
+    last block."""
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more, "sliding_window": 128}))
     words = ["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), "--regroup", mode]
     assert main(words) == 0 and f"4 layers ({layers} with a window of 128 tokens)" in capsys.readouterr().out
@@ -316,7 +317,7 @@ def test_a_state_is_planned_once_and_whole(mode, tps, more, attends, kept, state
     assert main([*words, "--json"]) == 0
     again = (
         3 * 2 * 32 * 2 * kept * (int(tps[1]) - 1) if more.get("n_groups") == 1 else 0
-    )  # of one group D's ranks each have all
+    )  # each of D's ranks has all of the single group
     assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == (
         attends * 4095 * 2 * 2 * 64 * 2 + kept * state + again
     )

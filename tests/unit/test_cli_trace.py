@@ -19,7 +19,7 @@ from vllm_ascend_pd.observe.trace import TraceFile, emit
 
 RECORDED = Path(__file__).parent / "traces" / "tp2_to_tp1"
 TRANSFER = "f8290347/28/d4729bfa"
-TRIP_S = 0.2  # no round trip of the recording is longer
+TRIP_S = 0.2  # upper bound of the round trips in the recording
 
 
 def write(path: Path, events: list[dict[str, Any]]) -> None:
@@ -28,7 +28,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 def two_hosts(tmp_path: Path, *, monotonic: float, wall: float) -> Path:
-    """P's files as another host would have written them: its monotonic clock and its wall clock are off."""
+    """P's files as from another host: its monotonic clock and its wall clock are shifted."""
     for path in RECORDED.glob("*.jsonl"):
         events = [json.loads(line) for line in path.read_text().splitlines()]
         if path.stem.startswith("prefill"):
@@ -61,7 +61,7 @@ LATE = "The transfer missed its deadline (metaserver)."
 
 
 def no_answer(directory: Path) -> None:
-    """What D's scheduler and the metaserver write of a transfer that no prefill engine answered within 30 s."""
+    """Records of D's scheduler and the metaserver for a transfer that no prefill engine answered within 30 s."""
     opened = {"t": 0.0, "stage": "clock", "wall": 1000.0}
     told = {"code": "", "detail": "", "prefill": "p"}
     late = {"code": "PD-XFER-001", "detail": LATE, "prefill": ""}
@@ -129,10 +129,10 @@ WORKER = {"stage": "closed", "transfer": LOST}
 @pytest.mark.parametrize(
     ("told", "failure"),
     [
-        ([], f"PD-XFER-001 {LATE}"),  # no worker's file is there
+        ([], f"PD-XFER-001 {LATE}"),  # no file of a worker
         ([{"t": 31.2, **WORKER, "ok": False, "code": "PD-XFER-004", "detail": "P is gone"}], "PD-XFER-004 P is gone"),
         ([{"t": 30.9, **WORKER, "ok": True, "code": "", "detail": ""}], ""),  # the call broke after its load
-        ([{"t": 31.2, **WORKER, "done": False, "bytes": 0}], f"PD-XFER-001 {LATE}"),  # P's: says nothing of a load
+        ([{"t": 31.2, **WORKER, "done": False, "bytes": 0}], f"PD-XFER-001 {LATE}"),  # P's record: says nothing of a load
     ],
 )
 def test_a_transfer_failed_as_the_decode_worker_says_or_else_with_the_first_code(
@@ -153,7 +153,7 @@ def test_files_of_one_host_have_one_clock() -> None:
 
 @pytest.mark.parametrize(("monotonic", "wall"), [(5000.0, 0.0), (5000.0, 2.5), (-300.0, -1.0), (0.3, 0.0)])
 def test_another_hosts_clock_is_found_from_begin_and_ready(tmp_path: Path, monotonic: float, wall: float) -> None:
-    """Whatever both of its clocks say, its events come back to where they were."""
+    """With both of its clocks shifted, its events are placed as before."""
     trace = Trace(two_hosts(tmp_path, monotonic=monotonic, wall=wall))
     mine, other = trace.clocks
     assert [source.split("/")[0] for source in mine.sources] == ["d-host"] * 2
@@ -168,7 +168,8 @@ def test_another_hosts_clock_is_found_from_begin_and_ready(tmp_path: Path, monot
 
 
 def test_the_shortest_round_trip_decides(tmp_path: Path) -> None:
-    """One READY that took a second on its way back says little; another that took a millisecond says all."""
+    """A READY that took a second on its way back bounds the offset badly; one that took a millisecond bounds it
+    well."""
     ask = {"push": "x", "contributor": "P0.0", "d_rank": 0, "transfer": "t"}
     p = [{"t": 100.0, "stage": "clock", "wall": 1000.0}]
     d = [{"t": 0.0, "stage": "clock", "wall": 1000.0}]
@@ -226,7 +227,7 @@ def test_a_transfer_that_failed_before_any_layer_has_its_moments_and_its_code(
         f"  failed: PD-XFER-001 {LATE}",
         "  no layer was pushed",
     ]
-    assert words or f"PD-XFER-001 {LATE}" in said[1]  # the table's line
+    assert words or f"PD-XFER-001 {LATE}" in said[1]  # in the table's line
 
 
 def test_the_status_pages_click_shows_the_same(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_the_status_pages_click_shows_the_same(tmp_path: Path) -> None:
 
 
 def test_layers_that_were_computed_are_shown_though_no_byte_left(tmp_path: Path) -> None:
-    """One layer, for which READY never came; the push ends by its deadline."""
+    """One layer, for which READY never came; the push ends at its deadline."""
     no_answer(tmp_path)
     of_p = {"transfer": LOST, "d_rank": 0, "push": "x", "contributor": "P0.0"}
     events = [
@@ -298,7 +299,7 @@ def test_one_transfer_can_be_taken_out(tmp_path: Path, capsys: pytest.CaptureFix
     events = chrome(tmp_path, tmp_path / "all", "--transfer", "f8290347/28", "--text")
     stages = {e["name"] for e in events if e["ph"] == "i"}
     assert {"meta.decode", "reserved", "begin", "done"} <= stages
-    assert sum(e["name"] == "meta.decode" for e in events) == 1  # the other ticket's is left out
+    assert sum(e["name"] == "meta.decode" for e in events) == 1  # the other ticket's event is left out
     assert capsys.readouterr().out.startswith(f"transfer {TRANSFER}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a cached prefix is there, and what the very step computes that finds it."""
+"""Blocks of a cached prefix that are ready, and those that the same step computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chunk(name: str, computed: int, count: int, *new: Sequence[int], replaces: b
 
 
 def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: Computing | None = None) -> int:
-    """For the last of them."""
+    """Run `take` for the last of them."""
     computing = known or Computing()
     computing.step(chunks, over)
     return computing.ready(chunks[-1].request_id, chunks[-1].computed, groups)
@@ -36,7 +36,7 @@ def test_what_nobody_computes_now_is_there() -> None:
 
 @pytest.mark.parametrize(("beside", "there"), [((0, 8), 0), ((4, 4), 4), ((7, 1), 4), ((8, 4), 8)], ids=str)
 def test_what_another_request_of_the_step_computes_is_not_there(beside: tuple[int, int], there: int) -> None:
-    """`a` computes into blocks 1 and 2, of which `b` has both before its own."""
+    """`a` computes blocks 1 and 2, which `b` has before its own."""
     assert ready(chunk("a", *beside, [1, 2, 9]), chunk("b", 8, 2, [1, 2, 3])) == there
 
 
@@ -75,7 +75,7 @@ def test_the_group_that_lacks_most_decides_and_states_do_not() -> None:
     ("alone", "beside", "early"), [(True, [9, 9], 4), (True, [1, 9], 0), (False, [9, 9], 0)], ids=str
 )
 def test_a_prompt_that_p_has_cached_leaves_before_the_forward(alone: bool, beside: list[int], early: int) -> None:
-    """Not if another connector brings KV into this cache: vLLM counts as computed what that is still loading."""
+    """Unless another connector loads KV into this cache: vLLM counts as computed what is still being loaded."""
     scheduler, asked = PrefillScheduler(engine(), alone=alone), request()
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
     asked.kv_transfer_params = remote_decode(seal(reservation(asked), None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PushConfig: every key, every way to get it wrong, and the page that documents it."""
+"""PushConfig: every key, every invalid value, and the page that documents it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 GROUPS = {f.name: f.default for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)}
 DECLARED = {f.name: (group, f) for group, default in GROUPS.items() for f in dataclasses.fields(default)}  # type: ignore[arg-type]
 
-# key: (another valid value, values of a wrong type, values out of range). Written down here, so that a key that is
-# added, lost, or checked less, is noticed.
+# key: (another valid value, values of a wrong type, values out of range). Listed here, so that a key that is added,
+# removed, or checked less, fails a test.
 NO_TEXT: tuple[Any, ...] = (1, True, None, ["x"])
 NO_FLAG: tuple[Any, ...] = (1, 0, "true", None)
 NO_WHOLE: tuple[Any, ...] = (1.5, "1", True, None)
@@ -148,7 +148,7 @@ def test_the_borders_of_a_range_are_inside(key: str) -> None:
     declared = DECLARED[key][1]
     for border in (declared.metadata["low"], declared.metadata["high"]):
         if border is not None:
-            # The keys that are compared with each other get values beside which both borders are possible.
+            # Keys that are compared with each other get values that allow both bounds.
             beside = {
                 "resend_first_s": 0.01,
                 "resend_max_s": 60,

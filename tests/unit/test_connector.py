@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector as vLLM meets it: imported, registered, built in four roles, driven through the hooks of a step."""
+"""The connector as vLLM uses it: imported, registered, built in four roles, driven through the hooks of a step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_class_imports_where_there_is_no_transfer_engine_and_no_npu() -> Non
 
 
 def test_what_it_logs_stands_among_vllms_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the root logger shows errors only, as torch_npu leaves it."""
+    """Also if the root logger shows errors only, as torch_npu leaves it."""
     theirs, ours, shown = logging.getLogger("vllm"), logging.getLogger("vllm_ascend_pd"), io.StringIO()
     monkeypatch.setattr(theirs, "handlers", [logging.StreamHandler(shown)])
     monkeypatch.setattr(ours, "handlers", [])
@@ -112,7 +112,7 @@ def test_a_vllm_without_connectors_is_told_about_not_broken(monkeypatch: pytest.
 
 
 def test_full_graphs_would_skip_the_hooks_so_p_gets_piecewise_ones_and_d_keeps_its_own() -> None:
-    """vLLM asks the class, with the extra configuration alone; behind a MultiConnector each child."""
+    """vLLM calls the class method with the extra configuration alone; behind a MultiConnector for each child."""
     plugin.register()
     asked = AscendPushConnector.requires_piecewise_for_cudagraph
     p, d = {"secret_file": "/s"}, {"secret_file": "/s", "metaserver_urls": ["http://127.0.0.1:8000"]}
@@ -185,7 +185,7 @@ def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
 def test_ranks_of_prefills_context_parallelism_are_counted_before_those_of_tensor_parallelism(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vllm-ascend names them between stage and rank."""
+    """vllm-ascend has their rank between stage and tensor-parallel rank."""
     monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
 
     def made(role: KVConnectorRole, rank: int = 0) -> AscendPushConnector:
@@ -231,7 +231,7 @@ def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
 
 @dataclass
 class Blocks:
-    """What vLLM hands to update_state_after_alloc."""
+    """Stand-in for the blocks that vLLM passes to update_state_after_alloc."""
 
     ids: list[int]
 
@@ -254,7 +254,7 @@ def output(name: str | None = None, tokens: int = 0, blocks: list[int] | None = 
 
 
 class Metaserver:
-    """Keeps what D posts, and the answer open until the test says how it ends."""
+    """Metaserver that records what D posts, and keeps the answer open until the test sets its end."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -290,7 +290,7 @@ class Metaserver:
 
 @dataclass
 class Pair:
-    """Both engines' connectors, TP 1, without engines around them."""
+    """Connectors of both engines, TP 1, without engines around them."""
 
     metaserver: Metaserver
     prefill: AscendPushConnector
@@ -301,7 +301,7 @@ class Pair:
     reported: list[Any] = field(default_factory=list)
 
     def load(self, name: str = "r", blocks: tuple[int, ...] = (3, 5)) -> Request:
-        """D allocates and posts; the request as P gets it."""
+        """Allocate and post as D; return the request that P gets."""
         params = {"do_remote_prefill": True, "metaserver": self.metaserver.url, "ticket": name}
         asked = request(name, params)
         assert self.decode.get_num_new_matched_tokens(asked, 0) == (len(TOKENS), True)
@@ -342,7 +342,7 @@ class Pair:
         self.prefill_step(output(asked.request_id, len(TOKENS), [1, 6]), order)
 
     def news(self) -> Any:
-        """What D's worker tells its scheduler after a step, through vLLM's pickle."""
+        """Report of D's worker to its scheduler after a step, through vLLM's pickle."""
         return pickle.loads(pickle.dumps(self.decode_worker.build_connector_worker_meta()))
 
     def results(self) -> Any:
@@ -414,7 +414,7 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: s
 
 
 def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: Pair) -> None:
-    """vLLM has no other way to make /health say so: an error out of a worker's hook ends the engine."""
+    """An error out of a worker's hook ends the engine: vLLM has no other way to make /health fail."""
     runtime = pair.prefill_worker._worker
     assert runtime is not None and runtime._runtime is not None
     runtime._runtime._writer.died(OSError("the engine broke"))
@@ -423,7 +423,7 @@ def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: 
 
 
 def test_reports_of_other_connectors_are_left_to_them(pair: Pair) -> None:
-    """Behind a MultiConnector each connector is handed those of all."""
+    """Behind a MultiConnector each connector gets the reports of all."""
     asked = pair.load()
     pair.prefilled(asked)
     until(pair.results, "the load")
@@ -453,7 +453,7 @@ def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
 
 
 def test_the_worker_of_an_older_vllm_has_always_something_to_tell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 0.31 vLLM asks its scheduler's connector for statistics only in a step in which a worker has some."""
+    """Up to 0.31 vLLM reads its scheduler connector's statistics only in steps in which a worker has some."""
     told = pair.decode_worker.get_kv_connector_stats()
     assert told is None or not told.is_empty()
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
@@ -465,7 +465,7 @@ def test_the_worker_of_an_older_vllm_has_always_something_to_tell(pair: Pair, mo
 
 
 def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 0.31 vLLM asks get_finished and get_block_ids_with_load_errors, in this order, in one step."""
+    """Up to 0.31 vLLM calls get_finished and get_block_ids_with_load_errors, in this order, in one step."""
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
     pair.load(blocks=(3, 5))
     pair.metaserver.end = b'{"event":"failed","code":"PD-META-006","detail":"no"}\n'
@@ -515,7 +515,7 @@ def test_metadata_that_is_not_ours_is_ignored(pair: Pair) -> None:
 
 
 def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
-    """No handshake, no transfer, no waiting: nothing that a hook calls blocks, whatever D does."""
+    """No handshake, no transfer, no waiting: no call of a hook blocks, whatever D does."""
     asked = pair.load()
     pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
     worker, (mine, _) = pair.prefill_worker, pair.caches
@@ -528,7 +528,7 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
             worker.save_kv_layer(name, tensor, None)
         worker.wait_for_save()
 
-    with runtime.lock:  # somebody else decides for a long time
+    with runtime.lock:  # another thread holds the lock for long
         hooks = threading.Thread(target=forward, name="forward", daemon=True)
         hooks.start()
         hooks.join(10.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dashboards/grafana.json: it shows every metric there is, and none that does not exist."""
+"""dashboards/grafana.json: it shows every existing metric, and no other."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 NAME = re.compile(r"(?:vllm:ascend_pd_|ascend_pd_metaserver_)\w+")
 SUFFIXES = {"time": ("_bucket", "_sum", "_count"), "sum": ("_total",), "count": ("_total",), "level": ("",)}
-OF_SCRAPER = {"instance", "job"}  # Prometheus puts these on every series; a metric's own becomes exported_instance
+OF_SCRAPER = {"instance", "job"}  # Prometheus adds these to every series; a metric's own label becomes exported_instance
 OF_PROMETHEUS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 
 
 def existing() -> dict[str, str]:
-    """Every series that the engines and the metaserver have → its metric."""
+    """Map every series of the engines and the metaserver to its metric."""
     series = {f"{PREFIX}{name}{end}": name for name, metric in METRICS.items() for end in SUFFIXES[metric.kind]}
     for family in metaserver.Metrics().registry.collect():
         series.update({f"{family.name}{end}": family.name for end in OF_PROMETHEUS[family.type]})
@@ -45,7 +45,7 @@ def test_every_metric_that_exists_has_a_panel() -> None:
 
 
 def own_labels() -> dict[str, set[str]]:
-    """The metaserver's series → the labels of its metric."""
+    """Map the metaserver's series to the labels of their metrics."""
     labels: dict[str, set[str]] = {}
     for held in vars(metaserver.Metrics()).values():
         family = getattr(held, "_family", held)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoadBook and the ticket: which requests load remote KV, and what D's workers hear of it, for any sequence of events."""
+"""LoadBook and the ticket: requests that load remote KV, and what D's workers are told of them, for any sequence of
+events."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ VIRTUAL = {"do_remote_prefill": True, "do_virtual": True, "remote_engine_id": "e
     "params",
     [
         *(None, {}, {"do_remote_prefill": False}, {"do_remote_decode": True}, {"do_remote_prefill": "yes"}),
-        *(VIRTUAL, {**GOOD, "do_virtual": True}),  # a warm-up names no prefill: D answers from its own
+        *(VIRTUAL, {**GOOD, "do_virtual": True}),  # a warm-up names no prefill: D computes it
     ],
 )
 def test_a_request_that_means_no_remote_prefill_gets_none_and_no_complaint(params: Any) -> None:
@@ -114,7 +115,7 @@ def test_a_reservation_names_exactly_the_blocks_of_its_tokens(size: int, compute
 
 
 def test_the_last_answer_about_computed_tokens_counts() -> None:
-    """The prefix cache may have grown between two askings."""
+    """The prefix cache may have grown between two calls."""
     book = LoadBook("d")
     book.wanted("r", 20, 4)
     book.wanted("r", 20, 8)
@@ -185,14 +186,14 @@ def test_reports_about_unknown_requests_are_swallowed() -> None:
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Each transfer is bound once, cancelled at most once, settled at most once, over once, and never out of order."""
+    """Each transfer is bound once, cancelled or settled at most once, ended once, and always in this order."""
 
     @initialize()
     def begin(self) -> None:
         self.book = LoadBook("d")
         self.n = 0
         self.asked: dict[str, int] = {}
-        self.live: set[str] = set()  # requests that vLLM knows
+        self.live: set[str] = set()  # requests that are known to vLLM
         self.loads: dict[str, TransferId] = {}  # request → open transfer
         self.loaded: set[str] = set()
         self.heard: dict[TransferId, list[str]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PushBook: what it tells P's workers, for any sequence of chunks, preemptions, resumptions and ends."""
+"""PushBook: the orders to P's workers, for any sequence of chunks, preemptions, resumptions and ends."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_earlier_steps_have_computed_leaves_with_the_beginning_of_the_step(
 
 
 def test_what_a_preempted_push_finds_again_leaves_layer_by_layer() -> None:
-    """What was pushed before is pushed again, from its first token on."""
+    """Tokens pushed before are pushed again, from the first one on."""
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)
     step(book)
@@ -108,7 +108,7 @@ def test_what_a_preempted_push_finds_again_leaves_layer_by_layer() -> None:
 
 
 def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> None:
-    """Ranks that are done with it are done for good; the others must not push half of it again."""
+    """Ranks that have finished it stay finished; the others must not push half of it again."""
     book = admitted(10)
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
     step(book)
@@ -127,7 +127,7 @@ def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
     step(book)
     book.preempted("r")
     assert step(book).preempted == ("push",)
-    book.scheduled("r", 0, 6, [11, 12], replaces=True)  # V1 says resumed, V2 says new: all blocks either way
+    book.scheduled("r", 0, 6, [11, 12], replaces=True)  # V1 calls it resumed, V2 new: all blocks in both cases
     book.scheduled("r", 6, 4, [13], replaces=False)
     first, second = step(book).slices
     assert (first.before, first.after, first.restart, first.final) == (0, 6, True, False)
@@ -136,7 +136,7 @@ def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
 
 
 def test_a_resumption_that_nobody_announced_starts_over() -> None:
-    """Older versions name resumed requests only: all blocks of a request that is known already mean a new start."""
+    """Older versions name resumed requests only: all blocks for a request that is already known mean a new start."""
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)
     step(book)
@@ -155,7 +155,7 @@ def test_new_blocks_mean_that_the_old_ones_were_lost(computed: int) -> None:
     meta = step(book)
     assert meta.preempted == ("push",)
     assert [piece.before for piece in meta.slices] == ([0] if computed < 10 else [])
-    assert len(meta.aborts) == (computed == 10)  # ranks that were done with it would not push their part again
+    assert len(meta.aborts) == (computed == 10)  # ranks that had finished would not push their part again
 
 
 def test_a_request_preempted_and_resumed_in_one_step_starts_over() -> None:
@@ -214,7 +214,7 @@ def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_empty_blocks_at_the_end_are_an_abort(sealed: bool) -> None:
-    """vLLM 0.23 ends a request that was preempted in its last step with nothing to hold."""
+    """vLLM 0.23 ends a request that was preempted in its last step without blocks."""
     book = admitted(10)
     book.scheduled("r", 0, 10 if sealed else 6, [1, 2, 3], replaces=True)
     step(book)
@@ -299,7 +299,7 @@ def test_a_refusal_tells_prefills_and_decodes_value_apart() -> None:
 
 
 def test_a_reservation_of_no_engine_is_refused_where_it_is_decoded() -> None:
-    """(What a layout may be: test_protocol_layouts.py.)"""
+    """See test_protocol_layouts.py for the rules of a layout."""
     with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
         unseal(seal(reservation(10, transfer=TransferId("d" * 65, 1, "u")), None), None)
 
@@ -316,7 +316,7 @@ def test_a_range_that_starts_inside_an_opaque_block_is_refused() -> None:
 
 @dataclass
 class Tracked:
-    """A request as vLLM has it."""
+    """A request as vLLM tracks it."""
 
     tokens: int
     table: list[int] = field(default_factory=list)
@@ -328,7 +328,7 @@ class Tracked:
 
 @dataclass
 class Heard:
-    """What a worker made of the metadata."""
+    """State of a request as a worker derives it from the metadata."""
 
     end: int
     blocks: list[int] = field(default_factory=list)
@@ -337,7 +337,8 @@ class Heard:
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Each step's metadata, taken in as a worker does, gives exactly the block tables and watermarks that vLLM has."""
+    """Each step's metadata, applied as by a worker, gives exactly vLLM's block tables and numbers of computed
+    tokens."""
 
     @initialize()
     def begin(self) -> None:
@@ -364,7 +365,7 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(work=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=4))
     def compute(self, work: list[tuple[int, int, int]]) -> None:
-        """One step: chunks of several requests; one that comes in, or comes back, may have a prefix hit."""
+        """Run one step: chunks of several requests; a new or resumed one may have a prefix hit."""
         scheduled = {}
         for pick, most, hit in work:
             name = self.running(pick)

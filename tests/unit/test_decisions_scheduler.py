@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both scheduler adapters with vLLM's own requests and scheduler outputs: what they pass on, and what they survive."""
+"""Both scheduler adapters with vLLM's own requests and scheduler outputs: what they pass on, and which errors they
+survive."""
 
 from __future__ import annotations
 
@@ -188,7 +189,7 @@ def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> 
             {"do_remote_decode": 1},
             {"remote_block_ids": [1], "remote_host": "x"},
         ),
-        {"do_remote_decode": True, "do_virtual": True},  # a warm-up without a decode engine behind it
+        {"do_remote_decode": True, "do_virtual": True},  # a warm-up without a decode engine
     ],
     ids=str,
 )
@@ -239,7 +240,7 @@ def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
 
 
 class Metaserver:
-    """Takes what D posts and says `prefilled`, at once or when `answers` is set."""
+    """Metaserver that records what D posts and answers `prefilled`, at once or when `answers` is set."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -338,10 +339,10 @@ PUSH = push_id("p" * 16, "u" * 32)
 def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     codes: tuple[str, str], counts: dict[str, Any]
 ) -> None:
-    server = Metaserver(answers=False)  # P's HTTP answer is not waited for
+    server = Metaserver(answers=False)  # the test does not wait for P's HTTP answer
     scheduler, asked, bind = loading(server)
     try:
-        for code in codes:  # a step of each rank
+        for code in codes:  # one step per rank
             scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("of nobody", "PD-XFER-001", "")}))
         assert asked.prefill_stats is not None
         asked.prefill_stats.set(len(TOKENS), 4, 6)
@@ -388,7 +389,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
 
 
 def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
-    """Its recompute scheduler does not say that such a request is finished."""
+    """vllm-ascend's recompute scheduler does not report that such a request has finished."""
     server = Metaserver()
     scheduler, asked, _ = loading(server)
     try:
@@ -494,7 +495,7 @@ def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
 
 
 def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
-    """n > 1: several requests carry the same dictionary; each is a load of its own under the one ticket."""
+    """n > 1: several requests have the same dictionary; each is a load of its own under the one ticket."""
     server = Metaserver()
     scheduler = decode(server.url)
     try:
@@ -547,7 +548,7 @@ def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
 
 
 def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
-    """What D posts of a request that samples at will."""
+    """Return D's post for a request with these sampling parameters."""
     server = Metaserver()
     scheduler = seeded(server.url, vocabulary)
     try:
@@ -597,7 +598,7 @@ def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> 
 def answered(
     *, digest: str = "", tells: bool = True, chunks: int = 1, sampled: tuple[int, ...] = (7,), **sampling: Any
 ) -> str:
-    """What P's answer says of its first token."""
+    """Return P's report of its first token."""
     from vllm.v1.request import RequestStatus
 
     from vllm_ascend_pd import first_token

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every link of every page leads somewhere, and the README leads to every page."""
+"""Every link of every page has a target, and the README links to every page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCREEN = 50  # lines
 
 
 def links(text: str) -> list[str]:
-    """Targets inside the repository; code blocks hold none."""
+    """Targets inside the repository; code blocks are left out."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     found = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose)
     return [target for target in found if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Anchors of headings, formed like GitHub's."""
     headings = re.findall(r"^#+ +(.*)$", (ROOT / page).read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -83,7 +83,7 @@ def test_commands_in_both_readmes_are_the_same() -> None:
 
 
 def structure(page: Path) -> list[tuple[str, object]]:
-    """Headings, rows of tables and blocks of code in their order; of a row its numbers and how many cells it has."""
+    """Headings, rows of tables and blocks of code in order; of a row its numbers and how many cells it has."""
     found: list[tuple[str, object]] = []
     code = False
     for line in (ROOT / page).read_text().splitlines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/operations.md and docs/migration.md name everything that an operator meets, and nothing that does not exist."""
+"""docs/operations.md and docs/migration.md list everything that an operator meets, and nothing that does not exist."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_flags_that_the_pages_name_exist() -> None:
 
 
 def test_the_engines_api_key_has_its_row() -> None:
-    """The predecessor's proxy took it from the environment; a short one is refused here."""
+    """The predecessor's proxy read it from the environment; a short one is refused here."""
     (row,) = [cells for cells in rows(MIGRATION, "Proxy") if "OPENAI_API_KEY" in cells[0]]
     assert "`--engine-token-file" in row[1] and "16 characters" in row[1] and "PD-SEC-004" in row[1]
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue of errors: the page is the code, and what the package raises is in it, with the values it wants."""
+"""The catalogue of errors: the page matches the code, and all errors that the package raises are in it, with their
+values."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 
 @functools.cache
 def literals() -> dict[str, str]:
-    """Every code that stands as a string in the package's code (docstrings are not uses) → where."""
+    """Map every code that is a string in the package's code (docstrings excluded) to the files."""
     found: dict[str, str] = {}
     for path, tree in sources():
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -43,7 +44,7 @@ def literals() -> dict[str, str]:
 
 
 def raised() -> list[tuple[str, str, ast.Call]]:
-    """Every error that is built with a literal code: where, code, call."""
+    """Every error that is built with a literal code: file and line, code, call."""
     calls = []
     for path, tree in sources():
         for node in ast.walk(tree):
@@ -57,7 +58,7 @@ def raised() -> list[tuple[str, str, ast.Call]]:
 
 
 def fields(code: str) -> dict[str, str]:
-    """The values that an entry wants → their format specification."""
+    """Map the values that an entry needs to their format specifications."""
     entry = CATALOGUE[code]
     parts = [*string.Formatter().parse(entry.sentence), *string.Formatter().parse(entry.remedy)]
     return {name: spec or "" for _, name, spec, _ in parts if name}
@@ -86,7 +87,7 @@ def test_an_error_is_given_exactly_the_values_that_its_sentences_name(where: str
     assert code in CATALOGUE, where
     wanted = fields(code)
     given = {keyword.arg for keyword in call.keywords}
-    if None in given:  # **values: what they hold cannot be read here
+    if None in given:  # **values: their names are not in the source
         pytest.skip("its values are not literal")
     assert given == set(wanted), where
     values: dict[str, object] = {name: 4096 if wanted[name] else name for name in wanted}
@@ -118,7 +119,7 @@ def test_an_error_names_its_code_and_its_remedy() -> None:
 
 
 def test_codes_of_one_family_stand_together_and_ascend() -> None:
-    """Else the page has two sections of one family, or a code was given twice."""
+    """Otherwise the page has two sections of one family, or a code is used twice."""
     families = list(dict.fromkeys(code.split("-")[1] for code in CATALOGUE))
     assert list(CATALOGUE) == sorted(CATALOGUE, key=lambda code: (families.index(code.split("-")[1]), code))
     assert all(CODE.fullmatch(code) for code in CATALOGUE)

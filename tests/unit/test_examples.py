@@ -53,7 +53,7 @@ IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
 
 
 def dry(script: str, words: list[str], **told: str) -> list[list[str]]:
-    """The command lines that a script would run."""
+    """Return the command lines that a script would run."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS | told
     made = subprocess.run(
         [EXAMPLES / script, *words, "--dry-run"],
@@ -72,7 +72,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def commands_of_containers() -> Iterator[tuple[str, str]]:
-    """Where, and the shell command that a container runs."""
+    """Shell commands of containers, with their places."""
     for name, service in documents(EXAMPLES / "docker-compose" / "compose.yaml")[0]["services"].items():
         yield f"compose {name}", service["command"][-1]
     for path in MANIFESTS:
@@ -92,7 +92,8 @@ def _containers(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check(words: list[str], where: str) -> None:
-    """A command line of ours: the flags exist, the configuration is accepted, ports keep out of Mooncake's range."""
+    """Check one of our command lines: the flags exist, the configuration is accepted, ports are outside Mooncake's
+    range."""
     if "--kv-transfer-config" in words:
         config = json.loads(words[words.index("--kv-transfer-config") + 1])
         assert config["kv_connector"] == "AscendPushConnector", where
@@ -191,7 +192,7 @@ KUBERNETES = {
 
 
 def wrong(document: dict[str, Any], where: str) -> list[str]:
-    """What the schema of this kind says against the document."""
+    """Errors of the document by the schema of its kind."""
     if where == "compose":
         schema: dict[str, Any] = {"$ref": "compose.json"}
     elif document["kind"] in ("LeaderWorkerSet", "InferencePool"):
@@ -401,7 +402,8 @@ exec() { printf '%s\\0' "$@"; }
 
 
 def of_a_pod(role: str, index: int) -> Any:
-    """What the container's shell makes of its command, with what Kubernetes and LeaderWorkerSet tell a pod."""
+    """Return the container's command as its shell expands it, with the values that Kubernetes and LeaderWorkerSet
+    set in a pod."""
     command = dict(commands_of_containers())[f"large-ep/{role}.yaml engine"].replace(
         "$(VLLM_HOST_IP)", f"10.9.9.{index}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both runtimes with the real Mooncake, one side in a process that is stopped or killed: what the others notice of it."""
+"""Both runtimes with the real Mooncake, one side in a process that is stopped or killed: the effects on the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
+if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from mooncake_child import Stalls
@@ -21,8 +21,8 @@ from watching import traced, until
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 TOKENS = 600
-WATCHED_S = 9.0  # longer than lease, transfer timeout and the transport's patience together
-DELAY_S = 1.0  # what a bad peer may cost others
+WATCHED_S = 9.0  # longer than lease, transfer timeout and the transport's timeout together
+DELAY_S = 1.0  # limit of the delay that a faulty peer may cause others
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def decode_child() -> Iterator[SiteChild]:
 
 
 def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
-    """One request to each, so that everybody has met; the child's is request number 0, the next will be number 1."""
+    """Send one request to each, so that all have connected; the child's is request number 0, the next will be number
+    1."""
     first = d.reserve("warm", 40)
     d.step()
     p.prefill(first)
@@ -52,13 +53,13 @@ def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
         ("stopped in a write", True),
         ("killed in a write", True),
         ("stopped before first contact", False),
-        ("stopped between its answer and first contact", False),  # the window that asking first leaves open
+        ("stopped between its answer and first contact", False),  # the case that a probe cannot prevent
     ],
 )
 def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_by_a_second(
     fault: str, met: bool, decode_child: SiteChild
 ) -> None:
-    """Small requests go to a healthy D one after another, while a large one is under way to the bad one."""
+    """Small requests go to a healthy D one after another, while a large one is in progress to the faulty one."""
     p, d = prefill_site(), decode_site()
     with sites(p, d), Stalls() as stalls, traced() as events:
         if met:
@@ -71,7 +72,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
         text = decode_child.ask("reserve", "bad", TOKENS)
         if fault.endswith("its answer and first contact"):
             _answers_once(_wire(p))
-        if not met:  # READY is on its way: P will write to a process that does not run
+        if not met:  # READY is on its way: P will write to a stopped process
             decode_child.ask("halt-at", "ready")
         decode_child.ask("step")
         bad = unpacked("bad", TOKENS, int(met), text)
@@ -97,14 +98,14 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
         print(f"{fault}: {count} transfers; slowest {transfer * 1e3:.0f} ms, slowest step {forward * 1e3:.0f} ms, "
               f"machine stalled {stalls.worst * 1e3:.0f} ms")  # fmt: skip
         assert transfer < DELAY_S + stalls.worst
-        assert forward < 0.5 + stalls.worst  # nothing of a peer is waited for on P's forward
-        p.released_blocks_of(bad)  # by its own deadlines, whatever D does
+        assert forward < 0.5 + stalls.worst  # P's forward waits for no peer
+        p.released_blocks_of(bad)  # at P's own deadlines, whatever D does
         failed = [facts for stage, facts in events if stage == "push_closed" and not facts["ok"]]
         assert len(failed) == 1 and failed[0]["transfer"] == str(bad.reservation.transfer)
 
 
 def _answers_once(wire: MooncakeWire) -> None:
-    """The peer is asked, answers, and is stopped then; whoever asks again asks the stopped one."""
+    """The peer is probed, answers, and is stopped; a later probe meets the stopped process."""
     introducer, answers = wire._contacts._introducer, iter([True])
     probe = introducer._probe
     introducer._probe = lambda address: next(answers, False) or probe(address)
@@ -123,7 +124,7 @@ def _timed(step) -> float:
 
 
 def _transfer(p: PrefillSite, d: DecodeSite, request: Request) -> tuple[float, float]:
-    """Seconds until D has it, and the longest time that P's own steps took of them."""
+    """Return the seconds until D has it, and the longest of P's steps meanwhile."""
     begun = time.monotonic()
     d.step()
     ahead = _timed(lambda: p.prefill(request))
@@ -137,10 +138,11 @@ def _submitted(events, request: Request) -> bool:
 
 
 def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_again() -> None:
-    """Revocation with the real transfer engine: D fences, revokes, frees and goes on; the sleeper writes nowhere."""
+    """Revocation with the real transfer engine: D fences, revokes, frees and goes on; the stopped process writes
+    nothing later."""
     d, other = decode_site(), prefill_site()
     with SiteChild("prefill") as sleeper, sites(d, other), traced() as events:
-        first = d.reserve("warm", 40)  # it has met D: what it writes next is issued at once
+        first = d.reserve("warm", 40)  # P has connected to D: its next write is issued at once
         d.step()
         sleeper.say("prefill", first.name, 40, 0, packed(first.reservation))
         assert d.received(first)[0].ok
@@ -150,8 +152,8 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         sleeper.ask("halt-in-write", 3)
         sleeper.say("prefill", bad.name, TOKENS, len(d.requests) - 1, packed(bad.reservation))
         sleeper.halted()
-        assert d.book.request_finished(bad.name) is not None  # the client leaves: D fences
-        slow = d.reserve("slow", 320)  # under way from another P when access is revoked
+        assert d.book.request_finished(bad.name) is not None  # the client disconnects: D fences
+        slow = d.reserve("slow", 320)  # in progress from another P when access is revoked
         d.step()
         assert other.admit(slow) is None
         other.compute((slow, 160))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that talks to an engine directly, with parameters of its own making: a plain prefill, and nothing else.
+"""A client that talks to an engine directly, with forged parameters: it gets a plain prefill, and nothing else.
 
-Real connectors of both roles, driven with vLLM's own requests. Whatever the parameters are, no exception comes out (it
-would end the engine core), no byte of D's memory changes, nobody is called, and honest requests go on.
+Real connectors of both roles, driven with vLLM's own requests. Whatever the parameters are, no exception comes out
+(it would end the engine core), no byte of D's memory changes, no connection is opened, and valid requests go on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _names = itertools.count()
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    """One pair for all: what one forgery left behind would be seen by the next."""
+    """One pair for all tests: side effects of a forgery would show in the next one."""
     with pytest.MonkeyPatch.context() as environment, connected_pair() as made:
         environment.delenv("VLLM_HOST_IP", raising=False)
         yield made
@@ -46,7 +46,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def honest(pair: Pair) -> Reservation:
-    """What D really reserves."""
+    """A real reservation of D."""
     asked = pair.load("honest")
     return unseal(base64.b64decode(asked.kv_transfer_params["reservation"]), None)  # type: ignore[index]
 
@@ -97,7 +97,7 @@ BAD_TICKETS: dict[str, Any] = {"none": None, "number": 7, "empty": "", "long": "
 
 
 def _at_prefill(pair: Pair, params: Any) -> dict[str, Any] | None:
-    """A request with these parameters lives its life on P; what its answer says of the push."""
+    """Run a request with these parameters on P from start to end; return its answer's report of the push."""
     name = f"forged-{next(_names)}"
     asked = request(name, params)
     assert pair.prefill.get_num_new_matched_tokens(asked, 0) == (0, False)
@@ -110,12 +110,12 @@ def _at_prefill(pair: Pair, params: Any) -> dict[str, Any] | None:
 
 
 def _forged_posts(pair: Pair) -> int:
-    """What D has told its metaserver of requests that are not ours."""
+    """D's posts to its metaserver for requests that are not ours."""
     return sum(not body["ticket"].startswith(("honest", "served-")) for body in pair.metaserver.bodies)
 
 
 def _still_serves(pair: Pair) -> None:
-    """An honest request crosses, and nothing but its blocks is written."""
+    """Check that a valid request still transfers, and writes nothing but its blocks."""
     mine, theirs = pair.caches
     for cache in theirs.values():
         cache.zero_()
@@ -185,7 +185,7 @@ FORGERIES: dict[str, dict[str, Any]] = {
     "another dtype": {"layout": {"dtype": "fp8"}},
     "layers of another model": {"layout": {"stages": (("a", "b"),)}},
 }
-# What is made of the layout as it travels, taken apart.
+# All functions that process the layout of a reservation.
 CACHES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a huge TP": lambda layout: layout["workers"].append([0, 1 << 40, 0, None]),
     "no workers": lambda layout: layout["workers"].clear(),
@@ -239,7 +239,7 @@ def test_a_made_up_layout_is_refused_too(pair: Pair, honest: Reservation, field:
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)
 def test_blocks_that_nobody_reserved_are_never_written(pair: Pair, honest: Reservation, blocks: list[int]) -> None:
-    """The transfer is an invention: D gives no authority for what its scheduler has not bound."""
+    """The transfer does not exist: D grants no authority for what its scheduler has not bound."""
     name = f"forged-{next(_names)}"
     transfer = msgspec.structs.replace(honest.transfer, uuid=name)
     ids = np.array(blocks, dtype="<i4").tobytes()

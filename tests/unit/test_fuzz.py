@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/fuzz.sh in small: no crash, nothing kept, nothing forged believed; and it notices when that is not so."""
+"""scripts/fuzz.sh on a small scale: no crash, nothing kept, no forgery accepted; and it detects violations of these."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_no_decoder_crashes_and_nothing_forged_is_accepted(ends: dict[str, dict[
 @pytest.mark.parametrize("name", [target.name for target in TARGETS])
 def test_every_target_sees_both_good_and_bad(ends: dict[str, dict[str, int]], name: str) -> None:
     """A mutator that breaks everything at the first byte would test the first check only."""
-    if name not in ("signed", "sealed", "sources"):  # there nothing but the unchanged gets through
+    if name not in ("signed", "sealed", "sources"):  # these accept unchanged input only
         assert ends[name].get(READ, 0) > 0
     if name != "doorbell":
         assert ends[name].get(REFUSED, 0) > 0
@@ -70,7 +70,7 @@ def test_an_input_that_takes_too_long_is_noticed(monkeypatch: pytest.MonkeyPatch
 def test_something_forged_that_is_believed_ends_the_command_badly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A verifier that looks at one byte only."""
+    """Planted: a verifier that compares one byte only."""
 
     def trusting(data: bytes) -> str:
         try:
@@ -86,7 +86,7 @@ def test_something_forged_that_is_believed_ends_the_command_badly(
 
 
 def test_the_targets_are_all_that_reads_from_a_socket() -> None:
-    """Who adds a decoder adds a target."""
+    """Every new decoder needs a target."""
     assert {target.name for target in TARGETS} == {
         *("frames", "greeting", "messages", "signed", "listener", "doctor", "sealed", "reservation"),
         *("sources", "schedulers", "bootstrap"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens dealt out among ranks: every byte of a prompt reaches the rank and the place where the other engine has it, once, by a
-reference that knows single tokens only."""
+"""Context parallelism: every byte of a prompt reaches its rank and place in the other engine once, by a reference
+that computes token by token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_ascend_pd.geometry.context import Dealt, contributors, shared
 
 UNTOUCHED = -1
 WORLDS = [(8, 2), (1, 4), (4, 1), (2, 2), (2, 8), (4, 3), (3, 2), (1, 1), (6, 4)]
-SIZES = [(4, 4), (8, 4), (4, 16)]  # of blocks
+SIZES = [(4, 4), (8, 4), (4, 16)]  # block sizes
 INTERLEAVES = [(1, 1), (4, 4), (1, 4), (2, 1), (4, 2)]
 
 
 def place(engine: Dealt, token: int) -> tuple[int, int, int]:
-    """The reference, token by token: holder, index in the table, place in the block."""
+    """Reference, token by token: holder, index in the table, place in the block."""
     inside = token % (engine.block_size * engine.world)
     own = [t for t in range(inside) if (t // engine.interleave) % engine.world == holder(engine, token)]
     return holder(engine, token), token // (engine.block_size * engine.world), len(own)
@@ -35,7 +35,7 @@ def table(engine: Dealt, tokens: int, seed: int) -> np.ndarray:
 
 
 def filled(engine: Dealt, tokens: int, first: int, seed: int) -> np.ndarray:
-    """[rank, block, place]: which token lies there."""
+    """Return the tokens by [rank, block, place]."""
     ids = table(engine, tokens, seed)
     memory = np.full((engine.world, 2 * len(ids), engine.block_size), UNTOUCHED)
     for token in range(first, tokens):
@@ -80,7 +80,7 @@ def test_which_part_a_token_is_in_and_which_tokens_a_part_has(engine: Dealt) -> 
 
 
 def test_ranks_that_have_nothing_in_common_do_not_meet() -> None:
-    """Equal worlds pair up; a world of 8 deals to one of 2 by every second rank."""
+    """Equal worlds pair up; in a world of 8 every second rank sends to one of 2."""
     assert [contributors(Dealt(16, 4), Dealt(16, 4), rank) for rank in range(4)] == [(0,), (1,), (2,), (3,)]
     assert [contributors(Dealt(16, 8), Dealt(16, 2), rank) for rank in range(2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert [contributors(Dealt(16, 8, 16), Dealt(16, 2, 16), rank) for rank in range(2)] == [(0, 2, 4, 6), (1, 3, 5, 7)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When P ranks regroup, and how a step is cut so that no slot and no buffer overflows."""
+"""The decision to regroup, and the division of a step so that no slot and no buffer overflows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _counting(function: Callable[..., None], calls: list[int]) -> Callable[..., 
 
 
 def test_the_contributor_with_the_shortest_spans_decides() -> None:
-    """Three heads on two ranks: one rank's spans are a head long, the other's two."""
+    """Three heads on two ranks: one rank's spans are one head long, the other's two."""
     decision = decide(*caches("token", 3, 2, 1))
     assert (decision.direct_span, decision.regroup_span) == (256, 3 * (32 << 10))
 

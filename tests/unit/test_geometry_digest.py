@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of P's parts add up to D's, however the work was split, and change with every byte and every place."""
+"""Checksums of P's parts add up to D's, however the work is divided, and change with every byte and every place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm_ascend_pd.geometry.digest import MASK, cache_digest, slot_digest
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 
-Sums = dict[tuple[int, int], tuple[int, ...]]  # request, d rank; of each region
+Sums = dict[tuple[int, int], tuple[int, ...]]  # (request, d rank) → sum of each region
 
 
 def sums_on_d(cluster: Cluster) -> Sums:
-    """What each D rank finds in its memory for each request."""
+    """Sums that each D rank finds in its memory for each request."""
     found: Sums = {}
     for number, request in enumerate(cluster.requests):
         for cache in cluster.engines[request.instance]:
@@ -70,7 +70,7 @@ def test_the_sums_of_all_contributors_are_the_sum_of_d(drawn: tuple[Cluster, lis
 
 @pytest.mark.parametrize(("p_parts", "d_parts"), PARTS)
 def test_the_sums_of_all_parts_are_the_sum_of_d(p_parts: Parts, d_parts: Parts) -> None:
-    """Where ranks divide the tokens, each sum is over what both have."""
+    """With divided tokens each sum covers the tokens that both have."""
     p, d = (
         dealt(geometry("token", heads=1, tp=tp, block=8, cells=(4,)), dcp=dcp, pcp=pcp, interleave=run)
         for tp, dcp, pcp, run in (p_parts, d_parts)
@@ -111,7 +111,7 @@ def test_every_wanted_byte_counts_and_no_other_does(kind: str) -> None:
 
 @pytest.mark.parametrize(("region", "head", "token"), [(0, 1, 5), (0, 0, 4), (1, 1, 4)])
 def test_equal_bytes_in_another_place_are_a_difference(region: int, head: int, token: int) -> None:
-    """The same cell one token, one head, one region further."""
+    """The same cell moved by one token, one head, one region."""
     cache, table = Cache(geometry("token", heads=2, tp=1, block=4, cells=(3, 3)), 0, 5), np.array([3, 0, 2], np.int32)
     for memory in cache.memory:
         memory[:] = 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that do not fit are refused field by field, with both values; shares follow from the two geometries alone."""
+"""Incompatible caches are refused field by field, with both values; shares follow from the two geometries alone."""
 
 from __future__ import annotations
 
@@ -126,11 +126,11 @@ def test_every_rank_holds_the_heads_that_the_reference_deals(heads: int, tp: int
 @pytest.mark.parametrize(
     ("kind", "heads", "tp", "cells", "tokens"),
     [
-        ("token", 8, 8, (256, 256), 128),  # 256 bytes a token: a block is just long enough
+        ("token", 8, 8, (256, 256), 128),  # 256 bytes per token: a block is just long enough
         ("token", 8, 4, (256, 256), 64),
         ("token", 8, 1, (256, 256), 16),
         ("token", 1, 4, (1152,), 32),
-        ("token", 1, 4, (1024, 128), 128),  # the narrowest region counts
+        ("token", 1, 4, (1024, 128), 128),  # the narrowest region decides
         ("head", 8, 4, (256, 256), 128),
         ("head", 8, 8, (512, 512), 64),  # one head: its tokens lie together
         ("opaque", 8, 8, (512, 512), 128),
@@ -193,7 +193,7 @@ def test_the_plan_digest_depends_on_every_fact() -> None:
 
 
 def test_blocks_without_a_common_period_are_a_difference() -> None:
-    """What would take long to compare is refused before anybody plans with it."""
+    """Layouts that are expensive to compare are refused before planning."""
     p, d = (dealt(geometry("token", heads=1, tp=2, block=block, cells=(4,)), dcp=2) for block in (1021, 1019))
     (found,) = mismatches(p, d)
     assert str(found).startswith("tokens of a block: prefill 1021 on each of 2 parts, in runs of 1, decode 1019")

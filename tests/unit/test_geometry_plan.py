@@ -29,14 +29,14 @@ SETTINGS = settings(max_examples=1100, suppress_health_check=list(HealthCheck))
 
 @pytest.fixture(autouse=True, scope="module")
 def small_granules() -> Iterator[None]:
-    """Cells of a few bytes would never make a granule smaller than a block: scale the limit down with them."""
+    """Scale the granule's lower limit to the small cells; otherwise no granule would be smaller than a block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "GRANULE_BYTES", 16)
         yield
 
 
 def jobs_of(cluster: Cluster, advances: list[int]) -> list[Job]:
-    """One step: request i computes `advances[i]` more tokens."""
+    """Jobs of one step: request i computes `advances[i]` more tokens."""
     jobs = []
     for request, advance in zip(cluster.requests, advances, strict=True):
         d = cluster.ds[request.instance]
@@ -69,7 +69,8 @@ def run(cluster: Cluster, steps: list[list[int]], rotation: int = 0) -> None:
 
 
 def check_balance(cluster: Cluster, jobs: list[Job], plans: list[list[JobPlan]]) -> None:
-    """Per line and D rank, the tokens of each P rank are within one granule of its share; bytes follow the tokens."""
+    """Check per line and D rank that the tokens of each P rank are within one granule of its share; bytes follow the
+    tokens."""
     p = cluster.p
     lines: dict[tuple[object, ...], list[int]] = {}
     for index, job in enumerate(jobs):
@@ -151,7 +152,7 @@ def test_every_ratio_of_ranks_on_every_layout(kind: str, heads: int, p_tp: int, 
     run(Cluster(p, [d, d], [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
 
 
-# TP, DCP, PCP and interleave of either side
+# TP, DCP, PCP and interleave of P and of D
 PARTS = [
     ((1, 1, 1, 1), (1, 1, 1, 1)),
     ((8, 8, 1, 8), (2, 2, 1, 8)),
@@ -172,8 +173,8 @@ PARTS = [
 def test_tokens_that_are_divided_among_ranks(
     p_kind: str, d_kind: str, heads: int, blocks: tuple[int, int], p_parts: Parts, d_parts: Parts
 ) -> None:
-    """Context parallelism of decode and of prefill, equal and unequal: with fewer heads than ranks, of which the rest divide the
-    tokens, and with all of them."""
+    """Context parallelism of decode and of prefill, equal and unequal; with fewer heads than ranks, so that the
+    other ranks divide the tokens, and with all of them."""
     p, d = (
         dealt(
             geometry(kind, heads=heads, tp=tp * (heads if dcp > 1 else 1), block=block),
@@ -201,19 +202,19 @@ def test_layouts_and_block_sizes_may_differ(p_kind: str, d_kind: str, p_block: i
     ("p_ranks", "d_ranks"), [((4, 2), (2, 0)), ((4, 3), (1, -1)), ((2, -1), (4, 1)), ((4, -1), (2, 1))]
 )
 def test_a_layer_of_one_rank_alone(kind: str, heads: int, p_ranks: tuple[int, int], d_ranks: tuple[int, int]) -> None:
-    """Ranks, and which of them alone holds the layer; -1: each holds its heads."""
+    """Ranks, and the one of them that alone holds the layer; -1: each holds its heads."""
     p, d = (
         alone(geometry(kind, heads=heads, tp=1, block=8), tp=tp, only=only)
         if only >= 0
         else geometry(kind, heads=heads, tp=tp, block=8)
         for tp, only in (p_ranks, d_ranks)
     )
-    ds = [d, alone(d, tp=4, only=3) if d_ranks[1] >= 0 else d]  # of two layouts that differ in nothing else
+    ds = [d, alone(d, tp=4, only=3) if d_ranks[1] >= 0 else d]  # two layouts that differ in nothing else
     run(Cluster(p, ds, [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
 
 
 def test_layers_of_several_ranks_alone_are_planned_for_each() -> None:
-    """Two layers of one kind on P, of which D has one on each of two ranks: two pairings of that kind, in one step."""
+    """Two layers of one kind on P, which D has on one rank each: two pairings of that kind, in one step."""
     p, d = geometry("token", heads=1, tp=1, block=8, layers=2), geometry("token", heads=1, tp=1, block=8, layers=2)
     other = Kind(d.kv_heads, d.dtype, d.packing, d.regions, d.stages[0][1:], only=1)
     d = msgspec.structs.replace(alone(d, tp=2, only=0), others=(other,))
@@ -231,7 +232,7 @@ def test_a_cut_moves_to_the_nearest_granule_of_its_piece() -> None:
     cuts = {}
     for weights in ((10, 24), (13, 21), (14, 20), (17, 17), (19, 15), (33, 1)):
         cuts[weights[0]] = int(line.cuts(Shares((0, 1), weights))[1])
-    # Places of the line 10, 13, 14 lie at tokens of the same number; 17, 19, 33 at tokens 21, 23, 37.
+    # Places 10, 13, 14 are at tokens of the same number; 17, 19, 33 at tokens 21, 23, 37.
     assert cuts == {10: 12, 13: 12, 14: 16, 17: 16, 19: 20, 33: 32}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranges that leave in each step add up to what D wants, whatever the chunks and the block sizes."""
+"""The ranges pushed in each step add up to what D wants, whatever the chunks and the block sizes."""
 
 from __future__ import annotations
 

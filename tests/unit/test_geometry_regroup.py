@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regroup plans executed in numpy, exchange included: every wanted byte once, shares even, all ranks of one mind."""
+"""Regroup plans executed in numpy, exchange included: every wanted byte once, even shares, consistent plans on all
+ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int) 
 
 
 def gather(cluster: Cluster, rank: int, rows: np.ndarray, out: np.ndarray, filled: np.ndarray) -> None:
-    """What the gather op does with a table of cache rows."""
+    """Execute the gather op with a table of cache rows."""
     cache = cluster.ranks[rank]
     for region, block, head, token, heads, tokens, offset, head_stride, token_stride in rows.tolist():
         shape = cache.geometry.regions[region]
@@ -50,7 +51,7 @@ def gather(cluster: Cluster, rank: int, rows: np.ndarray, out: np.ndarray, fille
 
 
 def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np.ndarray, used: np.ndarray) -> None:
-    """What the assemble op does with a table of buffer rows."""
+    """Execute the assemble op with a table of buffer rows."""
     for cell, heads, tokens, source, source_head, source_token, target, target_head, target_token in rows.tolist():
         places = box(source, heads, source_head, tokens, source_token, cell)
         image = box(target, heads, target_head, tokens, target_token, cell)
@@ -60,7 +61,7 @@ def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np
 
 
 def staged(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> Iterator[tuple[Slot, np.ndarray]]:
-    """One step of all ranks: gather, all-to-all, assemble, write. Every buffer byte is used exactly once."""
+    """Run one step of all ranks: gather, all-to-all, assemble, write. Every buffer byte is used exactly once."""
     outgoing = []
     for plan in plans:
         buffer, filled = np.zeros(sum(plan.send_splits), np.uint8), np.zeros(sum(plan.send_splits), int)
@@ -174,7 +175,7 @@ def test_nothing_is_exchanged_where_ranks_hold_all_that_they_own() -> None:
 
 
 def test_replicas_share_the_sending() -> None:
-    """16 -> 2 with 4 heads: each rank needs one head that it has not, and takes it from the replica of its own place."""
+    """16 -> 2 with 4 heads: each rank lacks one head, and gets it from the replica in its own place."""
     p, d = geometry("token", heads=4, tp=16, block=8), geometry("token", heads=4, tp=2, block=8)
     table = np.arange(8, dtype=np.int32)
     matrix = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)]).matrix
@@ -206,7 +207,7 @@ def test_a_slot_is_written_in_long_spans() -> None:
     assert len(slot.received) == 3 * 2  # one box for each other rank and region
     jobs = [Job(d, 0, 0, 128, table, table, instance) for instance in (0, 0, 1, 0)]
     first, second = RegroupPlanner(p, 1).plan([*jobs[:2], jobs[0]]).slots, RegroupPlanner(p, 2).plan(jobs).slots
-    assert [len(slot.received) for slot in first] == [6]  # jobs that follow each other share the boxes
+    assert [len(slot.received) for slot in first] == [6]  # adjacent jobs share the boxes
     assert [(slot.instance, len(slot.received)) for slot in second] == [(1, 6)]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent states, piece by piece: how a page is cut into sections, which block is wanted, and every byte that moves.
+"""Recurrent states: sections of a page, choice of the block, and every byte that moves.
 
-The reference is a whole model's state, cut among ranks as vLLM cuts it, by slicing tensors.
+The reference is a whole model's state, divided among ranks as in vLLM, by slicing tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ HEADS, HEAD, STATE, ROWS, BLOCKS = 4, 8, 6, 3, 5
 
 
 def whole(recurrence: str, groups: int, layer: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """A model's state: what the convolution keeps of each of its three parts [rows, heads, values], and the recurrence's matrices."""
+    """A model's state: the convolution's values of each of its three parts [rows, heads, values], and the
+    recurrence's matrices."""
     seeded = torch.Generator().manual_seed(17 * layer + groups)
     small = [torch.randn(ROWS, groups, STATE, generator=seeded) for _ in range(2)]
     large = torch.randn(ROWS, HEADS, HEAD, generator=seeded)
@@ -59,7 +60,7 @@ def whole(recurrence: str, groups: int, layer: int) -> tuple[list[torch.Tensor],
 
 
 def held(part: torch.Tensor, axis: int, rank: int, tp: int) -> torch.Tensor:
-    """A rank's heads; of one for all, that one."""
+    """Heads of a rank; of a single head, that one on all ranks."""
     return part if part.shape[axis] < tp else part.chunk(tp, axis)[rank]
 
 
@@ -71,7 +72,7 @@ def shard(recurrence: str, groups: int, layer: int, rank: int, tp: int, dim_firs
 
 
 class Side:
-    """One rank's caches with nothing in them, or with its part of the model's state in one block."""
+    """One rank's caches, empty or with its part of the model's state in one block."""
 
     def __init__(self, recurrence: str, groups: int, tp: int, rank: int, *, dim_first: bool, apart: bool) -> None:
         self.tp, self.rank = tp, rank
@@ -86,7 +87,7 @@ class Side:
         self.caches = describe(self.made, shape, TokenMajorDevice())
 
     def _made(self, apart: bool) -> dict[str, Any]:
-        if apart:  # vllm-ascend's: a tensor for each state
+        if apart:  # as in vllm-ascend: a tensor for each state
             return {
                 name: [torch.full((BLOCKS, *one.shape), -1.0, dtype=one.dtype) for one in shards]
                 for name, shards in zip(LAYERS, self.shards, strict=True)
@@ -120,7 +121,7 @@ def engine(sides: list[Side]) -> CacheGeometry:
 
 
 def move(p: list[Side], d: list[Side], p_block: int, d_block: int, rotation: int) -> int:
-    """What the planners of P's ranks say, done; how many bytes."""
+    """Execute the plans of P's ranks; return how many bytes were moved."""
     ours, theirs, moved = engine(p), engine(d), 0
     for pair in pairings(ours, theirs):
         job = Job(pair.d, 0, 0, 1, np.array([p_block], np.int32), np.array([d_block], np.int32))
@@ -256,7 +257,7 @@ def test_of_a_state_one_block_is_named(blocks: int, says: str) -> None:
 
 
 def wanted(d: CacheGeometry, **changes: Any) -> Reservation:
-    """Of 101 tokens the state after 100."""
+    """A load of 101 tokens needs the state after 100."""
     ids = np.array([9], dtype="<i4").tobytes()
     facts = {"blocks": (ids,), "prompt_length": 101, "endpoints": (Endpoint("a", 1),)}
     return reservation(d, 100, 99, **{**facts, **changes})
@@ -295,13 +296,13 @@ def pieces(*steps: tuple[int, int, list[int]]) -> list[PushSlice | None]:
 def test_workers_hear_of_a_states_block_once_after_the_last_chunk() -> None:
     first, last = pieces((0, 96, [4]), (96, 4, [0, 5]))
     assert first is not None and last is not None and last.final and not first.final
-    (at_once,) = pieces((0, 100, [0, 5, 6]))  # vLLM keeps a block ready behind it
+    (at_once,) = pieces((0, 100, [0, 5, 6]))  # vLLM keeps a spare block behind it
     assert at_once is not None
     assert [[ids.tolist() for ids in piece.new_blocks] for piece in (first, last, at_once)] == [[[]], [[5]], [[5]]]
 
 
 def test_of_a_state_that_is_further_no_block_is_told() -> None:
-    """P has computed the last token of the prompt too: what D wants is gone."""
+    """P has computed the last token of the prompt too: the state that D wants is gone."""
     (piece,) = pieces((0, 101, [0, 5]))
     assert piece is not None and piece.final and [ids.tolist() for ids in piece.new_blocks] == [[]]
 
@@ -327,7 +328,7 @@ def arrived(cache: CacheGeometry) -> tuple[PrefillScheduler, Request]:
 
 
 def output(computed: int, count: int, table: list[int], *, new: list[int] | None) -> Any:
-    """A step of vLLM's: `new` blocks are what it tells its workers, the table is what is."""
+    """A scheduler output of vLLM's: `new` are the blocks sent to workers, the table holds the real ones."""
     block_state = SimpleNamespace(get_block_ids=lambda request_id: (table,))
     fresh = SimpleNamespace(req_id="r", num_computed_tokens=computed, block_ids=(new,))
     cached = SimpleNamespace(
@@ -347,7 +348,7 @@ def output(computed: int, count: int, table: list[int], *, new: list[int] | None
 
 
 def test_p_takes_the_table_as_it_is_not_as_it_grew() -> None:
-    """In mode `align` entries move: what was told of them before is not where the state is now."""
+    """In mode `align` entries of the table move: the blocks sent to workers are not where the state is now."""
     g, _ = sides()
     scheduler, request = arrived(g)
     assert request.num_prompt_tokens == 100 and request.max_tokens == 1, "no token more, and none decoded behind it"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several groups of layers and windows, piece by piece: what is wanted of each, how it travels, and what either side lets go."""
+"""Several groups of layers and windows: blocks wanted of each, their encoding, and what either side frees."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIRST_LAYER, *LAYERS = PLAIN.layers
 
 
 def grouped(*groups: Group, tp: int = 1) -> CacheGeometry:
-    """The first layer in the first group, the others in the second."""
+    """A geometry with the first layer in the first group, the others in the second."""
     plain = geometry(tp)
     other = Kind(plain.kv_heads, plain.dtype, plain.packing, plain.regions, tuple(LAYERS), 1)
     return msgspec.structs.replace(plain, groups=groups, others=(other,) if len(groups) > 1 else ())
@@ -54,7 +54,7 @@ def ids(*blocks: int) -> bytes:
 
 
 def wanted(d: CacheGeometry = TWO, **changes: Any) -> Reservation:
-    """Of 101 tokens the first 100: the window of the next one begins with token 81, in the block from 80 on."""
+    """A load of 101 tokens needs the first 100: the next one's window begins at token 81, in the block from 80 on."""
     facts = {"blocks": (ids(8, 9), ids(1, 2, 3, 4, 5, 6, 7)), "prompt_length": 101, "endpoints": (Endpoint("a", 1),)}
     return reservation(d, 100, 0, **{**facts, **changes})
 
@@ -222,7 +222,7 @@ def test_p_refuses_what_its_windows_cannot_give(changes: dict[str, Any], says: s
 def arrived(
     cache: CacheGeometry, seed: Seed | None = None, *, tells: bool = True, **changes: Any
 ) -> tuple[PrefillScheduler, Request]:
-    """A request that P's scheduler has heard of, with a reservation; of all of the prompt if D begins with the token of that seed."""
+    """A request that P's scheduler has, with a reservation; of the whole prompt if D begins with P's first token."""
     engine = Engine(PushConfig.parse({}), "i" * 16, "engine", "m", "127.0.0.1", None)
     scheduler = PrefillScheduler(engine, tells=tells)
     scheduler.attach_workers({(0, 0): WorkerFacts(None, cache)})
@@ -242,7 +242,7 @@ def arrived(
 def test_p_computes_what_is_before_the_last_token() -> None:
     scheduler, request = arrived(TWO)
     assert request.num_prompt_tokens == request.num_tokens == 100 and len(request.prompt_token_ids or ()) == 100
-    scheduler.allocated(request)  # later, when it is scheduled: its reservation was taken already
+    scheduler.allocated(request)  # later, when it is scheduled: its reservation is already taken
     assert scheduler._desk.book.tracks("r") and scheduler._desk.book.refusal("r") is None
     assert request.num_prompt_tokens == 100
 
@@ -283,7 +283,7 @@ SHAPE = CacheShape(
 
 
 def test_layers_at_one_address_are_told_apart_by_name() -> None:
-    """vLLM hands caches over group by group: 0, 2, 1, 3."""
+    """vLLM passes caches group by group: 0, 2, 1, 3."""
     storage = torch.zeros(2, 8, 32, 2, 16)
     caches = describe({f"l.{i}": storage[n] for i, n in ((0, 0), (2, 1), (1, 0), (3, 1))}, SHAPE, TokenMajorDevice())
     g = caches.geometry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrows of the house: no module imports itself over others, and what is pure stays so."""
+"""Import rules: no import cycles, and pure modules import only pure ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PURE = sorted(
     if name.startswith(tuple(f"vllm_ascend_pd.{folder}." for folder in FOLDERS))
     or name.endswith((".decisions", ".metadata", ".regroup.staging"))
 )
-# What of the package itself a pure module may use: other pure ones, and what only declares.
+# Modules of the package that a pure module may import besides pure ones: those with declarations only.
 DECLARES = {
     "vllm_ascend_pd.errors",
     "vllm_ascend_pd.config",
@@ -34,7 +34,7 @@ ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "a
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Everything that a file imports, inside functions and for types only too."""
+    """Return everything that a file imports, including inside functions and for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -54,7 +54,7 @@ def test_no_module_imports_itself_over_others() -> None:
 
 @pytest.mark.parametrize("name", PURE)
 def test_a_pure_module_imports_only_what_is_pure(name: str) -> None:
-    """Time, identities and chance are arguments there; threads and sockets are elsewhere."""
+    """Time, identities and randomness are arguments there; threads and sockets are elsewhere."""
     foreign = {top for top in imported(MODULES[name]) if not top.startswith("vllm_ascend_pd")}
     assert {word.partition(".")[0] for word in foreign} <= ALLOWED
     ours = {module for module in imported(MODULES[name]) if module in MODULES}
@@ -63,7 +63,7 @@ def test_a_pure_module_imports_only_what_is_pure(name: str) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_no_arrow_leads_from_one_side_to_the_other_or_back_up(side: str) -> None:
-    """What both sides stand on imports neither; only what builds or judges both knows both."""
+    """Common modules import neither side; only modules that build or check both import both."""
     above = ("connector", "cli.", "metaserver.", f"{side}.")
     for name, path in MODULES.items():
         if not name.removeprefix("vllm_ascend_pd.").startswith(above):

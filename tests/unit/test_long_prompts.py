@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of 1,048,576 tokens, the longest that vllm-ascend's configurations allow: no bound cuts them."""
+"""Prompts of 1,048,576 tokens, the longest that vllm-ascend's configurations allow: no limit cuts them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_longest_prompt_comes_whole_in_chunks(block: int) -> None:
 
 @pytest.mark.parametrize("shape", ["tokens", "text", "chat"])
 def test_the_longest_prompt_goes_through_the_metaserver_to_both(shape: str) -> None:
-    """Its ids as a client sends them and as D posts them, seven bytes each; words of five bytes for each token."""
+    """Token ids as a client sends them and as D posts them, seven bytes each; text of five bytes for each token."""
     ids = [100_000 + n % 50_000 for n in range(LONGEST)]
     text = "".join(f" {n % 9000 + 1000}" for n in range(LONGEST))
     with cluster(decode=1, prefill=1) as c:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/matrix.py: what a row's tests printed becomes its line; a row that has not run keeps its own."""
+"""scripts/matrix.py: the output of a row's tests becomes its line; a row that has not run keeps its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's book of sources and targets: every order in which they may come, and what becomes of those that nobody wants."""
+"""P's book of sources and targets: every order of arrival, and the fate of those that find no counterpart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = (10, "h")
 
 
 class House:
-    """A book, and one D that offers."""
+    """A book, and one D that sends offers."""
 
     def __init__(self, holding: Holding = HOLDING) -> None:
         self.book = PushBook(model="m")
@@ -314,7 +314,7 @@ def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
 
 
 def test_every_state_but_over_has_a_cell_for_every_offer() -> None:
-    """What a message can bring, no state may raise over."""
+    """No state may raise on anything that a message can cause."""
     e, s = MeetingEvent, MeetingState
     two = {e.OFFER_AGAIN, e.OFFER_TAKEN}
     one = {e.OFFER, e.OFFER_UNFIT}
@@ -324,7 +324,7 @@ def test_every_state_but_over_has_a_cell_for_every_offer() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order: a source goes to one target at most, and blocks go back once."""
+    """In any order of events a source goes to one target at most, and blocks are released once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def reported(self, data: st.DataObject) -> None:
-        """The workers say so of what they were told has ended."""
+        """Report the end from the workers for everything that they were told has ended."""
         self._step()
         found = [r for r in sorted(self.held) if self.house.book.open_count() and r in self.house.book._holding]
         if found:

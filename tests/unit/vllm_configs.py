@@ -66,6 +66,7 @@ def latent(block: int = 16, size: int = 576) -> MLAAttentionSpec:
 
 
 def cache_config(*specs: Any, blocks: int = 8) -> KVCacheConfig:
-    """One group for each spec; our own tensors stand in for what a runner would allocate."""
+    """A cache configuration with one group for each spec; our own tensors replace those that a runner would
+    allocate."""
     groups = [KVCacheGroupSpec(list(LAYERS), spec) for spec in specs or (attention(),)]
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)

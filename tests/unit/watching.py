@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines-without-vLLM of the tests share: looking until something is so, D's steps, the stage events, a short quiet
-time, silent listeners."""
+"""Common parts of the engines without vLLM: polling, D's steps, the stage events, a short quiet time, silent
+listeners."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Events = list[tuple[str, Mapping[str, Any]]]
 
 
 def until(reached: Callable[[], object], what: str | Callable[[], object] = "", seconds: float = 30.0) -> None:
-    """Look until it is reached; fails when the deadline passes and says what was waited for."""
+    """Poll until `reached` holds; at the deadline fail with what was waited for."""
     deadline = time.monotonic() + seconds
     while not reached():
         late = time.monotonic() >= deadline
@@ -31,14 +31,14 @@ def until(reached: Callable[[], object], what: str | Callable[[], object] = "", 
 
 
 def heard_ready(events: Events) -> set[tuple[str, int]]:
-    """Transfers and D ranks whose first READY has come to P. D may say READY more than once: BEGINs are repeated."""
+    """Return transfers and D ranks whose first READY has come to P. D may repeat READY, as BEGINs are repeated."""
     return {
         (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
     }
 
 
 class Steps:
-    """The steps of D's scheduler, all kept: an answer may be in any of them, in the one with its bind too."""
+    """Steps of D's scheduler, all kept: an outcome may be in any of them, even in the one with its bind."""
 
     def __init__(self, scheduler: DecodeScheduler) -> None:
         self.scheduler = scheduler
@@ -49,20 +49,20 @@ class Steps:
         return self.taken[-1]
 
     def bound(self) -> Bind:
-        """The one load that this step begins."""
+        """Take a step, and return the one load that it begins."""
         (bind,) = self.take().binds
         return bind
 
     def codes(self, transfer: TransferId) -> list[str]:
-        """Why it was cancelled, as far as the steps taken say so."""
+        """Codes of its cancellations in the steps taken."""
         return [cancel.code for step in self.taken for cancel in step.cancels if cancel.transfer == transfer]
 
     def settled(self, transfer: TransferId) -> None:
-        """Until P's request has ended well."""
+        """Step until P's request has ended well."""
         until(lambda: self.take() and any(transfer in step.settles for step in self.taken), "the end of P's request")
 
     def cancelled(self, transfer: TransferId) -> str:
-        """Until the load is cancelled: the code."""
+        """Step until the load is cancelled, and return the code."""
         until(lambda: self.take() and self.codes(transfer), "the end of the load")
         (code,) = self.codes(transfer)
         return code
@@ -70,7 +70,7 @@ class Steps:
 
 @contextmanager
 def traced() -> Iterator[Events]:
-    """The stage events of everything in this process."""
+    """Record the stage events of this process."""
     events: Events = []
     unsubscribe = trace.subscribe(lambda stage, facts: events.append((stage, dict(facts))))
     try:
@@ -80,7 +80,7 @@ def traced() -> Iterator[Events]:
 
 
 def parsed(keys: Mapping[str, Any], quiet_s: float | None) -> PushConfig:
-    """A quiet time below 5 s is what no real transfer engine has, so no key can set it."""
+    """Parse a configuration; `quiet_s` may be below 5 s, which no real transfer engine has and no key can set."""
     config = PushConfig.parse(keys)
     if quiet_s is None:
         return config
@@ -88,7 +88,7 @@ def parsed(keys: Mapping[str, Any], quiet_s: float | None) -> PushConfig:
 
 
 def listening() -> socket.socket:
-    """A port that takes connections and says nothing."""
+    """A port that accepts connections and never answers."""
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     listener.listen()

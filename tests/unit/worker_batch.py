@@ -27,14 +27,14 @@ _FACTS = {
 
 
 def batch() -> InputBatch:
-    """Releases name their parameters alike, and have not all of them."""
+    """An empty batch. Parameters have the same names in all releases, but some releases lack some."""
     known = inspect.signature(InputBatch.__init__).parameters
     facts: Any = {name: value for name, value in _FACTS.items() if name in known}
     return InputBatch(**facts)
 
 
 def state(token: int | None, outputs: list[int]) -> CachedRequestState:
-    """Of a request that its scheduler has started with `token`, or not."""
+    """State of a request that its scheduler has started with `token`, or without one."""
     extra = {"kv_transfer_params": {}, **({} if token is None else {GIVEN: Given(token)})}
     params = SamplingParams(extra_args=extra, presence_penalty=1.0)
     facts: Any = {"mm_features": [], "block_ids": ([0],), "num_computed_tokens": len(PROMPT), "generator": None}
@@ -42,7 +42,7 @@ def state(token: int | None, outputs: list[int]) -> CachedRequestState:
 
 
 def wrong(token: int | None, outputs: list[int], there: list[int]) -> str:
-    """What a batch has otherwise than a request with the outputs `there`; nothing if it is well."""
+    """List differences between the batch and that of a request with the outputs `there`; empty if there are none."""
     made, added = batch(), state(token, outputs)
     at, end = made.add_request(added), len(PROMPT) + len(there)
     found = {
