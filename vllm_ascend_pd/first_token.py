@@ -37,6 +37,7 @@ CONNECTOR = "AscendPushConnector"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.32 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
+WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
 OUTPUTS = {"update_from_output": ("self", "scheduler_output", "model_runner_output")}
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
@@ -99,7 +100,7 @@ def wrap_outputs(scheduler: type) -> None:
     """Call the connector's StepHooks around `update_from_output`, once."""
     owner = defining(scheduler, "update_from_output")
     original = owner.update_from_output
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, WRAPPED):
         return
 
     @functools.wraps(original)
@@ -114,6 +115,7 @@ def wrap_outputs(scheduler: type) -> None:
             role.entered = False
         return outputs
 
+    setattr(update_from_output, WRAPPED, True)
     owner.update_from_output = update_from_output
 
 

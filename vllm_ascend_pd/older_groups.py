@@ -61,7 +61,7 @@ def install(vllm_config: Any) -> str:
 
 def _wrap_tables(owner: Any) -> None:
     original = getattr(owner, _BUILD)
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, first_token.WRAPPED):
         return
 
     @functools.wraps(original)
@@ -75,6 +75,7 @@ def _wrap_tables(owner: Any) -> None:
         keep_loads(scheduler_output, metadata)
         return metadata
 
+    setattr(build, first_token.WRAPPED, True)
     setattr(owner, _BUILD, build)
 
 

@@ -11,8 +11,8 @@ import aiohttp
 import httpx
 import uvicorn
 
-from vllm_ascend_pd.metaserver.decisions import Failure
-from vllm_ascend_pd.metaserver.http1 import UpstreamError
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings

@@ -39,12 +39,14 @@ from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
 from vllm_ascend_pd.cli.checkup.line import Line
 from vllm_ascend_pd.cli.checkup.pair import Facts, Read, Wrote, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
+from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.core.offers import Offers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
+from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metadata import PushStart
-from vllm_ascend_pd.metaserver import answers, bodies, http1
+from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.gathered import Payload
 from vllm_ascend_pd.metaserver.service import reserve

@@ -23,8 +23,8 @@ import uvicorn
 from simulation.front.speech import Speaker, Wish, speak
 
 from vllm_ascend_pd.config import MetaserverConfig
-from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
-from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
+from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -148,9 +148,7 @@ class Manner:
     health_s: float = 0.0  # delay of an answer to a probe
     push: bool = True  # as P: the KV really arrives
     ends: bool = False  # 200, no token, finish_reason "abort", as from a vLLM that shuts down
-    ends_unsaid: bool = (
-        False  # with `ends`: a stream has only its end, as vLLM's if cut off before the first token
-    )
+    ends_unsaid: bool = False  # with `ends`: a stream has only its end, as vLLM's if cut off before the first token
     refuses_push: str = ""  # as P: answers with status 200, but reports with this code that it did not push
     after_push_s: float = 0.0  # as P: from the KV's arrival to its own answer, which is not guaranteed to come later
     hold_after_push: bool = False  # as P: the KV arrives, but no answer until the test resets it
@@ -238,9 +236,7 @@ class FakeEngine:
             return
         if self.mood is not None:
             _MOOD.set(self.mood())
-        if (
-            "x-request-id" in headers or scope["path"] != "/v1/models"
-        ):  # else it is a probe of the metaserver
+        if "x-request-id" in headers or scope["path"] != "/v1/models":  # else it is a probe of the metaserver
             self.seen.append(seen)
         if scope["method"] == "OPTIONS":
             await _answer(send, 200, b"OK")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines may start: vLLM's own configuration objects, each with one thing that is not proven."""
+"""Admission of engines: vLLM's own configuration objects, each with one thing that is not proven."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_worker_of_a_pipeline_has_a_port_of_its_own() -> None:
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"])
 def test_full_graphs_are_decodes_alone(mode: str) -> None:
-    """vLLM turns graphs off on a CPU, so the mode is set on a finished configuration, as vllm-ascend's platform does."""
+    """vLLM turns graphs off on a CPU, so the mode is set on a finished configuration, as by vllm-ascend's platform."""
     from vllm.config import CUDAGraphMode
 
     for role in BOTH:
@@ -102,14 +102,15 @@ def test_full_graphs_are_decodes_alone(mode: str) -> None:
 
 
 def sleeping(role: str) -> Any:
-    """vLLM refuses it on a CPU by itself, so it is set on a finished configuration."""
+    """A configuration with sleep mode, set afterwards because vLLM refuses it on a CPU."""
     config = vllm_config(role)
     config.model_config.enable_sleep_mode = True
     return config
 
 
 def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
-    """vLLM refuses some combinations on CPU by itself: the field is set on a finished configuration."""
+    """Return a function that sets this field on a finished configuration, as vLLM refuses some combinations on a
+    CPU."""
 
     def made(role: str) -> Any:
         config = vllm_config(role)
@@ -120,7 +121,7 @@ def with_parallel(name: str, value: Any) -> Callable[[str], Any]:
 
 
 def speculation(method: str = "mtp", modules: int = 1, architecture: str = "Draft", **flags: Any) -> Any:
-    """As vLLM's own configuration has it, of a draft model that is not there."""
+    """A speculative configuration like vLLM's, without the draft model itself."""
     model = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=[architecture], num_hidden_layers=1, num_nextn_predict_layers=modules),
         quantization=None,
@@ -157,7 +158,8 @@ def test_drafts_with_a_pipeline_are_refused() -> None:
 
 
 def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix() -> None:
-    """The model has two. What is taken for a draft's may be missing on P, so none of the model's must be."""
+    """The model has two layers. Layers of a draft model may be missing on P, so no layer of the model may count as
+    one."""
     names = [
         f"{prefix}layers.{i}.self_attn.attn" for prefix in ("model.", "draft_model.model.", "mtp.") for i in (0, 1, 2)
     ]
@@ -170,19 +172,19 @@ def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix()
 
 
 def test_how_many_tokens_are_drafted_is_no_part_of_the_draft_model() -> None:
-    """Nor are drafts without a cache a draft model at all."""
+    """And drafts without a cache are no draft model."""
     one, other = (drafts.drafter(speculation(num_speculative_tokens=tokens)) for tokens in (1, 3))
     assert one == other != drafts.drafter(speculation(modules=2, architecture="Other")) and "method=mtp" in one
     assert drafts.drafter(vllm_config(speculative_config=NGRAM).speculative_config) == "" == drafts.drafter(None)
 
 
 def stored(dtype: str, *, calculate_kv_scales: bool = False, **more: Any) -> Callable[[str], Any]:
-    """With a cache of this dtype, which vLLM refuses here and there by itself."""
+    """A configuration with a cache of this dtype, set afterwards because vLLM refuses some on a CPU."""
 
     def made(role: str) -> Any:
         config = vllm_config(role, **more)
         config.cache_config.cache_dtype = dtype
-        if calculate_kv_scales:  # as vLLM 0.23 has it
+        if calculate_kv_scales:  # a field of vLLM 0.23
             config.cache_config.calculate_kv_scales = True
         return config
 
@@ -190,7 +192,7 @@ def stored(dtype: str, *, calculate_kv_scales: bool = False, **more: Any) -> Cal
 
 
 def divided(role: str, **more: Any) -> Any:
-    """Two ranks of tensor parallelism, of which each has half of the tokens."""
+    """A configuration with two tensor-parallel ranks, each with half of the tokens."""
     return vllm_config(role, model=model_dir(1), tensor_parallel_size=2, decode_context_parallel_size=2, **more)
 
 
@@ -200,7 +202,8 @@ def under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_pcp(role: str, **more: Any) -> Any:
-    """As vllm-ascend has it; vLLM's own takes it for some models alone."""
+    """A configuration with prefill context parallelism as in vllm-ascend; vLLM itself allows it for some models
+    only."""
     config = divided(role, **more)
     config.parallel_config.prefill_context_parallel_size = 3
     config.parallel_config.cp_kv_cache_interleave_size = 16
@@ -237,7 +240,7 @@ def test_what_is_not_proven_of_divided_tokens_is_refused() -> None:
     config.kv_transfer_config.kv_role = "kv_both"
     said = [error.sentence for error in admission.engine_refusals(config, PushConfig.parse({}))]
     assert any("with context parallelism" in sentence for sentence in said)
-    config = vllm_config("kv_producer", tensor_parallel_size=2)  # two heads: no two ranks hold one
+    config = vllm_config("kv_producer", tensor_parallel_size=2)  # two heads: each rank has its own
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ConfigError) as caught:
         admission.cache_shape(config, grouped(attention()))
@@ -307,7 +310,7 @@ def test_sizes_of_the_predecessor_must_be_true_of_this_engine(role: str, side: s
 
 
 def as_rank(config: Any, rank: int, *, dense: bool, suffix: int | None = None) -> Any:
-    """As vLLM's engine core makes it for one of its data-parallel ranks."""
+    """Change a configuration like vLLM's engine core does for one of its data-parallel ranks."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     transfer.engine_id = f"{transfer.engine_id}_dp{rank if suffix is None else suffix}"
     parallel.data_parallel_index = rank
@@ -370,7 +373,7 @@ def test_one_group_of_full_attention_is_taken(spec: Any) -> None:
 
 
 def test_layers_with_a_window_that_keep_all_their_blocks_are_taken() -> None:
-    """Without vLLM's hybrid allocator such layers are full attention with a window written down."""
+    """Without vLLM's hybrid allocator such layers are full attention with a sliding_window field."""
     admission.check_groups(cache_config(replace(attention(), sliding_window=16)))
 
 
@@ -382,13 +385,13 @@ BASE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 16, "d
 
 
 def state(**changes: Any) -> MambaSpec:
-    """Two heads of 8 and a state of 6; one group of B and C."""
+    """The spec of a recurrent state: two heads of 8 and a state of 6; one group of B and C."""
     facts = {"shapes": ((3, 28), (2, 8, 6)), "dtypes": (torch.bfloat16, torch.float32), "block_size": 32}
     return MambaSpec(**{**facts, **changes})
 
 
 def delta_net(**changes: Any) -> MambaSpec:
-    """Two rows of the convolution for drafted tokens."""
+    """The spec of a Gated DeltaNet state, with two rows of the convolution for drafted tokens."""
     facts = {
         "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
         "num_speculative_blocks": 2,
@@ -440,7 +443,7 @@ WINDOW = SlidingWindowSpec(**BASE, sliding_window=16)
 
 
 def grouped(*specs: Any) -> Any:
-    """A layer in each group."""
+    """A cache configuration with one layer in each group."""
     groups = [KVCacheGroupSpec([f"model.layers.{i}.self_attn.attn"], spec) for i, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -546,7 +549,7 @@ def test_a_group_that_vllm_does_not_transfer_stops_the_start(told: dict[str, boo
 
 
 def mixed(*specs: Any) -> Any:
-    """The model's two layers, and one of a draft model."""
+    """A cache configuration with the model's two layers and one of a draft model."""
     names = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
     group = SimpleNamespace(
         kv_cache_spec=UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=dict(zip(names, specs, strict=True))),
@@ -587,7 +590,7 @@ def test_other_layers_that_are_unlike_stop_the_start(feature: str, specs: tuple[
 
 
 def with_indexers(attention: Any, *more: str) -> Any:
-    """As vLLM has it: a layer of its own, with its own name, beside an attention's."""
+    """A cache configuration with indexers as in vLLM: layers with their own names beside the attention's."""
     specs = {LAYERS[0]: attention, LAYERS[1]: attention, "model.layers.0.self_attn.indexer.k_cache": latent(32, 24)}
     specs |= dict.fromkeys(more, latent(32, 24))
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs))
@@ -603,7 +606,7 @@ def test_an_indexer_is_a_layer_of_one_key_per_token_for_all_ranks() -> None:
 
 
 def test_a_draft_models_indexer_is_the_draft_models() -> None:
-    """DeepSeek-V3.2's MTP layer has one, too: P may lack both of its layers, and no other."""
+    """DeepSeek-V3.2's MTP layer has an indexer too: P may lack both of its layers, and no other."""
     groups = with_indexers(latent(32, 64))
     (group,) = groups.kv_cache_groups
     of_draft = {
@@ -621,14 +624,14 @@ def test_a_draft_models_indexer_is_the_draft_models() -> None:
     ids=["heads", "no attention"],
 )
 def test_an_indexer_whose_write_nothing_announces_is_refused(attention: Any, more: tuple[str, ...]) -> None:
-    """It has no hook: that of MLA in the same layer stands for both."""
+    """An indexer has no hook: that of MLA in the same layer covers both."""
     with pytest.raises(ConfigError) as caught:
         admission.cache_shape(vllm_config(), with_indexers(attention, *more))
     assert caught.value.code == "PD-CONF-005"
 
 
 def ascend_spec(sparse_head_dim: tuple[int, ...] | None, **more: Any) -> Any:
-    """vllm-ascend's own class, as far as it is asked: all MLA layers have it, with or without an indexer."""
+    """A stand-in for vllm-ascend's own spec, which all MLA layers have, with or without an indexer."""
 
     @dataclass(frozen=True, kw_only=True)
     class AscendMLAAttentionSpec(MLAAttentionSpec):
@@ -648,7 +651,7 @@ def ascend_spec(sparse_head_dim: tuple[int, ...] | None, **more: Any) -> Any:
 
 @pytest.mark.parametrize("second", [(512, 64, 128), (512, 64, 0)], ids=["in all layers", "in some"])
 def test_a_sparse_indexer_may_be_a_part_of_its_layer(second: tuple[int, ...]) -> None:
-    """vllm-ascend has one spec for latent, rope and index key; layers that use another's choice have no key."""
+    """vllm-ascend has one spec for latent, rope and index key; layers that reuse another's selection have no key."""
     specs = dict(zip(LAYERS, (ascend_spec((512, 64, 128)), ascend_spec(second)), strict=True))
     group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     groups = SimpleNamespace(kv_cache_groups=[group])
@@ -666,14 +669,14 @@ def test_an_indexer_with_a_pipeline_is_refused() -> None:
 
 
 def test_an_indexer_with_int8_is_what_its_tensors_say() -> None:
-    """C8: the spec says bfloat16 and counts elements. P and D compare what the tensors are."""
+    """C8: the spec has bfloat16 and counts elements. P and D compare what the tensors are."""
     spec = ascend_spec((656, 0, 128), cache_sparse_sfa_c8=True, cache_sparse_li_c8=True)
     admission.check_groups(cache_config(spec))
     assert admission.cache_shape(vllm_config(), cache_config(spec)).of(LAYERS[0]) == LayerShape(1, 1, 784)
 
 
 def scaled(*layers: tuple[str, float | None, float | None], names: Sequence[str] = LAYERS) -> Any:
-    """A configuration whose layers say their format and scales."""
+    """A configuration whose layers have these formats and scales."""
     config = vllm_config()
     context = config.compilation_config.static_forward_context
     for name, (dtype, k, v) in zip(names, layers, strict=True):
@@ -691,7 +694,7 @@ def word(*layers: tuple[str, float | None, float | None]) -> str:
 
 
 def test_the_word_of_an_fp8_cache_says_its_format_and_its_scales() -> None:
-    """A checkpoint's scales are not in the cache: with others the same bytes mean other numbers."""
+    """A checkpoint's scales are not in the cache: with other scales the same bytes are other numbers."""
     one, other, plain = ("fp8", 0.5, 0.25), ("fp8", 0.5, 0.125), ("fp8_e4m3", 1.0, 1.0)
     assert word(plain, plain) == word(("fp8", 1.0, 1.0), plain) == "fp8_e4m3"
     assert word(("fp8_e5m2", 1.0, 1.0), ("fp8_e5m2", 1.0, 1.0)) == "fp8_e5m2"
@@ -761,7 +764,7 @@ def test_the_fingerprint_tells_models_apart_and_can_be_read() -> None:
     assert admission.model_fingerprint(vllm_config(), "r2") == f"{one} version=r2", "weights of one shape look the same"
 
 
-# -- who can reach it
+# -- reachability and secrets
 
 
 def test_an_address_that_others_reach_needs_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

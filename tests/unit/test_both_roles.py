@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with both roles (`kv_both`), as vLLM drives it: two of them over real sockets, each P for one request and D for another."""
+"""Engines with both roles (`kv_both`), driven like vLLM drives them: two over real sockets, each P for one request
+and D for another."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Node:
         self.reported: dict[str, set[str]] = {"sent": set(), "received": set(), "failed": set()}
 
     def step(self, step: SchedulerOutput | None = None, finished: frozenset[str] = frozenset()) -> None:
-        """As vLLM runs one, the scheduler told at its end."""
+        """Run a step in vLLM's order; the scheduler gets the reports at its end."""
         step = step or output()
         meta = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(step)))
         self.worker.handle_preemptions(meta)
@@ -80,7 +81,7 @@ class Node:
         self.reported["failed"] |= set(found.failed_recving)
 
     def computes(self, name: str, blocks: list[int], params: Any = TOY) -> dict[str, Any]:
-        """A request of P's, from its first step to its answer."""
+        """Run a request of P's from its first step to its answer."""
         asked = request(name, params)
         assert self.scheduler.get_num_new_matched_tokens(asked, 0) == (0, False)
         self.scheduler.update_state_after_alloc(asked, Blocks(blocks), 0)
@@ -115,7 +116,7 @@ def same(mine: Node, my_blocks: list[int], theirs: Node, their_blocks: list[int]
 
 
 def test_each_engine_is_p_for_one_request_and_d_for_another_in_the_same_steps(nodes: tuple[Node, Node]) -> None:
-    """Both directions cross at once: in one step of either there is a push of its own and a load."""
+    """Both directions run at once: a step of either engine has a push of its own and a load."""
     one, two = nodes
     before = {name: tensor.clone() for name, tensor in two.cache.items()}
     there, back = one.computes("p1", [1, 6]), two.computes("p2", [0, 7])
@@ -165,7 +166,7 @@ def test_a_failed_load_of_an_engine_that_pushes_is_named(
 
 
 def test_its_own_source_may_come_back_to_it(nodes: tuple[Node, Node]) -> None:
-    """A router that knows of one engine only sends both requests there."""
+    """A router with a single engine sends both requests to it."""
     one, _ = nodes
     one.loads("d1", [3, 5], one.computes("p1", [1, 6]))
     until(lambda: (one.step(), one.reported["sent"] and one.reported["received"])[-1], "the load")  # type: ignore[func-returns-value]
@@ -176,7 +177,7 @@ def test_its_own_source_may_come_back_to_it(nodes: tuple[Node, Node]) -> None:
 
 
 class Told(SchedulerRole, WorkerRole):
-    """A role that says what it is told to say, and notes what it was asked."""
+    """A role with given answers, which records its calls."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.tally, self.asked = answers, Tally(), []  # type: ignore[var-annotated]
@@ -322,7 +323,7 @@ def test_a_request_has_one_role_whatever_its_parameters_are(params: Any, role: s
     assert both.request_finished(request("r", params), True) == (role == "P", {"of": role})
 
 
-# -- where it starts
+# -- combinations that start
 
 
 def refused(config: Any) -> ConfigError:
@@ -389,7 +390,7 @@ def test_what_only_the_engine_knows_is_refused_too(monkeypatch: pytest.MonkeyPat
 
 
 def test_behind_another_connector_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has one connector in a worker: another one there has ours in it."""
+    """vLLM has one connector in a worker: another one there contains ours."""
     for role in ("kv_both", "kv_producer"):
         worker = connector(role, KVConnectorRole.WORKER, KEYS if role == "kv_both" else None)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())

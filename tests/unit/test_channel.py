@@ -8,12 +8,12 @@ import asyncio
 import pytest
 from channel_kit import FAST, LOOPBACK, Ear, Mouth, message, until
 
-from vllm_ascend_pd.channel.backoff import Backoff
 from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.shared.backoff import Backoff
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SECRETS = [None, Secrets(NEW)]
@@ -213,13 +213,10 @@ async def test_secrets_can_be_rotated_in_any_order(ours, theirs) -> None:
 
 
 def test_waits_double_up_to_the_limit_and_jitter_keeps_half() -> None:
-    low, high = Backoff(1.0, 5.0, lambda: 0.0), Backoff(1.0, 5.0, lambda: 0.999)
-    assert [low.failed() for _ in range(5)] == [0.5, 1.0, 2.0, 2.5, 2.5]
-    assert [round(high.failed(), 2) for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    low.succeeded()
-    assert low.failed() == 0.5
-    for _ in range(5000):
-        assert low.failed() <= 5.0
+    waits = Backoff(1.0, 5.0, floor=0.5)
+    assert [waits.delay(failures, 0.0) for failures in range(1, 6)] == [0.5, 1.0, 2.0, 2.5, 2.5]
+    assert [round(waits.delay(failures, 0.999), 2) for failures in range(1, 6)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert waits.delay(5000, 0.999) <= 5.0
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])

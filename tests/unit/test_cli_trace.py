@@ -132,7 +132,10 @@ WORKER = {"stage": "closed", "transfer": LOST}
         ([], f"PD-XFER-001 {LATE}"),  # no file of a worker
         ([{"t": 31.2, **WORKER, "ok": False, "code": "PD-XFER-004", "detail": "P is gone"}], "PD-XFER-004 P is gone"),
         ([{"t": 30.9, **WORKER, "ok": True, "code": "", "detail": ""}], ""),  # the call broke after its load
-        ([{"t": 31.2, **WORKER, "done": False, "bytes": 0}], f"PD-XFER-001 {LATE}"),  # P's record: says nothing of a load
+        (
+            [{"t": 31.2, **WORKER, "done": False, "bytes": 0}],
+            f"PD-XFER-001 {LATE}",
+        ),  # P's record has no result of a load
     ],
 )
 def test_a_transfer_failed_as_the_decode_worker_says_or_else_with_the_first_code(

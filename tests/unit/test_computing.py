@@ -24,7 +24,7 @@ def chunk(name: str, computed: int, count: int, *new: Sequence[int], replaces: b
 
 
 def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: Computing | None = None) -> int:
-    """Run `take` for the last of them."""
+    """Run a step; return how many computed tokens of the last chunk's request are ready."""
     computing = known or Computing()
     computing.step(chunks, over)
     return computing.ready(chunks[-1].request_id, chunks[-1].computed, groups)

@@ -35,8 +35,8 @@ from vllm_ascend_pd import admission, compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.metaserver.reports import ROUTE
 from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.protocol.reports import ROUTE
 
 ROOT = Path(__file__).parents[2]
 BLOCK, BLOCKS, SIZE = 32, 8, 16

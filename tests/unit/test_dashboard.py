@@ -18,7 +18,10 @@ DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 NAME = re.compile(r"(?:vllm:ascend_pd_|ascend_pd_metaserver_)\w+")
 SUFFIXES = {"time": ("_bucket", "_sum", "_count"), "sum": ("_total",), "count": ("_total",), "level": ("",)}
-OF_SCRAPER = {"instance", "job"}  # Prometheus adds these to every series; a metric's own label becomes exported_instance
+OF_SCRAPER = {
+    "instance",
+    "job",
+}  # Prometheus adds these labels to every series
 OF_PROMETHEUS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 
 

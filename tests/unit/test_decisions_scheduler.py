@@ -26,12 +26,12 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd
-from vllm_ascend_pd.metaserver.reports import ROUTE, LoadReport, read_posted
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reports import ROUTE, LoadReport, read_posted
 
 TOKENS = list(range(100, 110))
 CACHE = geometry("token", heads=2, tp=2, block=4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/field.sh: other people's command lines judged by our admission, on small files of our own and on the real ones."""
+"""scripts/field.sh: admission of other projects' command lines, on small files of our own and on the real ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def transfer(role: str, connector: str = "MooncakeLayerwiseConnector", **extra: 
     }
 
 
-SHARED = transfer(P, metaserver_urls=["http://127.0.0.1:8000"])  # P's, and as good as D's
+SHARED = transfer(P, metaserver_urls=["http://127.0.0.1:8000"])  # P's, and equally suitable as D's
 
 
 def line(role: str, *flags: str, connector: dict[str, Any] | None = None, eager: bool = True) -> list[str]:
@@ -69,7 +69,7 @@ def line(role: str, *flags: str, connector: dict[str, Any] | None = None, eager:
 
 
 def written(p: list[str], d: list[str], model: str = "me/gqa") -> str:
-    """A file with two nodes, each a whole command."""
+    """Return a file with two nodes, each with a whole command."""
 
     def quoted(words: list[str]) -> str:
         return " ".join(["vllm", "serve", model, *(f"'{word}'" if " " in word else word for word in words)])
@@ -196,7 +196,7 @@ def test_of_several_connectors_the_one_between_engines_is_replaced_and_the_other
     assert refused.code == "PD-CONF-003" and "'MultiConnector'" in refused.sentence
 
 
-# -- what admission says
+# -- results of admission
 
 
 @pytest.mark.parametrize("model", ["me/gqa", "me/mla"])
@@ -318,7 +318,8 @@ def test_the_specs_of_proven_caches_are_vllms_own_classes() -> None:
 
 
 def test_a_layer_is_registered_as_vllm_ascend_does() -> None:
-    """Latent, rope, index key; with C8 the first two packed, the third int8 with a scale; none where another's choice is used."""
+    """Latent, rope, index key; with C8 the first two packed, the third int8 with a scale; none where another's
+    selection is reused."""
     shared = KNOWN.models["me/shared"]
     names = shared.layers(drafts=True)
     for c8, parts in (((), [512, 64, 128]), (("li",), [512, 64, 128, 1]), (("sfa", "li"), [656, 128, 1])):
@@ -398,7 +399,7 @@ def test_one_name_for_two_files_is_an_error() -> None:
 
 
 def packed(folder: Path) -> sdist.Pin:
-    """A source distribution whose build would fail."""
+    """Make a source distribution whose build would fail."""
     folder.mkdir()
     root = folder / "some_thing-1.0"
     (root / "tests" / "a").mkdir(parents=True)
@@ -457,7 +458,7 @@ def test_a_file_that_is_not_the_pinned_one_ends_the_script(tmp_path: Path, capsy
 
 
 def test_the_page_is_what_vllm_ascends_own_configurations_give(capsys: pytest.CaptureFixture[str]) -> None:
-    """The real distribution: no configuration that would start is lost, and the page says what is printed."""
+    """The real distribution: no configuration that would start is missing, and the page has what is printed."""
     try:
         path = sdist.ensure(field_page.PINNED)
     except sdist.Unreachable as problem:

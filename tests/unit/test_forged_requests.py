@@ -185,7 +185,7 @@ FORGERIES: dict[str, dict[str, Any]] = {
     "another dtype": {"layout": {"dtype": "fp8"}},
     "layers of another model": {"layout": {"stages": (("a", "b"),)}},
 }
-# All functions that process the layout of a reservation.
+# Forgeries of the layout in a reservation.
 CACHES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a huge TP": lambda layout: layout["workers"].append([0, 1 << 40, 0, None]),
     "no workers": lambda layout: layout["workers"].clear(),

@@ -257,7 +257,7 @@ def test_of_a_state_one_block_is_named(blocks: int, says: str) -> None:
 
 
 def wanted(d: CacheGeometry, **changes: Any) -> Reservation:
-    """A load of 101 tokens needs the state after 100."""
+    """A reservation for 101 tokens: the state after 100."""
     ids = np.array([9], dtype="<i4").tobytes()
     facts = {"blocks": (ids,), "prompt_length": 101, "endpoints": (Endpoint("a", 1),)}
     return reservation(d, 100, 99, **{**facts, **changes})

@@ -54,7 +54,8 @@ def ids(*blocks: int) -> bytes:
 
 
 def wanted(d: CacheGeometry = TWO, **changes: Any) -> Reservation:
-    """A load of 101 tokens needs the first 100: the next one's window begins at token 81, in the block from 80 on."""
+    """A reservation for 101 tokens: the first 100, and of the window that of token 100, from token 81 in the block
+    from 80 on."""
     facts = {"blocks": (ids(8, 9), ids(1, 2, 3, 4, 5, 6, 7)), "prompt_length": 101, "endpoints": (Endpoint("a", 1),)}
     return reservation(d, 100, 0, **{**facts, **changes})
 

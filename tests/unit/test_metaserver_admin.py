@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator sees and does: instances by API and by file, state, metrics, and who is let in."""
+"""Operators' view and control: instances by API and by file, state, metrics, and access control."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_added_instance_serves_and_a_removed_one_finishes_what_it_has() -> No
         assert spare.address not in instances(c)
         answer = c.http.post("/instances", json={"role": "prefill", "url": spare.served.url, "weight": 1000})
         assert answer.status_code == 201 and answer.json()["source"] == "admin"
-        until(lambda: instances(c)[spare.address]["state"] == "ready")  # an untried one is not chosen while others are
+        until(lambda: instances(c)[spare.address]["state"] == "ready")  # else it is not chosen while others are ready
         c.complete("x")
         assert len(spare.generations()) == 1
         spare.manner.prefill_s = 0.5
@@ -146,7 +146,7 @@ def test_status_shows_stages_and_no_prompts(one: Cluster) -> None:
     status = one.http.get("/status").json()
     assert "secret" not in json.dumps(status)
     stages = [s["stage"] for s in status["last"][-1]["stages"]]
-    of_p = [stages.pop(stages.index("prefilled"))] if "prefilled" in stages else []  # its answer comes when it likes
+    of_p = [stages.pop(stages.index("prefilled"))] if "prefilled" in stages else []  # P's answer may come at any time
     assert stages == ["decode", "reserved", "prefill", "loaded", "first byte", "end"] and len(of_p) <= 1
 
 
@@ -176,7 +176,7 @@ def test_the_instances_file_takes_nothing_away_from_a_flag(tmp_path: Path, monke
     with cluster(instances_file=str(file)) as c:
         flag = c.prefill[0].address
         file.write_text(f"decode: ['{flag}', 'h4:4']\n")
-        until(lambda: flag in c.http.get("/status").json()["file_error"])  # it may be read half written before
+        until(lambda: flag in c.http.get("/status").json()["file_error"])  # an earlier read may find half of the file
         problem = c.http.get("/status").json()["file_error"]
         assert "PD-CONF-007" in problem and str(file) in problem
         assert (instances(c)[flag]["role"], instances(c)[flag]["source"]) == ("prefill", "flag")
@@ -270,7 +270,7 @@ def test_resetting_the_prefix_cache_reaches_every_engine() -> None:
 
 @pytest.mark.parametrize("role", ["do_remote_prefill", "do_remote_decode"])
 def test_a_virtual_request_warms_up_the_whole_way(one: Cluster, role: str) -> None:
-    """MindIE's warm-up: whatever it says of its transfer, it becomes a request like any other, over a P and a D."""
+    """MindIE's warm-up: whatever its transfer parameters are, it is served like any other request, by a P and a D."""
     before = len(one.legs())
     answer = one.complete("warm up", kv_transfer_params={"do_virtual": True, role: True, "remote_host": "10.0.0.1"})
     assert answer.status_code == 200 and texts(answer) == ["".join(words("warm up", 3))]

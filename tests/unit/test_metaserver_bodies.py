@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a client's body: for D, for P, and what of it nobody gets to see."""
+"""Processing of a client's body: the bodies for D and for P, and what neither gets."""
 
 from __future__ import annotations
 

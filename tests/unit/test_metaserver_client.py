@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's client for the metaserver, against real HTTP servers that behave well and badly."""
+"""D's client for the metaserver, against real HTTP servers with and without faults."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pytest
 from fake_engine import Served
 
 from vllm_ascend_pd.config import MetaserverConfig
-from vllm_ascend_pd.metaserver import client as client_module
-from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome, origin
-from vllm_ascend_pd.metaserver.reports import LoadReport
+from vllm_ascend_pd.decode import metaserver as client_module
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome, origin
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.loop import LoopThread
 
 
 class Scripted:
-    """A metaserver that answers each POST by the next step of its script, the last one for ever."""
+    """A metaserver that answers each POST by the next step of its script, and then always by the last one."""
 
     def __init__(self, *script: Callable[[Any], Any]) -> None:
         self.script = list(script)
@@ -54,7 +54,7 @@ class Scripted:
 
 
 def lines(*events: dict[str, Any] | float, tear: bool = False) -> Callable[[Any], Any]:
-    """A streamed answer; a number is a pause."""
+    """A streamed answer; numbers are pauses."""
 
     async def step(send: Any) -> None:
         await send(
@@ -87,7 +87,7 @@ WELL = lines({"event": "accepted", "prefill": "p:1"}, {"event": "heartbeat"}, {"
 
 
 class Told:
-    """Collects the outcomes and remembers on which thread they came."""
+    """Collect outcomes, and the names of the threads that report them."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Any, Outcome]] = []
@@ -226,7 +226,7 @@ def test_nobody_there_fails_within_the_deadline(loop: LoopThread, scripted: Any)
 
 
 def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("vllm_ascend_pd.metaserver.client.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("vllm_ascend_pd.decode.metaserver.HEARTBEAT_S", 0.1)
     heard = lines({"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 30)
     server, told = scripted(heard), Told()
     client(loop, told, server.served.url).reserve("k", server.served.url, {}, 60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises of routing, repeating and circuits, over everything hypothesis can think of."""
+"""Properties of routing, retries and circuits, tested with hypothesis."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from hypothesis import strategies as st
 
 import vllm_ascend_pd
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, Failure, post_again
 from vllm_ascend_pd.metaserver import decisions
 from vllm_ascend_pd.metaserver.decisions import (
-    NOT_EXECUTED,
     Admission,
-    Backoff,
     Candidate,
     Circuit,
     CircuitPolicy,
     CircuitState,
     Condition,
     Evidence,
-    Failure,
     Gatekeeper,
     RetryBudget,
     RetryPolicy,
     choose,
     condition,
-    post_again,
     prefer,
 )
+from vllm_ascend_pd.shared.backoff import Backoff
 
+BACKOFF = Backoff(0.05, 2.0)
 RAND = st.floats(0, 1, exclude_max=True)
 CANDIDATES = st.lists(
     st.builds(
@@ -96,14 +95,14 @@ def test_backoff_grows_and_is_bounded(attempt: int, rand: float, first: float, l
 def test_d_repeats_only_what_was_surely_not_executed_and_only_in_time(
     failure: Failure, attempt: int, left: float, retry_after: float | None, rand: float
 ) -> None:
-    delay = post_again(failure, attempt, left, retry_after, rand, Backoff())
+    delay = post_again(failure, attempt, left, retry_after, rand, BACKOFF)
     if delay is not None:
         assert failure in NOT_EXECUTED and 0 <= delay < left
 
 
 def test_retry_after_is_respected_within_bounds() -> None:
-    assert post_again(Failure.REFUSED, 1, 100.0, 1.5, 0.0, Backoff()) == 1.5
-    assert post_again(Failure.REFUSED, 1, 100.0, 3600.0, 0.0, Backoff(longest_s=2.0)) == 2.0
+    assert post_again(Failure.REFUSED, 1, 100.0, 1.5, 0.0, BACKOFF) == 1.5
+    assert post_again(Failure.REFUSED, 1, 100.0, 3600.0, 0.0, BACKOFF) == 2.0
 
 
 @given(st.sampled_from(Failure), st.integers(1, 10), st.booleans(), RAND)
@@ -228,7 +227,7 @@ def test_a_trial_whose_client_left_makes_room_for_another() -> None:
     circuit.seen(0.0, Evidence.BROKE, 0.5)
     trial = circuit.sent(10.0)
     assert not circuit.admits(10.0)
-    circuit.returned(10.5, old)  # a request of before is over: the trial is still out
+    circuit.returned(10.5, old)  # an earlier request, not the trial
     assert not circuit.admits(10.5)
     circuit.returned(11.0, trial)
     assert circuit.admits(11.0) and circuit.sent(11.0)
@@ -286,15 +285,15 @@ def test_never_more_run_or_wait_than_allowed_and_no_place_is_lost(running: int, 
 
 
 PACKAGE = Path(vllm_ascend_pd.__file__).parent
-# Who gives a load or a push its end, and says so with a code. What stops an engine's start (ConfigError) is never reported.
+# Modules that end a load or a push with a code. Codes that stop an engine's start (ConfigError) are never reported.
 TELLING = (
     *("protocol/*.py", "runtime/*.py", "prefill/*.py", "decode/*.py"),
-    *("metaserver/client.py", "metaserver/answers.py", "metaserver/service/reserve.py"),
+    *("decode/metaserver.py", "decode/answers.py", "metaserver/service/reserve.py"),
 )
 
 
 def codes_told() -> dict[str, str]:
-    """Each code in the text of the modules that can put one into a report, and one of them that has it."""
+    """Map each code in the text of the modules that can put one into a report to one of these modules."""
     told: dict[str, str] = {}
     for path in sorted(path for pattern in TELLING for path in PACKAGE.glob(pattern)):
         tree = ast.parse(path.read_text())

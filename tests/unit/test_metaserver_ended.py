@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that shuts down answers 200 to new requests, with no token and finish_reason "abort". Found by stopping real
-engines under load: D waited for KV that nobody had pushed, and clients got an empty answer with status 200."""
+"""An engine that shuts down answers 200 to new requests, with no token and finish_reason "abort".
+
+Found by stopping real engines under load: D waited for KV that was never pushed, and clients got an empty answer
+with status 200.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ def test_a_chats_opening_is_no_answer_yet() -> None:
 @pytest.mark.parametrize("usage", [False, True], ids=["", "usage"])
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_that_is_only_its_end_is_no_answer(route: str, usage: bool) -> None:
-    """vLLM leaves out a stream's last piece where nothing came before it: of a request that it ends before its first
-    token there is only `data: [DONE]`. Found by SIGTERM to a real D without grace time."""
+    """vLLM omits a stream's last piece if no piece came before it: of a request that it ends before its first token
+    there is only `data: [DONE]`. Found by SIGTERM to a real D without grace time."""
     with cluster() as c:
         asked: dict[str, object] = {"model": "fake", "max_tokens": 3, "stream": True}
         asked |= {"messages": [{"role": "user", "content": "p"}]} if "chat" in route else {"prompt": "p"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients get when engines fail, hang, refuse, come back, and when there is too much to do."""
+"""Clients' answers when engines fail, hang, refuse, come back, and when there is overload."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_refusing_d_is_left_for_another_one() -> None:
         c.decode[0].manner.status = 503
         for i in range(10):
             assert c.complete(f"p{i}").status_code == 200
-        assert condition(c, c.decode[0].address) is Condition.READY  # to refuse is no failure
+        assert condition(c, c.decode[0].address) is Condition.READY  # a refusal is not a failure
 
 
 def test_the_last_no_is_passed_on_with_its_status_and_words() -> None:
@@ -82,7 +82,7 @@ def test_a_stream_that_fails_before_its_first_token_is_an_error_not_a_200() -> N
         answer = c.complete("x", stream=True)
         assert answer.status_code in (500, 503) and "error" in answer.json()
         decode = c.worker.fleet.get(c.decode[0].address)
-        assert decode is not None and decode.broke == 0  # it was P's failure
+        assert decode is not None and decode.broke == 0  # the failure was P's
 
 
 def test_a_client_error_is_no_evidence_and_is_not_repeated() -> None:
@@ -96,7 +96,7 @@ def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:
     with cluster(prefill=2) as c:
         c.prefill[0].manner.status = 503
         count = asked_until(c, c.prefill[0].generations, least=10)
-        assert len(c.decode[0].generations()) == count  # no new attempt for D
+        assert len(c.decode[0].generations()) == count  # no new attempt on D
         assert c.decode[0].local_prefills == 0
 
 
@@ -127,7 +127,7 @@ def test_a_wedged_d_is_left_out_and_tried_again_by_one_request_at_a_time() -> No
         wedged = c.worker.fleet.get(c.decode[0].address)
         assert wedged is not None
         c.decode[0].manner.status = 500
-        asked_until(c, lambda: wedged.circuit.open)  # though /health says 200 all along
+        asked_until(c, lambda: wedged.circuit.open)  # although /health answers 200
         for i in range(12):
             assert c.complete(f"q{i}").status_code == 200
         assert len(c.decode[0].generations()) == 3 + wedged.circuit.trials
@@ -156,7 +156,7 @@ def test_an_engine_that_says_it_is_ill_gets_nothing() -> None:
 def test_a_d_that_hangs_is_given_up_in_time() -> None:
     with cluster(first_byte_timeout_s=0.5, retry=RetryPolicy(attempts=1)) as c:
         c.decode[0].manner.hang = True
-        while not c.decode[0].generations():  # else it was given up before D had read it
+        while not c.decode[0].generations():  # unless it timed out before D had read it
             answer = c.complete("x")
             assert answer.status_code == 504 and answer.json()["error"]["code"] == "PD-META-007"
         until(lambda: c.decode[0].generations()[0].aborted)
@@ -196,7 +196,7 @@ def test_another_p_beats_ds_own_prefill() -> None:
         c.prefill[0].manner.status = 500
         c.decode[0].manner.recompute_s = 60
 
-        def a_bad_one_was_asked() -> bool:  # which of two is chosen is chance
+        def a_bad_one_was_asked() -> bool:  # the choice of an engine is random
             assert texts(c.complete("p")) == ["".join(words("p", 3))]
             return bool(c.prefill[0].generations())
 
@@ -280,7 +280,7 @@ def test_readiness_needs_a_block_that_moved_and_again_after_an_engine_came_back(
         canary = c.decode[0].generations()
         assert len(canary) == 1 and canary[0].body["max_tokens"] == 1 and len(c.legs()) == 1
         time.sleep(0.6)
-        assert len(c.legs()) == 1  # not repeated needlessly
+        assert len(c.legs()) == 1  # not repeated without a reason
         c.prefill[0].served.kill()
         until(lambda: c.http.get("/readiness").status_code == 503)
         assert c.http.get("/health").status_code == 200
@@ -296,7 +296,7 @@ def test_readiness_outlives_one_of_two_engines_because_each_was_proven() -> None
         c.prefill[0].served.kill()
         until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
         assert c.http.get("/readiness").status_code == 200
-        assert len(c.legs()) == 2  # each engine once, and no pair needlessly
+        assert len(c.legs()) == 2  # each engine once, no other pairs
 
 
 def test_an_engine_that_cannot_be_proven_keeps_no_other_from_it() -> None:
@@ -306,7 +306,7 @@ def test_an_engine_that_cannot_be_proven_keeps_no_other_from_it() -> None:
         until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
         c.prefill[0].manner.refuses_push = "PD-META-005"
         c.prefill[0].served.start()
-        until(lambda: len(c.prefill[0].generations()) > 1)  # its canary, and in vain
+        until(lambda: len(c.prefill[0].generations()) > 1)  # its canary, which fails
         c.prefill[1].served.kill()
         until(lambda: c.http.get("/readiness").status_code == 503)
         c.prefill[1].served.start()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that will never answer what they still have, and close no connection.
+"""Engines that never answer open requests, and close no connection.
 
-One that shuts down: seen on a real one whose request came in the moment in which its scheduler ended. Its HTTP server then
-waits for that request for ever, and so would the client. One that is frozen, or whose host is gone: nothing comes at all.
+One that shuts down: seen on a real one that got a request at the moment in which its scheduler ended. Its HTTP
+server then waits for that request without limit, and so would the client. One that is frozen, or whose host is gone:
+it sends nothing at all.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_what_a_frozen_engine_has_is_done_by_another(role: str) -> None:
     with cluster(prefill=2, decode=2, **FROZEN) as c, ThreadPoolExecutor(1) as client:
         pair = c.prefill if role == "prefill" else c.decode
         for engine in c.decode:
-            engine.manner.recompute_s = 60.0  # nobody waits for a prompt that D computes while another P is there
+            engine.manner.recompute_s = 60.0  # exceeds the test's time: no D may compute by itself
         for engine in pair:
             engine.manner.hold = True
         asking = client.submit(c.complete, PROMPT)
@@ -88,7 +89,7 @@ def test_an_engine_that_thaws_finishes_what_it_has() -> None:
         until(lambda: state(c, d) is CircuitState.UNREACHABLE)
         d.manner.frozen = False
         until(lambda: state(c, d) is CircuitState.CLOSED)
-        end = time.monotonic() + 2.5  # longer than a vanished engine would have been given
+        end = time.monotonic() + 2.5  # longer than the limit for a vanished engine
         until(lambda: time.monotonic() > end)
         d.manner.hold = False
         answer = asking.result(20)

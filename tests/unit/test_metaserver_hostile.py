@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver among callers and engines that mean harm: bounded in memory and time, and never made to say what is not so."""
+"""The metaserver with hostile callers and engines: bounded in memory and time, and never made to give false answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver import answers, bodies, http1
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Failure
+from vllm_ascend_pd.http import http1
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.metaserver import bodies
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
 from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passing, server
 from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
@@ -45,8 +48,8 @@ async def door(
     hold: list[int] | None = None,
     connections: int = 100,
 ) -> AsyncIterator[int]:
-    """The metaserver's own HTTP protocol before a handler that reads a body and says how long it was. `cut`: requests whose
-    body was cut off. `hold`: as long as there is something in it, nothing is answered."""
+    """Start the metaserver's own HTTP protocol before a handler that reads a body and answers its length. `cut`:
+    requests whose body was cut off. `hold`: while it is not empty, no request is answered."""
     taken = reader or intake.Intake()
     cut = [] if cut is None else cut
     hold = hold or []
@@ -91,7 +94,7 @@ async def door(
 
 
 async def talk(port: int, data: bytes, *, patience: float = 5.0) -> bytes:
-    """Everything that comes back until the other side closes, or answers."""
+    """Send bytes; return what comes back until the other side closes or answers."""
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
     try:
         writer.write(data)
@@ -275,7 +278,7 @@ def test_an_answer_nested_without_end_is_a_bad_answer(answer: bytes) -> None:
 
 
 def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
-    """JSON can say half of a surrogate pair; neither UTF-8 nor msgpack can, and CANCEL carries these words."""
+    """JSON can hold half of a surrogate pair; UTF-8 and msgpack cannot, and CANCEL carries this text."""
     line = b'{"event": "failed", "code": "PD-META-006", "detail": "bad \\ud800 words"}'
     told = answers.outcome(line)
     assert told is not None and msgspec.msgpack.encode(told.detail) and "bad" in told.detail
@@ -295,7 +298,7 @@ def test_a_code_of_nobodys_catalogue_does_not_become_the_label_of_a_metric(code:
 
 @pytest.mark.parametrize("forged", ["x", 7, ["do_remote_decode"], {"do_remote_decode": True}])
 def test_parameters_do_not_come_in_by_the_side_door(forged: object) -> None:
-    """vLLM puts the entries of vllm_xargs where kv_transfer_params goes."""
+    """vLLM copies the entries of vllm_xargs to the place of kv_transfer_params."""
     body = {"prompt": "p", "vllm_xargs": {"kv_transfer_params": forged, "mine": 1}}
     request = bodies.parse(bodies.COMPLETIONS, json.dumps(body).encode())
     for made in (bodies.for_decode(request, None), bodies.for_prefill(request, {"m": 1}, None)[1],
@@ -325,7 +328,7 @@ def test_lists_of_anything_are_measured_without_an_error(prompt: object) -> None
 
 @pytest.mark.parametrize("item", [b'"a",', b"[],", b"[1],", b'"a" ,'])
 def test_very_many_prompts_are_not_taken_apart(item: bytes) -> None:
-    """One Python object for each would be gigabytes of a body of 64 MiB."""
+    """A body of 64 MiB with one Python object for each prompt would take gigabytes."""
     body = b'{"prompt": [' + item * 2_000_000 + b'"z"]}'
     tracemalloc.start()
     request = bodies.parse(bodies.COMPLETIONS, body)
@@ -336,7 +339,7 @@ def test_very_many_prompts_are_not_taken_apart(item: bytes) -> None:
 
 
 def test_a_long_body_is_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading one of 60 MiB takes seconds, in which no heartbeat leaves: it goes on as it came, or it is refused."""
+    """Parsing 60 MiB takes seconds in which no heartbeat is sent: it is passed on unchanged, or refused."""
 
     def read(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was read")
@@ -410,7 +413,7 @@ async def test_a_body_that_was_cut_off_is_nobodys_request(method: bytes, sent: b
         if how == "half-closed":
             writer.write_eof()
         elif how == "reset":
-            await asyncio.sleep(0.05)  # else the head may be lost with the rest
+            await asyncio.sleep(0.05)  # otherwise the head may be lost too
             writer.transport.abort()
         else:
             writer.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing depends on which of two answers comes first: readiness, blame and retries follow what D reports."""
+"""Independence of the order in which two answers come: readiness, blame and retries follow D's reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from fake_engine import FakeEngine, reservation_of, words
 from metaserver_cluster import Cluster, asked_until, cluster, data, events, texts, until
 
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.metaserver import http1
+from vllm_ascend_pd.http import http1
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import (
     MAX_RANKS,
     PRINT_S,
@@ -25,23 +27,21 @@ from vllm_ascend_pd.metaserver.decisions import (
     CircuitPolicy,
     CircuitState,
     Condition,
-    Failure,
     Life,
     Proof,
     Role,
     against_prefill,
 )
-from vllm_ascend_pd.metaserver.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.service import relay, reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.protocol.versions import fingerprint
 
-LONG_S = 3600.0  # an answer that comes long after everything else, if at all
+LONG_S = 3600.0  # of an answer that comes after everything else, if at all
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no D that never reports. What needs one that never does says so itself."""
+    """Raise the limit for D's report, which a loaded machine may exceed. Tests that need a missing report lower it."""
     monkeypatch.setattr(relay, "_REPORT_S", 30.0)
     monkeypatch.setattr(reserve, "_REPORT_S", 30.0)
 
@@ -87,7 +87,7 @@ def test_a_pair_over_which_no_kv_came_is_never_proven_whoever_answers_first(post
     with cluster(canary=True) as c:
         restart(c, lambda p: setattr(p.manner, "push", False))
         c.decode[0].manner.reports = posted
-        # A canary that was on its way to the P of before fails by another code, and is followed by one to this P.
+        # A canary already sent to the previous P fails by another code, and is followed by one to this P.
         until(lambda: "computed the prompt by itself: PD-XFER-001" in readiness(c).json()["last_error"])
         assert readiness(c).status_code == 503
 
@@ -199,7 +199,7 @@ def test_what_d_has_finished_is_kept_when_ps_answer_breaks_after_the_kv_came() -
     with cluster(prefill=2) as c:
         for p in c.prefill:
             p.manner.breaks_after_push = True
-        c.decode[0].manner.before_first_s = 0.3  # D computes: P's end comes first
+        c.decode[0].manner.before_first_s = 0.3  # while D computes, P's answer breaks
         answer = c.complete()
         assert answer.status_code == 200
         assert len(c.decode[0].generations()) == 1 and len(c.legs()) == 1, "computed once"
@@ -207,7 +207,8 @@ def test_what_d_has_finished_is_kept_when_ps_answer_breaks_after_the_kv_came() -
 
 @pytest.mark.parametrize("client", ["answered", "reading"])
 def test_nobody_else_is_asked_for_what_d_has(client: str) -> None:
-    """P says no after its push, and D has the KV: another P would be asked for nothing, with a prompt that is forgotten."""
+    """P answers with an error after its push, and D has the KV: no other P needs to compute, and its prompt is no
+    longer kept."""
     with cluster(prefill=2) as c:
         for p in c.prefill:
             p.manner.hold_after_push = p.manner.refuses_after_push = True
@@ -219,7 +220,7 @@ def test_nobody_else_is_asked_for_what_d_has(client: str) -> None:
                 list(pieces)
             for p in c.prefill:
                 p.manner.hold_after_push = False
-            until(lambda: not c.worker._heart._open)  # D's call is over, and P's leg with it
+            until(lambda: not c.worker._heart._open)  # D's call has ended, and P's leg with it
             c.decode[0].manner.paused = False
             list(pieces)
         assert len(c.legs()) == 1
@@ -229,7 +230,7 @@ def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> No
     with cluster(decode=2) as c:
         c.prefill[0].manner.breaks_after_push = True
         for d in c.decode:
-            d.manner.report_s = 0.2  # P's leg breaks first, then comes the report, then D's failure
+            d.manner.report_s = 0.2  # P's leg breaks first, then the report comes, then D's failure
             d.manner.before_first_s = 0.4
             d.manner.fails_after_load = True
         assert c.complete().status_code == 500
@@ -272,7 +273,7 @@ def test_a_stream_that_d_dropped_ends_in_an_error_and_never_looks_complete() -> 
 
 
 def test_a_stream_that_d_dropped_before_a_token_left_is_an_error_of_its_own() -> None:
-    """All that D said came in one read: nothing has been promised to the client, which gets a status to go by."""
+    """All of D's output came in one read: the client's answer has not begun, so it gets an error status."""
     with cluster() as c:
         c.decode[0].manner.drops_after = 0
         answer = c.complete(stream=True)
@@ -287,7 +288,7 @@ def test_a_stream_that_d_dropped_before_its_first_token_is_tried_again() -> None
             assert done == "[DONE]" and len(said) == 3 and "error" not in "".join(said)
 
 
-# -- what engines say to each other
+# -- reports between engines
 
 
 def test_clients_see_nothing_of_what_engines_report() -> None:
@@ -313,7 +314,7 @@ def test_a_report_is_taken_once_and_of_known_requests_only() -> None:
         assert httpx.post(url, content=b"x" * 5000, trust_env=False).status_code == 413
         assert httpx.get(url, trust_env=False).status_code == 405
         c.complete()
-        until(lambda: instance(c, c.prefill[0].address).served == 1)  # by answer and post: once
+        until(lambda: instance(c, c.prefill[0].address).served == 1)  # reported in the answer and by post, counted once
 
 
 # -- what is no engine's fault
@@ -372,7 +373,7 @@ def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
 
 
 def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> None:
-    """Behind one address each request may be another rank's."""
+    """Requests to one address may reach different ranks."""
     d = told("d", 4.0).heard("e-dp1", 6.0).heard("d", 7.0)
     one, other = (Proof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
     assert one.holds(Life(), d) and other.holds(Life(), d)
@@ -394,7 +395,7 @@ def told(incarnation: str, at: float, refused: float = 0.0) -> Life:
 
 
 def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
-    """One worker's probe met the moment in which nobody listened, the other's did not."""
+    """One worker's probe was refused while the engine restarted, the other's was not."""
     fleets = [Fleet(CircuitPolicy()) for _ in range(2)]
     for fleet in fleets:
         for role, name in ((Role.PREFILL, "p:1"), (Role.DECODE, "d:1")):
@@ -433,7 +434,7 @@ def shown(c: Cluster, engine: FakeEngine) -> str:
 
 
 def learn(c: Cluster, engines: Iterable[FakeEngine]) -> None:
-    """Requests until each of these has told its version. All are answered, whichever pair was tried."""
+    """Send requests until the versions of these are known. All are answered, whichever pair was tried."""
 
     def all_known() -> bool:
         answer = c.complete()
@@ -444,7 +445,7 @@ def learn(c: Cluster, engines: Iterable[FakeEngine]) -> None:
 
 
 def mixed(c: Cluster) -> int:
-    """How many prefills were asked of a P of another version than their D's."""
+    """Count the prefills that went to a P of another version than their D's."""
     asked = [(p, seen.body["kv_transfer_params"]) for p in c.prefill for seen in p.generations()]
     return sum(reservation_of(params)["fingerprint"] != p.fingerprint for p, params in asked)
 
@@ -488,7 +489,7 @@ def test_a_d_whose_version_has_no_p_is_left_alone_while_there_is_another() -> No
         for n in range(8):
             assert c.complete(f"p{n}").status_code == 200
         assert len(new.generations()) == before
-        old.manner.status = 503  # it refuses; the other one serves, by itself
+        old.manner.status = 503  # it refuses; the other one computes by itself
         legs = len(c.legs())
         assert c.complete().status_code == 200
         assert len(new.generations()) == before + 1 and len(c.legs()) == legs
@@ -521,7 +522,7 @@ def test_canaries_prove_each_version_over_its_own_pair() -> None:
         (p_old, p_new), (d_new, d_old) = c.prefill, c.decode
         wanted = {(p_old.address, d_old.address), (p_new.address, d_new.address)}
         until(lambda: {(pair["prefill"], pair["decode"]) for pair in readiness(c).json()["proven_pairs"]} == wanted)
-        # where the next ones go; D may have said of a pair what P says a moment later
+        # pairs of the next canaries; D may report on a pair shortly before P does
         until(lambda: {(p.name, d.name) for p, d in c.worker.canary._pairs()} == wanted)
         assert not any(blame(c).values())
 
@@ -532,7 +533,7 @@ def test_a_version_is_known_of_who_told_it_in_whatever_order_it_is_heard(order: 
         lambda life: life.heard("one", 1.0, OLD),
         lambda life: life.refuses(2.0),
         lambda life: life.heard("two", 3.0, NEW),
-        lambda life: life.heard("two", 4.0),  # by its peer's word
+        lambda life: life.heard("two", 4.0),  # reported by its peer
         lambda life: life.merged(Life.of(json.loads(json.dumps([["three-dp1", 1.5, OLD]])), 1.6)),
     ]
     life = Life()
@@ -544,20 +545,21 @@ def test_a_version_is_known_of_who_told_it_in_whatever_order_it_is_heard(order: 
 
 
 def test_a_version_that_nobody_has_heard_of_for_long_is_not_believed_any_more() -> None:
-    """Behind an address that never refuses another may have taken its place, and who is not asked cannot say so."""
+    """At an address that never refuses, another engine may have taken its place, and an engine that gets no requests
+    reports nothing."""
     life = Life().heard("one", 1.0, OLD)
     assert life.fingerprint(0.9 + PRINT_S) == OLD and life.fingerprint(1.0 + PRINT_S) == ""
     assert life.heard("one", 50.0).fingerprint(1.0 + PRINT_S) == OLD, "it was asked since"
 
 
-# -- what the codes say
+# -- meaning of the codes
 
 
 def test_each_code_that_a_report_can_carry_has_a_verdict_with_a_reason() -> None:
     assert all(code in CATALOGUE and why for code, (_, why) in VERDICTS.items())
     for code in (
         c for c in CATALOGUE if c.startswith("PD-XFER") and c != "PD-XFER-007"
-    ):  # P's own health, never D's word
+    ):  # about P itself, never in D's reports
         assert code in VERDICTS, code
     assert against_prefill("PD-XFER-001") and not against_prefill("PD-XFER-003") and not against_prefill("PD-NONE-001")
 

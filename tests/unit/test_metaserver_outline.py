@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long JSON in slices: understood as engines read it, and never much of it at once."""
+"""Long JSON parsed in slices: the result is that of an ordinary reader, and each slice is short."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOSTILE = {
 
 
 def slices(steps: outline.Steps[Any]) -> tuple[object, list[int]]:
-    """The result, and the bytes between two turns."""
+    """Run the steps; return the result, and the bytes between two turns."""
     spent: list[int] = []
     while True:
         try:
@@ -58,14 +58,14 @@ def slices(steps: outline.Steps[Any]) -> tuple[object, list[int]]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices so short that everything is cut by their ends."""
+    """Set slices so short that every token is cut."""
     monkeypatch.setattr(outline, "SLICE", 3)
     monkeypatch.setattr(outline, "_FIRST", 2)
     monkeypatch.setattr(bodies, "SLICE", 0)
 
 
 @pytest.mark.usefixtures("small")
-@settings(suppress_health_check=list(HealthCheck))  # a busy machine is no slow strategy
+@settings(suppress_health_check=list(HealthCheck))  # a loaded machine is slow
 @given(st.dictionaries(WORDS, VALUES, max_size=5), st.sampled_from([None, 1]), st.booleans())
 def test_members_are_those_that_a_reader_finds(body: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(body, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
@@ -74,10 +74,10 @@ def test_members_are_those_that_a_reader_finds(body: dict[str, Any], indent: int
 
 
 @pytest.mark.usefixtures("small")
-@settings(suppress_health_check=list(HealthCheck))  # a busy machine is no slow strategy
+@settings(suppress_health_check=list(HealthCheck))  # a loaded machine is slow
 @given(st.text(alphabet='{}[]",:\\ 1tN', max_size=12), VALUES, st.integers(0, 60), st.integers(0, 60))
 def test_what_a_reader_takes_is_understood_alike(noise: str, value: Any, at: int, cut: int) -> None:
-    """A text that was damaged is refused, or it is one that a reader refuses, or both find the same."""
+    """A damaged text is refused, or an ordinary reader refuses it, or both find the same."""
     whole = json.dumps({"a": value, "b": 1})
     text = (whole[:at] + noise + whole[max(at, cut) :]).encode(errors="replace")
     try:
@@ -142,7 +142,7 @@ def test_a_long_prompt_is_served_whole() -> None:
 
 
 class Engine(asyncio.Protocol):
-    """Notes how much came, and answers when all of it is there; then with as much."""
+    """Server that counts what it receives, and answers when all of it has come, with as many bytes."""
 
     came = 0
 
@@ -161,7 +161,7 @@ class Engine(asyncio.Protocol):
 
 
 async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() -> None:
-    """From a body's last piece to the client's whole answer; what comes in at one turn is what the system's buffers hold."""
+    """From a body's last piece to the client's whole answer; one turn reads as much as the system's buffers hold."""
     body = HOSTILE["prompts"]
     loop = asyncio.get_running_loop()
     engine = await loop.create_server(lambda: Engine(len(body)), "127.0.0.1", 0)
@@ -191,7 +191,7 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
         got.extend(message.get("body", b""))
         written.append(len(message.get("body", b"")))
 
-    calling = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None)  # of a caller that stays
+    calling = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None)  # of a caller that stays connected
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": None}
     scope["extensions"] = {CONNECTION: calling}
     counting = asyncio.create_task(count())
@@ -208,7 +208,7 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
 
 
 async def test_long_bodies_take_turns_with_each_other() -> None:
-    """Many at once must not make a turn as long as a step of each of them."""
+    """Many at once must not prolong a turn to the sum of their steps."""
     turns, under_way, most = Turns(), 0, 0
 
     def steps() -> outline.Steps[int]:
@@ -239,7 +239,7 @@ def test_token_ids_that_d_posts_are_carried_and_not_made(ids: bytes) -> None:
 
 
 def test_each_name_of_a_connection_header_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new set for each of them, with all before in it, takes a second for as many as a head can hold."""
+    """A new set for each of them, with all earlier ones in it, takes a second for as many as a head can hold."""
 
     class Names(frozenset[bytes]):
         def union(self, *_: object) -> Any:

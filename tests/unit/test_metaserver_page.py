@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status page: what it says, to whom, and that a real browser shows an instance going down and coming back."""
+"""The status page: its contents, access to it, and a real browser that shows an instance going down and coming back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Tab]:
 
 def test_the_page_is_one_file_that_needs_nothing_from_elsewhere() -> None:
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|https?://|@import|url\(""", page.PAGE)
-    assert "innerHTML" not in page.PAGE and "document.write" not in page.PAGE  # ids come from clients
+    assert "innerHTML" not in page.PAGE and "document.write" not in page.PAGE  # request ids come from clients
     with cluster() as c:
         answer = c.http.get("/")
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -57,10 +57,10 @@ def test_errors_are_kept_with_code_and_remedy_and_without_an_engines_words() -> 
             engine.manner.status = 500
         c.prefill[0].manner.status = 400
         answer = c.complete("a secret prompt")
-        assert answer.status_code == 500 and "as told" in answer.text  # the client hears the engine
+        assert answer.status_code == 500 and "as told" in answer.text  # the engine's error is passed on
         for engine in c.decode:
             engine.manner.status = 200
-        assert c.complete("a secret prompt").status_code == 200  # D did it by itself
+        assert c.complete("a secret prompt").status_code == 200  # D computed it by itself
         status = c.http.get("/status").json()
         found = {error["code"]: error for error in status["errors"]}
         assert found["PD-META-007"]["what"] == "answered 500 (Fake)"
@@ -94,7 +94,7 @@ def test_the_timeline_tells_the_way_of_each_layer_or_why_it_cannot(tmp_path: Pat
 
 
 def state(name: str, wanted: str, column: int = 2) -> str:
-    """True in the page when it shows the instance in this state, or with this fingerprint (4)."""
+    """Expression that is true in the page when it shows the instance in this state, or with this fingerprint (4)."""
     rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
     return f"{rows}?.cells[{column}]?.innerText === '{wanted}'"
 
@@ -134,13 +134,13 @@ def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab:
         )
         asking.start()
         tab.until("document.querySelector('#flight').innerText.includes('P computes and pushes')")
-        assert "<b>mine</b>" in tab.text("#flight")  # what a client sends is text
+        assert "<b>mine</b>" in tab.text("#flight")  # shown as text
         c.prefill[0].manner.hold = False
         asking.join()
         tab.until("document.querySelector('#last tr.row') !== null")
         tab.ask("document.querySelector('#last tr.row').click()")
         tab.until("document.querySelector('#last').innerText.includes('loaded')")
-        tab.until("document.querySelector('#last').innerText.includes('--trace-dir')")  # it says that it has none
+        tab.until("document.querySelector('#last').innerText.includes('--trace-dir')")  # the page says that none is set
         assert "secret" not in tab.text() and not tab.complaints
 
 
@@ -157,7 +157,7 @@ def test_a_browser_shows_a_stream_that_another_d_went_on_with(tab: browser.Tab) 
         assert said == whole and len(whole["text"]) > 0
         tab.open(str(c.http.base_url))
         rows = "[...document.querySelectorAll('#last tr.row')].map(r => r.cells[7].innerText).join('|')"
-        tab.until(f"{rows} === '1|'")  # the newest comes first
+        tab.until(f"{rows} === '1|'")  # newest first
         tab.ask("document.querySelector('#last tr.row').click()")
         tab.until("document.querySelector('#last pre')?.innerText.includes('resume  after 7 tokens')")
         assert tab.text("#errors").count("PD-META-007") == 1 and not tab.complaints

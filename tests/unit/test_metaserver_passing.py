@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes that are passed to a D as they are: what they say about it, their turn, their end, their headers."""
+"""Routes that are passed to a D unchanged: blame, admission, shutdown, headers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import httpx
 import pytest
 from metaserver_cluster import Cluster, cluster, until
 
+from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
-from vllm_ascend_pd.metaserver.http1 import Upstream
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -59,7 +59,7 @@ def embed(c: Cluster, **more: Any) -> httpx.Response:
     return c.http.post("/v1/embeddings", json={"input": "x", **more})
 
 
-# -- what an answer says about the engine
+# -- evidence in an answer about the engine
 
 
 def test_a_wedged_d_that_lists_its_models_stays_out() -> None:
@@ -107,7 +107,7 @@ def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[Cluste
         count = 0
         while count < 12 or not any(
             seen.route.startswith("/v1/") for seen in c.decode[0].seen
-        ):  # which is chosen is chance
+        ):  # the choice of an engine is random
             assert ask(c).status_code == 200
             count += 1
 
@@ -119,7 +119,7 @@ def test_an_empty_answer_is_never_passed_on() -> None:
         for _ in range(12):
             listed = c.http.get("/v1/models")
             assert listed.status_code == 200 and listed.json()["data"]
-        answers: list[httpx.Response] = []  # may have been executed: not tried elsewhere
+        answers: list[httpx.Response] = []  # possibly executed: not tried elsewhere
         while len(answers) < 12 or {answer.status_code for answer in answers} != {200, 502}:
             answers.append(embed(c))
             assert answers[-1].status_code in (200, 502)
@@ -273,7 +273,7 @@ async def test_a_turn_that_comes_in_the_moment_of_the_end_is_not_taken() -> None
     assert await front.turnstile.enter(1.0)
     asking = asyncio.create_task(ask())
     await asyncio.sleep(0)
-    front.turnstile.leave()  # its turn, of which it has not heard yet
+    front.turnstile.leave()  # admits the request, which does not know it yet
     draining = asyncio.create_task(front.drain())
     await asyncio.gather(asking, draining)
     assert not worked and said[0]["status"] == 503

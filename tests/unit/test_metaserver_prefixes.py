@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice by what an engine was sent before, and by the models that it lists."""
+"""Choice by the prompts that an engine was sent before, and by the models that it lists."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_it_holds_no_more_than_it_may_and_forgets_ends_before_beginnings(
 
 @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 9)), max_size=40), st.integers(9, 20))
 def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[int, int]], most: int) -> None:
-    """An engine that keeps `most` blocks, those that were used last. A prompt of kind -1 is new and comes by another way."""
+    """An engine that keeps the `most` blocks used last. A prompt of kind -1 is new and comes by another way."""
     block = NEAR // 4
     prompts, engine = Prompts(most * block), dict[tuple[int, int], None]()
     longest: dict[int, Marks] = {}
@@ -98,15 +98,13 @@ def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[
             there, kinds = block * sum(held == known for held, _ in engine), [kind for kind, _ in asked[: turn + 1]]
             if -1 not in kinds:
                 assert prompts.has(its) == there
-            elif all(
-                kinds.count(kind) == 1 for kind in kinds if kind >= 0
-            ):  # one used again may hide what came between
+            elif all(kinds.count(kind) == 1 for kind in kinds if kind >= 0):  # a repeated one may hide those between
                 assert prompts.has(its) <= there
             assert prompts.tokens <= block * len(engine)
 
 
 def test_an_engine_that_forgets_is_heard_as_before() -> None:
-    """What is forgotten for another reason than its events does not make them count otherwise."""
+    """Entries forgotten for another reason than its events do not change how these count."""
     prompts, block = Prompts(1000), NEAR // 4
     for turn in range(20):
         prompts.add(marks(bytes([turn]) * 4 * NEAR))
@@ -172,7 +170,7 @@ def test_a_busy_p_does_not_get_what_another_can_compute_sooner() -> None:
         other = next(p for p in c.prefill if p is not home)
         busy = c.worker.fleet.get(home.address)
         assert busy is not None
-        until(lambda: not busy.requests)  # P's own answer may come after the client's, and takes its load along
+        until(lambda: not busy.requests)  # P's own answer, which ends its load, may come after the client's
         busy.load = 10_000.0
         c.complete(HEAD + " again")
         assert len(other.generations()) == 1
@@ -183,7 +181,7 @@ def test_a_p_that_was_started_anew_has_nothing() -> None:
         c.complete(HEAD)
         instance = c.worker.fleet.get(c.prefill[0].address)
         assert instance is not None and instance.prompts.tokens > 0
-        until(lambda: not instance.requests)  # it has said its old name
+        until(lambda: not instance.requests)  # it has reported its old name
         c.prefill[0].incarnation = "another"
         c.complete("short")
         until(lambda: any(word.incarnation == "another" for word in instance.life.told))
@@ -216,7 +214,7 @@ def counted(c: Cluster, why: str) -> float:
 
 
 def two_models(c: Cluster) -> None:
-    """Half of the engines serve another model, and the metaserver has heard of it."""
+    """A cluster in which half of the engines serve another model, and the metaserver knows it."""
     for engine in (c.prefill[1], c.decode[1]):
         engine.models, engine.fingerprint = ("other",), "0123456789ab.v2-2"
     for engine in (*c.prefill, *c.decode):

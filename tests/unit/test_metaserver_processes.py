@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command as a user runs it: real processes, signals, several workers, TLS, wrong flags."""
+"""The command as a user runs it: real processes, signals, several workers, TLS, invalid flags."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from metaserver_command import COMMAND, ROOT, Running, place, ports, running
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.service import server, supervisor
 from vllm_ascend_pd.metaserver.service.fleet import parse_specs
 from vllm_ascend_pd.metaserver.service.settings import read_token
@@ -39,14 +39,14 @@ def test_the_command_serves_and_ends_well_on_a_signal() -> None:
 def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_told() -> None:
     own = ports(1)
     with running("--worker-port", str(own)) as r:
-        r.decode.metaservers(f"http://127.0.0.1:{own}")  # and no other
+        r.decode.metaservers(f"http://127.0.0.1:{own}")  # the only allowed URL
         assert texts(r.complete("x")) == ["".join(words("x", 3))]
         assert r.decode.local_prefills == 0 and len(r.prefill.generations()) == 1
 
 
 def test_a_signal_lets_requests_finish() -> None:
     with running("--grace", "10") as r:
-        r.decode.manner.before_post_s = 1.0  # its post comes after the signal, and must be heard
+        r.decode.manner.before_post_s = 1.0  # its post comes after the signal, and must be served
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(r.complete("x", stream=True)), name="client")
         asking.start()
@@ -76,7 +76,7 @@ def test_several_workers_serve_on_one_port_and_die_alone() -> None:
         first = r.workers()[0]
         first.kill()
         until(lambda: len(r.workers()) == 2 and first.pid not in [w.pid for w in r.workers()])
-        for url in urls:  # the new one has been told
+        for url in urls:  # the restarted worker has learnt it
             until(lambda url=url: _state(url, spare) == "draining")
         assert r.complete("after").status_code == 200
         page = r.http.get("/metrics").text
@@ -88,7 +88,7 @@ def test_several_workers_serve_on_one_port_and_die_alone() -> None:
 
 
 def _ask_anew(r: Running, prompt: str) -> int:
-    """A request on a connection of its own, and how many workers have served by then."""
+    """Send a request on a connection of its own; return how many workers have served by then."""
     with httpx.Client(base_url=r.http.base_url, trust_env=False) as fresh:
         assert fresh.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
     return len({s.body["kv_transfer_params"]["metaserver"] for s in r.decode.generations()})
@@ -127,7 +127,7 @@ def test_one_canary_proves_a_pair_for_all_workers_also_for_one_that_comes_later(
 
 def test_readiness_outlives_the_worker_that_sends_the_canaries() -> None:
     with running(workers=2, canary=True) as r:
-        urls = r.urls()  # /status names the asked worker first, whichever that is
+        urls = r.urls()  # /status lists the answering worker first, so it is read once
         for url in urls:
             until(lambda url=url: _is_ready(url))
         first, second = sorted(r.workers(), key=place)
@@ -152,7 +152,7 @@ def test_workers_end_when_their_supervisor_is_killed() -> None:
     with running(workers=2) as r:
         workers = r.workers()
         r.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.0)  # reports pile up unread, so that its death is a reset of the line and not its end
+        time.sleep(1.0)  # unread reports collect, so that its death resets the connection instead of ending it
         r.process.kill()
         until(lambda: not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE])
 
@@ -172,7 +172,7 @@ def test_tls_works_both_ways(tmp_path: Path) -> None:
         r.decode.metaservers(str(r.http.base_url))  # without our CA D does not trust it
         assert r.complete("y").status_code == 200
         assert r.decode.local_prefills == 1 and r.decode.outcomes[-1].code == "PD-META-002"
-        assert r.decode._client.stats.repeated == 0  # it will not be trusted in a second either
+        assert r.decode._client.stats.repeated == 0  # a retry would not be trusted either
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_wrong_flags_stop_the_start_with_a_sentence(flags: list[str], says: str)
 def test_an_impossible_flag_is_named_with_its_value_and_what_to_do(
     flags: str, key: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "run_worker", _started)  # were the flags taken
+    monkeypatch.setattr(server, "run_worker", _started)  # runs if the flags are accepted
     monkeypatch.setattr(supervisor.Supervisor, "run", _started)
     assert main(["metaserver", *([] if "--port" in flags else ["--port", "0"]), *flags.split()]) == 2
     said = capsys.readouterr().err
@@ -281,7 +281,7 @@ def test_the_predecessors_flags_are_understood() -> None:
 
 
 def test_ranks_with_servers_of_their_own_are_named_at_once() -> None:
-    """As vllm-ascend's guide for large expert parallelism starts its proxy, and as it is said here."""
+    """In the form of vllm-ascend's guide for large expert parallelism, and in ours."""
     words = "metaserver --prefiller-hosts a b --prefiller-hosts-num 2 2 --prefiller-ports 9000 9100 --prefiller-ports-inc 2 2"
     settings = settings_of(parser().parse_args([*words.split(), "--decode", "https://c:9000+3", "[::1]:1+2"]))
     assert settings.prefill == ("a:9000", "a:9001", "b:9100", "b:9101")
@@ -294,7 +294,7 @@ def test_ranks_with_servers_of_their_own_are_named_at_once() -> None:
 
 def test_an_engine_can_import_the_client_without_the_service() -> None:
     code = (
-        "import sys, vllm_ascend_pd.metaserver.client; "
+        "import sys, vllm_ascend_pd.decode.metaserver; "
         "bad = {'starlette', 'uvicorn', 'fastapi', 'aiohttp', 'prometheus_client', 'yaml'} & set(sys.modules); "
         "bad |= {m for m in sys.modules if m.startswith('vllm_ascend_pd.metaserver.service')}; sys.exit(str(bad) if bad else 0)"
     )
@@ -323,4 +323,4 @@ def test_a_flag_that_is_given_again_adds_to_what_came_before() -> None:
     words += " --prefiller-hosts f --prefiller-ports 6"
     settings = settings_of(parser().parse_args(words.split()))
     assert settings.prefill == ("a:1", "b:2", "c:3", "e:5", "f:6") and settings.decode == ("d:4",)
-    assert settings_of(parser().parse_args(["metaserver"])).prefill == ()  # the default is not what was added to
+    assert settings_of(parser().parse_args(["metaserver"])).prefill == ()  # the default has not been extended

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every refusal of the metaserver itself: OpenAI's shape, a code of the catalogue, whoever says it."""
+"""Every refusal of the metaserver itself: OpenAI's format, a code of the catalogue, the same from every part."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_refusal_has_openais_shape_and_a_code(
     answer = one.http.request(method, path, content=content, headers={**JSON, "x-request-id": "mine"})
     refused(answer, status, code)
     assert (status == 405) == ("allow" in answer.headers)
-    if code != "PD-META-003":  # D's post is no client's request
+    if code != "PD-META-003":  # a post of D, not a client's request
         assert answer.headers.get_list("x-request-id") == ["mine"]
         made = one.http.request(method, path, content=content, headers=JSON)
         assert made.status_code == status and len(made.headers["x-request-id"]) == 32
@@ -138,7 +138,7 @@ def test_a_refused_body_comes_back_with_the_clients_id(one: Cluster) -> None:
 
 
 def test_a_browsers_question_goes_to_a_d(one: Cluster) -> None:
-    """What a page of another origin may do is for the engine to say (vLLM's --allowed-origins)."""
+    """Access for pages of another origin is the engine's decision (vLLM's --allowed-origins)."""
     asked = {"origin": "http://page", "access-control-request-method": "POST"}
     for path in ("/v1/chat/completions", "/v1/embeddings"):
         assert one.http.options(path, headers=asked).status_code == 200
@@ -150,7 +150,7 @@ def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
     with cluster() as c:
         c.decode[0].manner.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 50_000, "stream": True}) as answer:
-            pieces = answer.iter_raw()  # kept: a generator that nobody holds closes the connection
+            pieces = answer.iter_raw()  # kept, as a collected generator closes the connection
             next(pieces)
             until(lambda: not c.worker._intake.held)
             assert c.worker.front.journal.exchanges, "it goes on"

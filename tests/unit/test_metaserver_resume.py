@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of a stream, and its rest from another D: the client gets byte for byte what one engine would have written."""
+"""Stored streams, and their continuation on another D: the client gets byte for byte what one engine would have
+written."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_the_limit_is_the_clients_or_the_engines() -> None:
 
 
 def written(body: dict[str, Any], ids: list[int], dice: random.Random, name: str = "d1") -> list[bytes]:
-    """An engine's events; now and then two tokens are one event."""
+    """Events of an engine; sometimes two tokens are one event."""
     speaker = Speaker(body, ids, name)
     events = [speaker.opening()] if speaker.chat else []
     group: list[Said] = []

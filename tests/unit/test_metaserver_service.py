@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver as clients and engines meet it, over real sockets, with pretended engines behind it."""
+"""The metaserver as clients and engines use it, over real sockets, with fake engines behind it."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_stream_does_not_hold_its_prompt() -> None:
 
 
 def test_the_last_of_several_choices_still_finds_its_prompt() -> None:
-    """With few seats D posts for the second choice when the first already streams."""
+    """With few running slots D posts for the second choice when the first one already streams."""
     with cluster() as c:
         c.decode[0].manner.late_choice = True
         answer = c.complete("two", n=2, stream=True)
@@ -248,7 +248,7 @@ def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> No
         for engines, expected in (((0,), False), ((0, 1), True)):
             for index in engines:
                 c.prefill[index].tells = True
-            for _ in range(40):  # each P has answered, whatever chance chose
+            for _ in range(40):  # enough that each P has answered
                 assert c.complete("x").status_code == 200
             assert c.decode[0].generations()[-1].body["kv_transfer_params"].get("first_token", False) is expected
         c.prefill[1].tells = False

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request's trace goes: both legs carry it, and with an endpoint each leg has a span that its engine hangs below."""
+"""Trace context of a request: both legs carry it, and with an endpoint each leg has a span that is its engine's
+parent."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Collector:
-    """What receives OTLP over HTTP, on a port of 127.0.0.1."""
+    """Receiver of OTLP over HTTP, on a port of 127.0.0.1."""
 
     def __init__(self) -> None:
         self.spans: list[object] = []
@@ -69,7 +70,7 @@ def test_each_leg_has_a_span_below_the_requests_and_its_engine_is_told(collector
             assert (told[1], told[2]) == (leg.trace_id.hex(), leg.span_id.hex())
             assert decode.start_time_unix_nano <= leg.start_time_unix_nano <= leg.end_time_unix_nano
         names = [event.name for event in request.events]
-        # P's answer and D's report come when they like.
+        # P's answer and D's report may come at any time.
         in_order = [name for name in names if name not in ("prefilled", "loaded")]
         assert in_order == ["decode", "reserved", "prefill", "first byte", "end"] and "loaded" in names
         facts = {a.key: a.value for a in (*request.attributes, *prefill.attributes)}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storm: engines that answer in every order and at every speed, some of which fail in every way; clients of all kinds.
+"""Stress test: engines that answer in every order and at every speed, some of which fail in every way; clients of all
+kinds.
 
-All is drawn by seed, each request's part in it as it comes. Half of the engines are sound: whatever the others do, nobody may
-blame those. Each client gets one right answer or one honest error, and when the storm is over nothing of it is left.
+All is drawn by seed, each request's part as it arrives. Half of the engines are sound: they must never be blamed,
+whatever the others do. Each client gets one right answer or one true error, and nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from metaserver_cluster import Cluster, cluster, until
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
 
-PATIENCE_S = 120.0  # of a client: no answer after this is one that never comes
+PATIENCE_S = 120.0  # of a client: a later answer counts as missing
 CLIENTS = 24  # at a time
-FAULT = 0.25  # the share of an ailing engine's requests that go wrong
-FROZEN = (*(0.0,) * 6, 0.3, 60.0)  # seconds to an ailing engine's answer to a probe: the last one is nobody's patience
+FAULT = 0.25  # share of requests that fail on a faulty engine
+FROZEN = (
+    *(0.0,) * 6,
+    0.3,
+    60.0,
+)  # delays in s of a faulty engine's answers to probes
 HONEST = frozenset({429, 500, 502, 503, 504})
 P_FAULTS: tuple[dict[str, Any], ...] = (
     *({"push": False}, {"breaks_after_push": True}, {"refuses_push": "PD-META-005"}, {"half": True}, {"hang": True}),
@@ -63,7 +68,7 @@ def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[]
 
 
 class Crowd:
-    """The clients. `said` counts how they were answered; `wrong` holds what no client may ever get."""
+    """The clients. `said` counts their answers; `wrong` holds answers that no client may get."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self.url, self.rng = url, rng
@@ -135,14 +140,14 @@ def of_stream(answer: httpx.Response, right: str) -> str:
         (choice,) = piece["choices"]
         got += choice["text"] if "text" in choice else choice["delta"]["content"]
         if "finish_reason" in choice and choice["finish_reason"] is not None:
-            return "wrong"  # the fake's right streams have none
+            return "wrong"  # the fake engine's right streams have none
     if errors:
         return "broken off" if right.startswith(got) else "wrong"
     return "right" if got == right and done == "[DONE]" else "wrong"
 
 
 async def restarts(engines: list[FakeEngine], rng: random.Random) -> None:
-    """Ailing engines die and come back as others, while all goes on."""
+    """Kill faulty engines and restart them with another incarnation meanwhile."""
     while True:
         await asyncio.sleep(rng.random())
         engine = rng.choice(engines)
@@ -166,14 +171,14 @@ def nothing_left(c: Cluster) -> bool:
 
 
 async def _tasks() -> list[str]:
-    """Tasks of single requests; what a worker always runs has a name."""
+    """Return tasks of single requests; permanent tasks of a worker have names."""
     of_requests = ("restart of", "heartbeat")
     return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith(of_requests)]
 
 
 def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(relay, "_REPORT_S", 30.0)  # a busy machine is no D that never reports
+    monkeypatch.setattr(relay, "_REPORT_S", 30.0)  # a report may be late on a loaded machine
     monkeypatch.setattr(exchange, "PAST_S", 5.0)
     settings: dict[str, Any] = {
         "probe_timeout_s": 2.0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP client for engines, against servers that send raw bytes, good and bad."""
+"""The HTTP client for engines, against servers that send raw bytes, valid and invalid."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.metaserver import http1 as module
-from vllm_ascend_pd.metaserver.decisions import Failure
-from vllm_ascend_pd.metaserver.http1 import Origin, Reply, Upstream, UpstreamError
+from vllm_ascend_pd.http import http1 as module
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 
 Handle = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Raw:
-    """Reads a request, calls `handle`, which writes what it likes. Keeps count of its connections and requests."""
+    """Read a request and call `handle`, which writes the answer. Count connections and requests."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -183,7 +183,7 @@ async def test_silence_before_and_within_an_answer_ends_it() -> None:
 
 
 async def test_a_slow_reader_is_no_silence() -> None:
-    """What waits for the client is not read from the engine, which then cannot say more."""
+    """While data waits for the client the engine is not read, so it cannot send more."""
     size = 8 << 20
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
     async with talking(says(head + b"x" * size)) as (_, origin, upstream):
@@ -191,7 +191,7 @@ async def test_a_slow_reader_is_no_silence() -> None:
         (pool,) = upstream._pools.values()
         while got < size - (1 << 20):  # the last of it may come without a pause
             await until(lambda: all(connection._paused for connection in pool.busy))
-            upstream.hurry(origin, -1.0)  # it has run out when it is read on
+            upstream.hurry(origin, -1.0)  # the limit has passed when reading goes on
             pool.sweep(asyncio.get_running_loop().time() + 3600.0)
             got += len(await reply.read())
             pool.sweep(asyncio.get_running_loop().time())
@@ -268,7 +268,7 @@ async def test_a_slow_client_slows_the_engine() -> None:
         while before != sent:
             before = sent
             await asyncio.sleep(0.3)
-        assert sent < 32 << 20  # the rest lies with the engine
+        assert sent < 32 << 20  # the rest is still at the engine
         assert len(await reply.rest(1 << 30)) == 64 << 20
 
 

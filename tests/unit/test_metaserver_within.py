@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit keeps its time, its cancellations and its results apart."""
+"""A time limit: its timeout, its cancellations and its results do not affect each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from vllm_ascend_pd.metaserver.within import within
+from vllm_ascend_pd.http.within import within
 
 
 async def test_a_result_in_time_is_given() -> None:
@@ -38,7 +38,7 @@ async def test_work_that_takes_too_long_is_cancelled() -> None:
 
 @pytest.mark.parametrize("steps", range(8))
 async def test_a_cancellation_is_never_lost_whenever_it_comes(steps: int) -> None:
-    """At each step of the loop around the moment in which the work is done."""
+    """At each step of the loop around the moment in which the work ends."""
     abandoned: list[str] = []
     work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes: workers that agree about their instances and their numbers, and two metaservers side by side."""
+"""Several processes: workers with consistent instances and numbers, and two metaservers side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOOD = "decode: ['{spare}']\n"
 
 
 def get(url: str, path: str) -> dict[str, Any]:
-    """Empty while nobody answers."""
+    """Return the answer's JSON, or nothing if the connection fails."""
     try:
         return httpx.get(url + path, timeout=None, trust_env=False).json()  # type: ignore[no-any-return]
     except httpx.TransportError:
@@ -27,13 +27,13 @@ def get(url: str, path: str) -> dict[str, Any]:
 
 
 def members(url: str) -> dict[str, tuple[str, str, float, bool]]:
-    """As this worker knows them."""
+    """Instances that this worker knows."""
     facts = get(url, "/instances").get("instances", ())
     return {i["name"]: (i["role"], i["source"], i["weight"], i["state"] == "draining") for i in facts}
 
 
 def kill(r: Running, worker: int) -> psutil.Process:
-    """The worker in this place; returns who comes after it."""
+    """Kill the worker in this place; return its successor."""
     first = next(w for w in r.workers() if place(w) == worker)
     first.kill()
     until(lambda: [w for w in r.workers() if w != first and place(w) == worker])
@@ -108,7 +108,7 @@ def test_a_process_that_ends_before_it_is_ready_is_not_waited_for(capsys: pytest
 
 
 def load(url: str) -> list[tuple[float, float]]:
-    """What runs and what waits, by `/metrics` and by `/status`."""
+    """Running and waiting requests, by `/metrics` and by `/status`."""
     page = httpx.get(url + "/metrics", timeout=None, trust_env=False).text
     values = {s.name: s.value for family in text_string_to_metric_families(page) for s in family.samples}
     status = get(url, "/status")
@@ -128,7 +128,7 @@ def test_metrics_and_status_say_alike_what_runs_and_what_waits_whoever_is_asked(
         ]  # fmt: skip
         for thread in asking:
             thread.start()
-        for url in (*urls, *urls):  # the second time round no number has grown old
+        for url in (*urls, *urls):  # read twice: no number is out of date
             until(lambda url=url: load(url) == [(2, 4), (2, 4)])
         r.decode.manner.hold = False
         for thread in asking:
@@ -148,7 +148,7 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
                 assert texts(r.complete("x")) == ["".join(words("x", 3))]
                 assert decode.generations()[-1].body["kv_transfer_params"]["metaserver"] == url
                 assert len(prefill.generations()) == proofs + 1
-            decode.manner.hold = True  # a request is under way at each when one of them dies
+            decode.manner.hold = True  # each has a request in progress when one of them dies
             got: list[httpx.Response] = []
             proofs = len(prefill.generations())
             left = threading.Thread(target=lambda: _broken_off(one), name="client of the one")
@@ -158,7 +158,7 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
             until(lambda: sum(seen.finished for seen in prefill.generations()[proofs:]) == 2)
             assert decode.running == 2
             one.process.kill()
-            until(lambda: decode.running == 1)  # D hears of it
+            until(lambda: decode.running == 1)  # D gets the request
             decode.manner.hold = False
             for thread in (left, stays):
                 thread.join()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators read: each fact once whatever the TP size, in vLLM's log line and in a real Prometheus registry."""
+"""Operators' metrics: each fact once whatever the TP size, in vLLM's log line and in a real Prometheus registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_ascend_pd.protocol.identity import TransferId
 
 
 def told(tally: Tally) -> PushStats:
-    """What vLLM gets from one worker or scheduler, after the way through its serialiser."""
+    """Return what vLLM gets from one worker or scheduler, after its serialiser."""
     data = tally.take()
     assert data is not None
     return PushStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(data)))
@@ -53,7 +53,7 @@ TELLS = {
 
 
 def _called(node: ast.Call) -> str:
-    """MetricValue(…), or a method of what is called a tally."""
+    """Return calls of MetricValue(…), or of a method of a tally."""
     if isinstance(node.func, ast.Name):
         return node.func.id
     on = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -62,7 +62,7 @@ def _called(node: ast.Call) -> str:
 
 
 def test_each_metric_is_told_somewhere_and_by_what_fits_its_kind() -> None:
-    """A name that is none would end P's writer thread at the first time that it is told."""
+    """An unknown name would end P's writer thread at its first use."""
     package, seen = Path(tally_module.__file__).parents[1], set[str]()
     for path in [*package.glob("prefill/**/*.py"), *package.glob("decode/**/*.py"), *package.glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -131,7 +131,7 @@ def test_threads_that_add_at_once_lose_nothing() -> None:
 
 
 def test_workers_and_steps_add_up_and_nothing_is_multiplied() -> None:
-    """Two workers of P, the first tells the times; two steps; each byte was written by one worker."""
+    """Two workers of P, of which the first reports the times; two steps; each byte was written by one worker."""
     first, second = Tally(), Tally()
     steps = []
     for _ in range(2):

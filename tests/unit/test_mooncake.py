@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real Mooncake over TCP on loopback, receiver in a process of its own: what Transport promises when all is well."""
+"""The real Mooncake over TCP on loopback, with the receiver in a process of its own: Transport's guarantees without
+faults."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
+if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from mooncake_child import LOOPBACK, Receiver, settle, target_of, wire_from
@@ -74,7 +75,7 @@ def test_submissions_overtake_nothing_and_lose_nothing(wire, receiver, memory) -
 def test_submit_does_not_wait_for_the_data(wire, receiver, memory) -> None:
     warm = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
     settle(wire, warm)
-    receiver.stop()  # else this process may be the one that stands still until all has landed
+    receiver.stop()  # otherwise this process may be suspended until all has landed
     try:
         handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [SIZE])
         assert wire.poll(handle) is WriteState.PENDING
@@ -97,7 +98,7 @@ def test_waiting_costs_little_cpu(wire, receiver, memory) -> None:
         receiver.wake()
     assert settle(wire, handle) is WriteState.LANDED
     print(f"waiting used {share:.1%} of a core")
-    assert share < 0.3  # the engine's own blocking call: 70 % and more
+    assert share < 0.3  # the engine's own blocking call takes 70 % and more
 
 
 def test_an_empty_submission_lands(wire, receiver) -> None:
@@ -147,9 +148,7 @@ def test_threads_end_with_wire_and_target(receiver, memory) -> None:
         opened.close()
         target.close()
     assert {thread.name for thread in threading.enumerate()} <= names
-    until(
-        lambda: len(list(TASKS.iterdir())) <= before
-    )  # the kernel lists a thread that has been joined a little longer
+    until(lambda: len(list(TASKS.iterdir())) <= before)  # the kernel lists a joined thread a little longer
     assert (
         opened.poll(opened.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10])) is WriteState.FAILED
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real Mooncake over TCP when the other side dies, stops, restarts, stays silent or takes its permission back."""
+"""The real Mooncake over TCP when the other side dies, stops, restarts, never answers or revokes access."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("mooncake") is None:  # not imported here: that would come before its environment
+if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from mooncake_child import LOOPBACK, Receiver, Stalls, settle, target_of, wire_from
@@ -45,7 +45,7 @@ def one(wire: MooncakeWire, receiver: Receiver, memory: np.ndarray) -> WriteStat
 
 
 def many(wire: MooncakeWire, receiver: Receiver, memory: np.ndarray) -> int:
-    """A write of half the memory in pieces that cannot be merged: it takes a while."""
+    """A write of half the memory in pieces that cannot be merged, so that it takes long."""
     n = np.arange(PIECES) * 2 * PIECE
     return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
 
@@ -62,7 +62,7 @@ def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire, memory) -> N
 
 
 def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
-    """A stopped receiver: after FAILED only what its kernel holds already arrives, and nothing after that."""
+    """A stopped receiver: after FAILED only what its kernel already holds arrives."""
     with Receiver(SIZE) as receiver, Receiver(1024) as other, Stalls() as stalls:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         receiver.ask("clear")
@@ -78,7 +78,7 @@ def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
         assert worst < 1.0 + stalls.worst
         source = memory.copy()
         try:
-            memory[:] = 100  # the source is reused: the new contents must never be seen
+            memory[:] = 100  # the source is reused: the new contents must never arrive
             receiver.wake()
             time.sleep(0.3)
             landed = receiver.sum()
@@ -108,7 +108,8 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(wire, memory) -> No
 
 
 def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory) -> None:
-    """The fence's own case: the *sender* sleeps in the middle of a write, wakes up later, and must hit nothing."""
+    """The case that the fence exists for: the *sender* sleeps in the middle of a write, wakes up later, and must
+    write nothing."""
     target = np.zeros(SIZE, dtype=np.uint8)
     receiving = target_of(target)
     with Receiver(SIZE) as sender:
@@ -120,7 +121,7 @@ def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wake
             sender.stop()
             if target.sum(dtype=np.int64) < SIZE // 2:
                 break
-            sender.wake()  # it was faster than we were
+            sender.wake()  # it finished before the stop
             sender.ask("settle")
             target[:] = 0
         else:
@@ -158,7 +159,7 @@ def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(wi
 
 
 def test_a_silent_peer_delays_nobody(wire, memory) -> None:
-    """It accepts connections and never answers: Mooncake alone stands still for 60 s."""
+    """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
     with Receiver(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
         silent.listen()
@@ -174,14 +175,14 @@ def test_a_silent_peer_delays_nobody(wire, memory) -> None:
             assert one(wire, receiver, memory) is WriteState.LANDED
             worst = max(worst, time.monotonic() - at)
         print(f"the silent peer failed after {time.monotonic() - begun:.1f} s, worst delay {worst * 1e3:.0f} ms")
-        assert worst < 0.5 + stalls.worst  # without asking first it is 0.8: the hang-up of the next test
+        assert worst < 0.5 + stalls.worst  # without a probe it is 0.8, as in the next test
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "ascend"])  # the latter's path, over TCP
+@pytest.mark.parametrize("protocol", ["tcp", "ascend"])  # the path for Ascend, over TCP
 def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than_a_second(
     protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window that asking first leaves open. Many ranks of one engine: what they cost must not add up."""
+    """The window that a probe leaves open. Many ranks of one engine: their delays must not add up."""
     with opened(protocol, memory, monkeypatch) as wire, contextlib.ExitStack() as stack:
         receiver, stalls = stack.enter_context(Receiver(1024)), stack.enter_context(Stalls())
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
@@ -221,13 +222,13 @@ def test_an_answer_is_not_kept_for_a_later_write(wire, memory) -> None:
 
 
 def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(memory, monkeypatch) -> None:
-    """A connection is no answer: the kernel of a stopped process accepts it."""
+    """A connection proves nothing: the kernel of a stopped process accepts it."""
     monkeypatch.setattr("vllm_ascend_pd.transport.engine.can_ask", lambda kind: False)
     heard: dict[str, float] = {}
     with opened("tcp", memory, monkeypatch) as wire, Receiver(1024) as receiver, listening() as silent:
         wire.listen(heard.get)
         name = f"{address_of(silent)}/silent"
-        heard[name] = time.monotonic() - HEARD_S  # it was heard, but not lately
+        heard[name] = time.monotonic() - HEARD_S  # a message came, but not recently
         begun = time.monotonic()
         state = settle(wire, wire.submit(name, [memory.ctypes.data], [4096], [10]))
         assert state is WriteState.UNISSUED and time.monotonic() - begun < 10

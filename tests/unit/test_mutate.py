@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random mutants: each is a real change that parses, drawn by seed, and each kind of change is there."""
+"""Random mutants: each is a real change that parses, drawn by seed, and each kind of change occurs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ for line, before, after in ((5, "n // 2", "n * 2"), (4, "return 0", "return 1"),
 
 
 def test_who_sees_a_change_and_who_does_not(tmp_path: Path) -> None:
-    """A test that reaches it and fails twice; what fails now and then has not seen it, nor has what does not reach it."""
+    """A test detects a change if it executes it and fails twice; a test that fails only sometimes does not count."""
     for name, text in {
         "vllm_ascend_pd/x.py": CODE,
         "tests/unit/test_x.py": TESTS,

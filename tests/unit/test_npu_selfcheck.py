@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/npu_selfcheck.sh without NPUs: a pretended interpreter says how each step ends; the report must say the same."""
+"""scripts/npu_selfcheck.sh without NPUs: a fake interpreter sets the result of each step, and the report must match."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sys.exit(case in ("fail", "silent", "broken"))
 
 
 class Host:
-    """A folder with a pretended interpreter and npu-smi."""
+    """A folder with a fake interpreter and npu-smi."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -74,7 +74,7 @@ class Host:
         return (self.out / "report.md").read_text()
 
     def verdicts(self) -> dict[str, str]:
-        """The table above the first heading."""
+        """Return the rows of the table above the first heading."""
         table = self.report.partition("\n## ")[0]
         rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
         return {row[0].removeprefix("| "): row[2] for row in rows}
@@ -160,7 +160,7 @@ def test_every_test_marked_npu_is_in_a_step(collected: Callable[[], set[str]]) -
 
 @pytest.fixture
 def collected() -> Callable[[], set[str]]:
-    """The files that hold tests marked npu."""
+    """Return the files that hold tests marked npu."""
 
     def find() -> set[str]:
         files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.npu" in path.read_text()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's offers: repeated until answered, asked again while P computes, and one outcome whatever becomes of P."""
+"""D's offers: repeated until answered, repeated while P computes, and one outcome whatever happens to P."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from vllm_ascend_pd import first_token, older_groups
 
 
 def made() -> type:
-    """A scheduler as vLLM 0.23 has it, as far as the wrappers use it."""
+    """A scheduler like vLLM 0.23's, with the methods that the wrappers use."""
 
     class Older:
         def __init__(self, **facts: Any) -> None:

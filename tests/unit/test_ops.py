@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three ops against a byte-by-byte reference, and what they refuse."""
+"""The three ops against a byte-by-byte reference, and the input that they refuse."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_assemble_copies_boxes_of_any_width_and_alignment(
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_every_number_of_threads_gives_the_same_bytes(threads: int) -> None:
-    """Large enough that shares begin and end inside rows, runs and cache lines."""
+    """Large enough that the threads' parts begin and end inside rows, runs and cache lines."""
     tokens, cell, sources = 1501, 328, 3
     received = torch.randint(0, 256, (sources * tokens * cell,), dtype=torch.uint8)
     rows = torch.tensor(

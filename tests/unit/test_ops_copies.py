@@ -18,7 +18,7 @@ from vllm_ascend_pd.regroup.copies import AssembleCopies, GatherCopies, _can_be_
 
 
 class Pages:
-    """What torch_npu's npu_gather_pa_kv_cache does with one sequence; counts its calls."""
+    """Stand-in for torch_npu's npu_gather_pa_kv_cache with one sequence; counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -87,7 +87,7 @@ def test_copies_do_what_the_ops_do(p_kind: str, d_kind: str, cells: tuple[int, .
 @settings(max_examples=150)
 @given(st.data())
 def test_boxes_of_any_place_and_width_are_copied(data: st.DataObject) -> None:
-    """Elements are as wide as all numbers allow, down to single bytes."""
+    """Elements are as wide as all offsets and sizes allow, down to single bytes."""
     rows, source, target = [], 0, 0
     for _ in range(data.draw(st.integers(1, 5))):
         cell, heads, tokens = (data.draw(st.integers(1, limit)) for limit in (40, 4, 6))
@@ -112,7 +112,7 @@ def test_what_a_rank_sends_of_a_long_prompt_is_a_handful_of_copies() -> None:
     same_gather(cluster.ranks[1], plan.send, sum(plan.send_splits), pages)
     assert pages.calls == 1
     for slot in plan.slots:
-        assert len(AssembleCopies(slot.received)._boxes) == 3  # three sources; V goes on where K ends, on both sides
+        assert len(AssembleCopies(slot.received)._boxes) == 3  # three sources; V continues K, on both sides
 
 
 def test_of_one_head_it_does_not_matter_where_the_next_would_be() -> None:

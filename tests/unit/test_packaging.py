@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package says of itself: pins, versions, entry points, licence headers."""
+"""The package's metadata: pins, versions, entry points, licence headers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ APART = {"ascend-host", "torch-2.11"}  # environments of their own
 
 
 def requirements() -> dict[str, dict[str, str]]:
-    """What makes up the main environment."""
+    """Return the requirements of the main environment."""
     every = {file.stem: pins(file) for file in sorted((ROOT / "requirements").glob("*.txt"))}
     return {name: found for name, found in every.items() if name not in APART}
 
@@ -49,7 +49,7 @@ def test_the_host_stand_in_has_the_versions_that_belong_together():
 
 
 def tracked() -> list[Path]:
-    """The files of the repository; without git (a source archive) every file that is not generated."""
+    """Return the files of the repository; without git (a source archive) every file that is not generated."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
@@ -82,7 +82,7 @@ def test_extras_allow_what_is_pinned():
     for wanted in [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["test"], *extras["dev"]]:
         name, sign, version = re.split(r"(==|>=)", wanted)
         if normal(name) == "pre-commit":
-            continue  # a person's own tool, not part of the pinned environment
+            continue  # an optional tool, not part of the pinned environment
         pinned = every[normal(name)]
         if sign == "==":
             assert pinned == version, wanted

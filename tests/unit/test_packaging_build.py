@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pip install .`: finds the installed torch without importing it, names what is missing, makes one abi3 wheel."""
+"""`pip install .`: finds the installed torch without importing it, names what is missing, builds one abi3 wheel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.path[:] = [folder for folder in sys.path if folder not in hidden]
 
 @pytest.fixture(scope="module")
 def isolated(tmp_path_factory):
-    """What pip's build isolation puts on PYTHONPATH: setuptools, and the interpreter's own packages out of sight."""
+    """Environment that pip's build isolation sets: setuptools, without the interpreter's own packages."""
     folder = tmp_path_factory.mktemp("isolated")
     (folder / "sitecustomize.py").write_text(HIDE_SITE_PACKAGES)
     site_packages = Path(setuptools.__file__).parent.parent
@@ -45,7 +45,7 @@ def bare_python(tmp_path_factory):
 
 
 def copy_of_tree(folder):
-    """The files that a build reads, in a folder of their own, so that nothing is written into the repository."""
+    """Copy the files that a build reads to a folder, so that nothing is written into the repository."""
     copy = folder / "tree"
     copy.mkdir()
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
@@ -77,7 +77,7 @@ def build(python, isolated, tree, *command, **environment):
 
 
 def test_build_isolation_really_hides_torch(isolated):
-    """Else the tests below would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     done = subprocess.run(
         [sys.executable, "-c", "import torch"],
         env=os.environ | {"PYTHONPATH": str(isolated)},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cover has every pair, and is small."""
+"""A cover contains every pair, and is small."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Polite waiting: what wakes a nap, when there is none, and that vLLM's own queues still deliver."""
+"""Polite waiting: what ends a nap, when there is none, and that vLLM's own queues still deliver."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_ascend_pd import patience
 from vllm_ascend_pd.patience import Patience
 
-FOREVER = 60.0  # instead of a quarter of a second: a nap that nobody ends shows
+FOREVER = 60.0  # instead of a quarter of a second: a nap that is not ended shows
 
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed into vLLM's classes goes away with the test."""
+    """Restore vLLM's classes after the test."""
     monkeypatch.setattr(patience, "NAP_S", FOREVER)
     monkeypatch.setattr(patience, "_installed", set())
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)
@@ -85,7 +85,7 @@ def test_there_is_no_nap_while_a_request_could_be_scheduled() -> None:
 
 
 def test_after_news_the_answers_in_flight_are_read_without_a_nap() -> None:
-    """A step that was given to the workers before the news does not tell of it."""
+    """A step that was given to the workers before a message does not report on it."""
     polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
     polite.news()
     polite.nap(inbox, 1, in_flight=2)
@@ -110,7 +110,7 @@ def test_a_nap_has_an_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scheduler:
-    """As much of a scheduler as the nap asks."""
+    """The parts of a scheduler that the nap uses."""
 
     def __init__(self, connector: object, counts: tuple[int, int], requests: bool = True) -> None:
         self._connector, self._counts, self._requests = connector, counts, requests
@@ -140,7 +140,7 @@ class Core(EngineCoreProc):
 
 
 def batch(tokens: int) -> Any:
-    """What vLLM keeps of a step whose answer it has not read."""
+    """Entry of vLLM's queue for a step whose output it has not read."""
     return Future[Any](), SimpleNamespace(total_num_scheduled_tokens=tokens), Future[Any]()
 
 
@@ -209,8 +209,8 @@ def queues() -> Iterator[tuple[MessageQueue, MessageQueue]]:
 
 
 def delivered(writer: MessageQueue, reader: MessageQueue) -> tuple[float, float]:
-    """Messages at several distances, then a pause. Returns how often per second the reader looked during the pause, and how
-    often it gave its core away of its own accord for each look, which does not depend on how much of a core it gets."""
+    """Send messages at several distances, then pause. Return the reader's polls per second during the pause, and its
+    yields per poll, which do not depend on its share of a core."""
     looks, slept, got, wait = [0], [0], [], SpinCondition.wait
 
     def counted(self: SpinCondition, timeout_ms: int | None = None) -> None:
@@ -250,7 +250,7 @@ def test_messages_arrive_and_waiting_for_them_is_no_spinning(queues: tuple[Messa
 
 
 def test_without_it_the_reader_spins(queues: tuple[MessageQueue, MessageQueue]) -> None:
-    """So the test above shows something."""
+    """Shows that the test above can fail."""
     _, sleeps = delivered(*queues)
     assert sleeps < 0.1
 

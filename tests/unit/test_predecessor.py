@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 26 defects of the layerwise connector that this package follows, each with the tests that would fail on it.
 
-The list is ours, made by reading it and by running its classes. A defect that cannot occur here by construction says why.
-The tests below only check that every test named here exists.
+The list is ours, made by reading it and by running its classes. A defect that cannot occur here by construction says
+why. The tests below only check that every test named here exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Defect:
-    """What went wrong there, the tests that cover it here, and what makes it impossible where something does."""
+    """A defect of the predecessor, the tests that cover it here, and the construction that rules it out, if any."""
 
     what: str
     tests: tuple[str, ...]
@@ -223,7 +223,7 @@ DEFECTS: dict[int, Defect] = {
             f"{UNIT}/test_runtime.py::test_what_no_hook_said_was_computed_is_not_pushed",
         ),
     ),
-    # -- who gets in
+    # -- access
     23: Defect(
         "anybody gets device addresses, and forged DONE messages are accepted",
         (
@@ -270,7 +270,7 @@ DEFECTS: dict[int, Defect] = {
 
 @lru_cache(maxsize=64)
 def defined(file: str) -> frozenset[str]:
-    """Names of the functions of a file, methods as Class::name."""
+    """Return names of the functions of a file, methods as Class::name."""
     tree = ast.parse((ROOT / file).read_text())
     names = set()
     for node in tree.body:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/protocol.md speaks of the protocol that is built: its states, messages, timers and refusals."""
+"""docs/protocol.md matches the implementation: states, messages, timers and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts on the wire: what comes back is what was told, and what is made up or of a later release is refused in words."""
+"""Layouts on the wire: decoded as they were encoded; forged ones and those of a later release are refused with a
+reason."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def refusal(layout: bytes) -> RemoteProtocolError:
 
 
 def component(**changes: Any) -> tuple[Kind, ...]:
-    """The kinds of the rig, with its first component changed."""
+    """Return the rig's kinds, with the first component changed."""
     first, *more = LAYOUT.kinds[0].components
     return (Kind((msgspec.structs.replace(first, **changes), *more)),)
 
@@ -200,7 +201,7 @@ def test_a_reservation_that_says_more_or_less_is_refused(changes: dict[str, Any]
 
 
 def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
-    """A geometry that grows a field would otherwise lose it on its way."""
+    """A field added to the geometry would otherwise be lost on the wire."""
     planned = set(CacheGeometry.__struct_fields__)
     assert planned == {
         "block_size",

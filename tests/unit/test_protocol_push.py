@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's promises: it writes only with authority, closes only when nothing is out, and always says how it ended."""
+"""P's guarantees: it writes only with authority, closes only when no write is out, and always reports how it ended."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pushing(ranks: tuple[int, ...] = (0,), **changes: object) -> Sender:
 
 
 def begins(s: Sender, start: float, end: float) -> list[float]:
-    """When a BEGIN or RENEW leaves, if nobody answers."""
+    """Times at which a BEGIN or RENEW is sent without an answer."""
     found, at = [], start
     while (wake := s.next_wake()) is not None and wake <= end:
         at = max(at, wake)
@@ -74,7 +74,8 @@ def test_begin_carries_what_decode_compares() -> None:
 
 @pytest.mark.parametrize("message", [ready(), refused(), cancel()], ids=lambda m: type(m).__name__)
 def test_another_decode_rank_has_no_say_in_a_push(message: Ready | Refused | Cancel) -> None:
-    """It may know the push's name (a log, a trace): addresses and ends come from the one that was asked."""
+    """It may know the push's name (a log, a trace): addresses and ends are accepted only from the rank that was
+    asked."""
     s = asking()
     assert s.message(0.1, "d7", message) == []
     assert s.state(PUSH, 0) is PairState.ASK and s.addresses(PUSH, 0) is None
@@ -348,7 +349,7 @@ def test_cancel_of_a_push_that_is_covered_is_answered_with_done() -> None:
 
 
 def test_done_is_not_said_for_what_was_offered_after_the_failure() -> None:
-    """Found by the simulator: a writer stopped in a submission woke up, failed, and then its step went on."""
+    """Found by the simulator: a writer stopped in a submission went on, failed, and then its step went on."""
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
     claim = claim_of(s, 0.1)
@@ -473,7 +474,7 @@ def test_a_sealed_push_does_not_start_over() -> None:
     assert told(s.restart(0.2, PUSH)) == "failed:quiet closed:failed"
 
 
-# ---- what the runtime may do wrong, and what only looks so
+# ---- faults of the runtime, and what only looks like one
 
 
 def test_a_unit_is_offered_once_and_not_after_the_seal() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's promises: who may write when, how a transfer ends, and when its blocks are really quiet."""
+"""D's guarantees: authority to write, the end of a transfer, and the time from which its blocks are no longer
+written."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ DEADLINE = TIMERS.recv_deadline_s
 
 
 def opened(**changes: object) -> Receiver:
-    """T is bound and its gate open."""
+    """A receiver with T bound and its gate open."""
     r = receiver(**changes)
     r.bind(0.0, T, FIRST, END, TIMERS.recv_deadline_s)
     r.gate_open(0.0, T)
@@ -62,7 +63,7 @@ def opened(**changes: object) -> Receiver:
 
 
 def leased(**changes: object) -> Receiver:
-    """Both contributors have authority."""
+    """A receiver in which both contributors have authority."""
     r = opened(**changes)
     r.message(0.0, "p1", begin(ONE))
     r.message(0.0, "p2", begin(TWO))
@@ -114,7 +115,7 @@ def test_parking_is_bounded() -> None:
 
 
 def test_what_is_parked_is_bounded_in_bytes_too() -> None:
-    """A message may have 4 MiB; a peer that fills its BEGINs must not fill our memory."""
+    """A message may have 4 MiB: a peer's BEGINs must not fill the memory."""
     r = receiver()
     layers = tuple(f"{index:04}" + "x" * 1000 for index in range(2000))
     huge = geometry(2, stages=(layers,))
@@ -123,7 +124,7 @@ def test_what_is_parked_is_bounded_in_bytes_too() -> None:
     assert r.parked_count() < 40 and r.counters["parked_full"] > 150
     r.tick(1000.0)
     assert r.parked_count() == 0
-    for n in range(20):  # and the room is there again
+    for n in range(20):  # there is room again
         r.message(1000.0, "p", begin(transfer=TransferId(D_INCARNATION, n, "u"), geometry=huge))
     assert r.parked_count() == 20
 
@@ -472,7 +473,7 @@ def test_settle_shortens_the_deadline_to_a_lease_and_never_lengthens_it() -> Non
 
 
 def test_a_push_that_goes_on_after_prefill_has_ended_keeps_its_deadline() -> None:
-    """With many destinations its writes may take longer than a lease; it renews for as long as it is at it."""
+    """With many destinations its writes may take longer than a lease; it renews while it works."""
     r = opened()
     r.settle(0.0, T)
     r.message(0.1, "p1", begin(ONE))
@@ -551,7 +552,7 @@ def test_a_process_that_is_gone_is_quiet_once_its_hold_has_expired() -> None:
 
 
 def test_a_process_that_ended_late_gets_the_time_for_what_it_wrote_at_the_end() -> None:
-    """Found by the simulator: a writer that was stopped, went on, wrote, and was killed just before the hold expired."""
+    """Found by the simulator: a writer was stopped, continued, wrote, and was killed just before the hold expired."""
     r = fencing()
     run_until(r, 0.0, HOLD - 1.0)
     r.peer_gone(HOLD - 1.0, p_incarnation(ONE))
@@ -603,7 +604,8 @@ def test_a_stopped_decode_does_not_count_the_time_it_was_stopped() -> None:
 
 
 def test_an_answer_right_after_a_stop_is_believed_only_when_what_waited_has_been_read() -> None:
-    """Found by the simulator: P gave up and became quiet while D was stopped; D's own buffers still held the bytes."""
+    """Found by the simulator: P gave up and finished its writes while D was stopped; D's own buffers still held the
+    bytes."""
     r = fencing()
     run_until(r, 0.0, 1.0)
     assert told(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
@@ -613,7 +615,7 @@ def test_an_answer_right_after_a_stop_is_believed_only_when_what_waited_has_been
 
 
 def test_stops_after_an_answer_do_not_put_off_that_it_is_believed() -> None:
-    """Found on a machine that stood still for a second again and again: the margin began anew each time, for ever."""
+    """Found on a machine that stopped for a second repeatedly: the margin began again each time, without end."""
     r = fencing()
     run_until(r, 0.0, 1.0)
     assert told(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
@@ -628,7 +630,7 @@ def test_stops_after_an_answer_do_not_put_off_that_it_is_believed() -> None:
 
 
 def test_done_right_after_a_stop_is_believed_at_once() -> None:
-    """Every write was acknowledged by our own transport: nothing waits anywhere."""
+    """Every write was acknowledged by our own transport: nothing is left in buffers."""
     r = fencing()
     run_until(r, 0.0, 1.0)
     assert told(r.message(50.0, "p1", done(ONE))) == "ack:done report:failed"
@@ -685,7 +687,7 @@ def test_revoked_without_having_been_asked_is_our_own_error() -> None:
         leased().revoked(0.1, NEW_ADDRESSES)
 
 
-# ---- messages that D never gets from an honest P
+# ---- messages that an honest P never sends to D
 
 
 def test_messages_of_the_wrong_direction_are_counted() -> None:

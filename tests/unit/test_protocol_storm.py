@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever peers send, in whatever order: no exception, no second report, no growth without bound."""
+"""Messages in any order: no exception, no second report, no unbounded growth."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every state times every event has a decided outcome, and the machines do what is decided.
+"""Every state times every event has a defined outcome, and the machines follow it.
 
 The outcomes are written out here by hand: the state in the end, and what is sent or asked. None: illegal, changes
-nothing. What runs is the package's table: each of its cells is entered by what really comes from outside.
+nothing. The package's table is what runs: each of its cells is reached by input from outside.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ FAILURE = Failure("PD-XFER-001", "test")
 
 
 def watched(table: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The table, and a list of the cells that are entered, in order."""
+    """The table, and a list of the cells that are used, in order."""
     entered: list[tuple[Any, Any]] = []
 
     def noted(state: Any, event: Any, cell: Cell[Any]) -> Cell[Any]:
@@ -81,12 +81,12 @@ def watched(table: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def led(table: Any, entered: list[tuple[Any, Any]]) -> Any:
-    """Where the last cell that was entered leads: nothing but the table changes a state."""
+    """Target of the last cell that was used: nothing but the table changes a state."""
     state, event = entered[-1]
     return table[state][event].into
 
 
-# The canonical OPEN and FENCING: ONE is leased, TWO has not been heard of. VERIFYING and CLOSED_OK: both are done.
+# The canonical OPEN and FENCING: ONE is leased, TWO has not sent anything. VERIFYING and CLOSED_OK: both are done.
 RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
     S.UNBOUND: {
         E.BEGIN: (S.UNBOUND, ""),
@@ -133,7 +133,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
         E.SETTLE: (S.OPEN, ""),
         E.DEADLINE: (S.FENCING, "cancel"),
         E.LAPSE: (S.FENCING, "cancel"),
-        E.REVOKED: (S.OPEN, ""),  # before anybody was granted anything
+        E.REVOKED: (S.OPEN, ""),  # before any grant
         E.CUT: (S.CLOSED_FAILED, "cancel report:failed"),
     },
     S.VERIFYING: {
@@ -198,7 +198,7 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
 }
 
 
-UNASKED = (E.FIRST_BEGIN, E.REVOKED)  # happen to an OPEN that nobody has said BEGIN to
+UNASKED = (E.FIRST_BEGIN, E.REVOKED)  # in an OPEN without a BEGIN
 
 
 def decode_in(state: ReservationState, event: ReservationEvent | None = None) -> Receiver:
@@ -237,15 +237,15 @@ def decode_in(state: ReservationState, event: ReservationEvent | None = None) ->
 
 
 def straight(r: Receiver, event: ReservationEvent) -> list[Action]:
-    """Into the machine, where the interface has its own condition, or would not let it come."""
+    """Call the machine directly, where the interface checks a condition first, or would block the event."""
     record = r._machine.lookup(T)
     r._machine.fire(event, 0.1, record, FAILURE)
     return r._taken(record)
 
 
 def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Callable[[], list[Action]]]:
-    """How each event comes in."""
-    late = TWO if state is S.FENCING else ONE  # of FENCING's, TWO was never granted anything
+    """Return the call that delivers each event."""
+    late = TWO if state is S.FENCING else ONE  # in FENCING, TWO was never granted anything
     return {
         E.BEGIN: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
         E.RENEW: lambda: r.message(0.1, "p1", renew(ONE)),
@@ -287,13 +287,13 @@ def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[
 
 
 def test_each_message_has_an_event_that_comes_in_as_a_message() -> None:
-    """One that went past the interface would be tested, and never heard."""
+    """An event whose message the interface drops would be tested, but never occur."""
     assert {*TO_DECODE, *TO_PREFILL} == set(get_args(Message))
     assert set(TO_DECODE.values()) <= calls_of(decode_in(S.OPEN, None), S.OPEN).keys()
 
 
 def test_each_event_has_a_cell() -> None:
-    """A guard that says what no state knows would let a peer end the engine."""
+    """A check that raises on an unknown event would let a peer end the engine."""
     assert {event for cells in RESERVATION_TABLE.values() for event in cells} == set(E)
     assert {event for cells in PAIR_TABLE.values() for event in cells} == set(PairEvent)
 
@@ -359,7 +359,7 @@ def test_another_incarnation_of_decode_is_answered_and_changes_nothing(
 PS, PE = PairState, PairEvent
 PairOutcome = tuple[PairState, str] | None
 
-# ASK: asked, one unit offered. PUSH: one unit out. DRAIN: the same after an abort. CLOSED: after an abort, all home.
+# ASK: asked, one unit offered. PUSH: one unit out. DRAIN: the same after an abort. CLOSED: after an abort, none out.
 PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
     PS.UNATTACHED: {
         PE.READY: (PS.UNATTACHED, "failed:quiet"),
@@ -449,7 +449,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
 }
 
 
-LESS = Memory("session-1", (10,), ((0,),))  # than the layers that were planned for
+LESS = Memory("session-1", (10,), ((0,),))  # fewer layers than planned
 
 
 def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender, Claim]:
@@ -467,7 +467,7 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
     s.message(0.0, "d0", ready())
     claim = claim_of(s, 0.0)
     if state is PS.PUSH and event in (PE.READY, PE.READY_NO_ADDRESSES, PE.READY_MOVED, PE.READY_UNFIT):
-        straight_pair(s, PE.RENEW)  # a question that a READY may answer
+        straight_pair(s, PE.RENEW)  # RENEW that a READY may answer
     if state is PS.PUSH and event is PE.RESTART:
         s.returned(0.0, claim)
     if event is PE.COMPLETE:
@@ -522,7 +522,7 @@ def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
         PE.UNREACHABLE: lambda: s.unreachable(0.1, "d0", "refused"),
     }
     if pair is not None and pair.state in (PS.DRAIN, PS.CLOSED) and event in (PE.SEAL, PE.RESTART):
-        return straight_pair(s, event)  # the interface tells a push that has failed or closed something else
+        return straight_pair(s, event)  # a failed or closed push gets another call from the interface
     return calls.get(event, lambda: straight_pair(s, event))()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas of the timers, and the clock that counts only what it has seen."""
+"""The formulas of the timers, and the clock that does not count time in which the process was stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ascend_pd.protocol.timing import (
     OBSERVED_GAP_S,
     WAKE_S,
     Agenda,
-    Backoff,
+    Repetition,
     RunningClock,
     authority_until,
     hold_s,
@@ -80,7 +80,7 @@ def test_something_due_on_the_running_clock_is_looked_at_in_time_and_often_enoug
 
 
 def test_backoff_doubles_up_to_its_bound_and_starts_over_after_an_answer() -> None:
-    backoff = Backoff(0.0, 0.2, 2.0)
+    backoff = Repetition(0.0, 0.2, 2.0)
     gaps, now = [], 0.0
     for _ in range(6):
         gaps.append(round(backoff.at - now, 3))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that docs/regroup.md tells: what the planners give the wire, with and without regroup."""
+"""The figures in docs/regroup.md: what the planners write to the wire, with and without regroup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS, BLOCK = 32768, 128
 
 
 def shown() -> dict[tuple[str, int, int], tuple[str, str, str, str]]:
-    """The page's table."""
+    """Return the page's table."""
     row = re.compile(r"\| (\S+) (\d+) → (\d+)(?: \(MLA\))? \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|")
     found = [match.groups() for line in PAGE.read_text().splitlines() if (match := row.match(line))]
     return {(name, int(p), int(d)): (never, always, sent, auto) for name, p, d, never, always, sent, auto in found}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catch-up exchanges: what found no staging slot is exchanged again in a later step, from the paged cache."""
+"""Catch-up exchanges: an exchange that found no staging slot is repeated in a later step, from the paged cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = config(staging_slots=1, staging_destinations=1, verify="full")
 
 
 def slotless(cache: Cache, **keys: object) -> tuple[PrefillSite, list[Wire]]:
-    """P with one slot for each rank; its writes return when the test says so."""
+    """P with one slot for each rank; its writes complete when the test releases them."""
     wires = [Wire() for _ in range(cache.tp * cache.pp)]
     return engine(cache, push=SMALL, transports=wires, **keys), wires  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2)])
 def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: int) -> None:
-    """All want a slot in every layer at once; an operator sees what that costs in exchanges made again."""
+    """All want a slot in every layer at once; metrics show how many exchanges were repeated."""
     layers, tokens, wires = 3, 32, [Wire() for _ in range(p_tp)]
     push = config(verify="full", staging_slots=1)
     p = engine(Cache(tp=p_tp, layers=layers), push=push, transports=wires, step_tokens=32 * tokens)
@@ -82,7 +82,7 @@ def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: 
         p.compute(*((prompt, tokens) for prompt in prompts))
         until(lambda: all(stats["exchanges"] == layers for stats in p.stats()))
         assert [stats["slots_taken"] for stats in p.stats()] == [4] * p_tp
-        missed = 16 * layers - 4  # each owns all that 16 of the D's get from its lane
+        missed = 16 * layers - 4  # on each rank: 16 of the D's get their heads from it, and it owns all of those
         assert [stats["missing"] for stats in p.stats()] == [missed] * p_tp
         hold(wires)
         assert p.ended(*prompts)
@@ -95,7 +95,7 @@ def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: 
 
 
 def repeated(p: PrefillSite) -> list[int]:
-    """What each worker tells of exchanges that were made again."""
+    """Return how many repeated exchanges each worker reports."""
     told = [rank.runtime.tally.take() or {"sums": {}} for rank in p.ranks]
     return [data["sums"].get("exchanges_repeated", 0) for data in told]
 
@@ -106,7 +106,7 @@ def closed(events: Events) -> list[int]:
 
 
 def test_the_owners_are_those_of_the_first_time() -> None:
-    """By the bytes that each rank writes: as many as without a catch-up."""
+    """Each rank writes as many bytes as without a catch-up."""
     totals = []
     for slots in (1, LAYERS):
         push = config(staging_slots=slots, staging_destinations=1)
@@ -124,14 +124,14 @@ def test_the_owners_are_those_of_the_first_time() -> None:
             assert p.ended(prompt)
             assert bool(p.catch_ups) == (slots == 1)
             p.finished(prompt)
-            # What closes a push lets its blocks go before it tells the trace.
+            # A push that closes releases its blocks before the trace event.
             until(lambda events=events: len(closed(events)) == 2)
         totals.append(sorted(closed(events)))
     assert totals[0] == totals[1]
 
 
 class Short(Staging):
-    """Has no slot for anybody while `short`."""
+    """Staging without a slot while `short`."""
 
     short = True
 
@@ -140,7 +140,7 @@ class Short(Staging):
 
 
 def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
-    """One rank asks for an exchange, another one for the same a step later, while the first answer is on its way."""
+    """One rank asks for an exchange, and another one for the same a step later, before the first is done."""
 
     def replaced(rank: int, made: RegroupParts) -> RegroupParts:
         made.staging.__class__ = Short
@@ -181,7 +181,7 @@ def test_a_preemption_forgets_what_was_missed(when: str) -> None:
     with running(p, d):
         prompt, other = d.reserve(64), d.reserve(64)
         p.admit(prompt, other)
-        p.compute((prompt, 40), (other, 40))  # D's workers have not heard of them: their slots stay taken
+        p.compute((prompt, 40), (other, 40))  # D's workers do not have them yet: their slots stay taken
         until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
         assert missing(p) > 0
         if when.startswith("while"):
@@ -198,7 +198,7 @@ def test_a_preemption_forgets_what_was_missed(when: str) -> None:
 
 
 def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_two_divisions() -> None:
-    """Rank 0 has said DONE; what rank 1 misses cannot be had any more, and a second run would be divided otherwise."""
+    """Rank 0 has said DONE; what rank 1 misses is lost, and a second run would be divided otherwise."""
     p, wires = slotless(Cache(tp=2, layers=LAYERS))
     d = DecodeSite(Cache(layers=LAYERS))
     with running(p, d):
@@ -217,7 +217,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
         assert p.stats()[1]["missing"] == LAYERS - 1
         wires[1].held = set()
         p.preempt(prompt)
-        for _ in range(3):  # so that the division turns
+        for _ in range(3):  # changes the owners
             p.idle()
         p.compute((prompt, 51))
         if p.ended(prompt):
@@ -225,7 +225,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
 
 
 class Late(Exchange):
-    """Gathers only when it may: an exchange that lags behind the engine."""
+    """Exchange that gathers only when the test allows it, so that it lags behind the engine."""
 
     def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
         assert MAY_GATHER.wait(20)
@@ -236,7 +236,7 @@ MAY_GATHER = threading.Event()
 
 
 def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
-    """It gathers what the blocks' next owner has put there."""
+    """It gathers contents of the blocks' next owner."""
 
     def replaced(rank: int, made: RegroupParts) -> RegroupParts:
         made.exchange.__class__ = Late
@@ -339,17 +339,17 @@ def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> Non
 
 
 def push_of(name: str) -> Any:
-    """What a push is to the ledger."""
+    """Stand-in for a push, with the fields that the ledger uses."""
     return SimpleNamespace(name=name, owed=set())
 
 
 def of_layers(count: int, destination: Endpoint) -> tuple[dict[int, Endpoint], dict[int, bool]]:
-    """Where each layer goes, and that none is there."""
+    """Return the destination of each layer, and that no layer is exchanged yet."""
     return dict.fromkeys(range(count), destination), dict.fromkeys(range(count), False)
 
 
 class Ledger(RuleBasedStateMachine):
-    """What is owed of shares, against a plain set of (share, layer) by what became of it."""
+    """Shares not yet exchanged, compared with plain sets of (share, layer) by state."""
 
     shares = Bundle("shares")
 
@@ -366,7 +366,7 @@ class Ledger(RuleBasedStateMachine):
         self.exchanges.staging = cast("Any", self)
 
     def take(self, destination: Hashable, nbytes: int) -> object:
-        """In place of the staging."""
+        """Stand-in for the staging's method."""
         return object() if self.room else None
 
     @rule(target=shares, step=st.integers(1, 2), slot=st.integers(0, 1), names=st.sets(st.sampled_from("abc")))
@@ -380,7 +380,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(share=shares, layer=st.integers(0, LAYERS - 1), room=st.booleans())
     def run(self, share: Share, layer: int, room: bool) -> None:
-        """An exchange is made; whichever step orders it."""
+        """Run an exchange, in whichever step it was ordered."""
         self.room = room
         part = SimpleNamespace(shares=[share], plan=SimpleNamespace(slots=[SimpleNamespace(nbytes=1)]))
         made = Run(share.unit(layer), cast("Any", part))
@@ -446,7 +446,7 @@ TestLedger = Ledger.TestCase
 
 
 def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
-    """A destination that is stalled for minutes leaves tens of thousands behind: nobody walks through them."""
+    """A destination that is stalled for minutes leaves tens of thousands behind: no query iterates over them."""
     exchanges = Exchanges(cast("Any", None), 80, cast("Any", None), cast("Any", None))
     missed, one = exchanges.missed, push_of("one")
     for step in range(500):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may go wrong around an exchange, and what it must not do to others. Ranks in one process, gloo among them."""
+"""Failures around an exchange, and what they must not do to others. Ranks in one process, gloo among them."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_a_push_that_failed_on_one_rank_alone_does_not_keep_it_out() -> None:
 
 
 def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
-    """Rank 1 has closed a push that rank 0 still believes in when the next step begins."""
+    """Rank 1 has closed a push that is still open on rank 0 when the next step begins."""
     p, one, two = engine(Cache(tp=2), timeout_s=5.0), DecodeSite(Cache()), DecodeSite(Cache())
     with running(p, one, two):
         lost, other = one.reserve(64), two.reserve(64)
-        p.admit(lost)  # its D has not heard of it: nobody tells rank 0
+        p.admit(lost)  # D's workers do not have it, so rank 0 is not told
         started(p, other)
         p.compute((lost, 32), (other, 32))
         runtime = p.ranks[1].runtime
@@ -121,7 +121,7 @@ def test_an_aborted_request_is_exchanged_by_nobody_alone() -> None:
 
 
 class Faulty(Exchange):
-    """Fails in one of its parts, in chosen exchanges (counted from 0)."""
+    """Exchange that fails in one of its parts, in chosen runs (counted from 0)."""
 
     part = ""
     numbers: frozenset[int] = frozenset()
@@ -149,7 +149,7 @@ class Faulty(Exchange):
         super()._gather(rows, caches, number)
         if self._now and self.part == "after":
             for begin, end in zip(rows.sent_tags, [*rows.sent_tags[1:], sum(rows.send_splits)], strict=True):
-                self._send[begin + TAG_BYTES : end] = 0  # the tags are in the buffer, and must not be believed
+                self._send[begin + TAG_BYTES : end] = 0  # the tags are in the buffer, and must not be trusted
             raise self.error("injected")
 
     def _all_to_all(self, rows: ExchangeRows) -> None:
@@ -164,7 +164,7 @@ class FullStaging(Staging):
 
 
 class PatientStaging(Staging):
-    """Waits for a slot as long as it takes: this rank misses nothing, however busy the machine is."""
+    """Staging that waits long for a slot: this rank misses nothing, however loaded the machine is."""
 
     def patience(self, now: float, destination: Any) -> float:
         return 0.0 if self.room(destination) else 30.0
@@ -183,7 +183,7 @@ def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] 
     ("part", "error"), [("before", RuntimeError), ("before", MemoryError), ("after", KeyError), ("assemble", TypeError)]
 )
 def test_an_error_in_one_ranks_part_fails_what_it_touches_and_nothing_else(part: str, error: type[Exception]) -> None:
-    """Rank 1 of 4 fails in the second layer of the first step. What comes in later steps is well."""
+    """Rank 1 of 4 fails in the second layer of the first step. Later steps succeed."""
     p = engine(Cache(tp=4, heads=8), parts=faulty(1, part, [1], error))
     d = DecodeSite(Cache(tp=2, heads=8))
     with running(p, d):
@@ -202,7 +202,7 @@ def test_an_error_in_one_ranks_part_fails_what_it_touches_and_nothing_else(part:
 
 
 def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
-    """P of TP 2 to D of TP 4: no tag tells of it, only the rank itself."""
+    """P of TP 2 to D of TP 4: no tag carries the error, only the rank itself knows it."""
     p, d = engine(Cache(tp=2), parts=faulty(1, "assemble", [0])), DecodeSite(Cache(tp=4))
     with running(p, d):
         prompt = d.reserve(64)
@@ -213,7 +213,7 @@ def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
 
 
 def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
-    """Rank 1 of 4 cannot call the second one. The others are inside, and their group would let them wait for minutes."""
+    """Rank 1 of 4 cannot call the second one. The others are inside, and their group would wait for minutes."""
     parts = faulty(1, "collective", [1])
     p = engine(Cache(tp=4, heads=8), push=config(regroup="auto", quiet_s=0.2), parts=parts, timeout_s=600.0)
     d, direct = DecodeSite(Cache(tp=2, heads=8)), DecodeSite(Cache(tp=4, heads=8))
@@ -253,8 +253,8 @@ def test_staging_that_breaks_on_one_rank_leaves_nobody_alone() -> None:
 
 @pytest.mark.parametrize("part", ["before", "after"])
 def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> None:
-    """Rank 1 has no slot for most layers and gets them later. By then rank 0 has closed the push, and its gather fails:
-    only the owner can still fail the transfer, and it must not deliver what lay in the buffer."""
+    """Rank 1 has no slot for most layers and gets them later. By then rank 0 has closed the push, and its gather
+    fails: only the owner can still fail the transfer, and it must not deliver the old contents of the buffer."""
     wires = [Wire(), Wire()]
     layers = 4
     spoiled = faulty(0, part, range(layers, 99))
@@ -294,7 +294,7 @@ def test_a_stalled_destination_stops_no_other(stall: str) -> None:
     with running(p, one, two):
         stuck = one.reserve(64)
         if stall == "never ready":
-            p.admit(stuck)  # D's workers never hear of it
+            p.admit(stuck)  # D's workers never get it
         else:
             for wire in wires:
                 wire.held = one.sessions
@@ -376,7 +376,7 @@ def test_close_makes_what_is_due_first() -> None:
 def test_close_does_not_wait_for_ever_inside_a_collective(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 does not come. Rank 0's worker ends all the same, and its thread as soon as gloo gives up."""
+    """Rank 1 does not come. Rank 0's worker still ends, and its thread as soon as gloo times out."""
     p, d = engine(Cache(tp=2), timeout_s=4.0), DecodeSite(Cache())
     with running(p, d):
         prompt = d.reserve(64)

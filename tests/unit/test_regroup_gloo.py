@@ -59,7 +59,8 @@ class Engines:
             site.close()
 
     def push(self, work: Sequence[tuple[int, int, int, list[int]]], hook: str = "name") -> list[Prompt]:
-        """(decode engine, first token, tokens, chunks) of each prompt. Chunk by chunk, all prompts in the same steps."""
+        """Push (decode engine, first token, tokens, chunks) of each prompt. Chunk by chunk, all prompts in the same
+        steps."""
         prompts = [self.d[site].reserve(tokens, first=first) for site, first, tokens, _ in work]
         for site in self.d:
             site.step()
@@ -78,11 +79,12 @@ class Engines:
         self.p.holds_nothing()
 
     def exchanges(self) -> list[tuple[int, int, int]]:
-        """(step, layer, sub-step) of all exchanges, those made again left out. Every rank made the same in one order."""
+        """Return (step, layer, sub-step) of all exchanges without repeated ones, after checking that all ranks
+        agree."""
         workers = [worker for worker in self.p.workers if isinstance(worker, There)]
 
         def alike() -> bool:
-            """A rank to which nothing was brought may be behind with what it tells."""
+            """Wait for ranks that received nothing, which may report later."""
             told = [worker.exchanges()[0] for worker in workers]
             counts = [stats["exchanges"] for stats in self.p.stats()]
             return all(exchanges == told[0] for exchanges in told) and counts == [len(told[0])] * len(told)
@@ -146,7 +148,7 @@ def test_one_exchange_serves_decode_engines_of_different_tp(
 def test_ranks_that_own_nothing_or_send_nothing_take_part(
     fleet: Fleet, tmp_path: Path, ratio: tuple[int, int, int]
 ) -> None:
-    """A prompt of one short block has one owner for each D rank: the others get nothing, and it sends nothing."""
+    """A prompt of one short block has one owner for each D rank: the others receive nothing, and it sends nothing."""
     heads, p_tp, d_tp = ratio
     with Engines(fleet, Cache("token", p_tp, heads), Cache("token", d_tp, heads), folder=tmp_path) as pair:
         for tokens in (3, 8, 9):
@@ -165,7 +167,7 @@ def test_nothing_is_called_where_nothing_crosses(fleet: Fleet, tmp_path: Path) -
 
 
 def test_a_prefix_hit_much_longer_than_a_step_is_cut_into_sub_steps(fleet: Fleet, tmp_path: Path) -> None:
-    """Slots are sized for steps of 256 tokens; 900 leave at once."""
+    """Slots are sized for steps of 256 tokens; 900 are pushed at once."""
     with Engines(fleet, Cache(tp=4), Cache(tp=2), folder=tmp_path) as pair:
         pair.check(pair.push([(0, 0, 900, [900]), (0, 0, 30, [30])]))
         found = pair.exchanges()
@@ -181,7 +183,7 @@ def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path:
 
 @pytest.mark.parametrize("hook", ["no name", "none", "all but one"])
 def test_what_no_hook_said_was_computed_is_exchanged_and_not_pushed(fleet: Fleet, tmp_path: Path, hook: str) -> None:
-    """Other ranks wait for the exchange; what it brings belongs to nobody."""
+    """Other ranks wait for the exchange; its data is not used."""
     with Engines(fleet, Cache(tp=4, layers=3), Cache(tp=1, layers=3), folder=tmp_path, quiet_s=0.2) as pair:
         prompt = pair.d[0].reserve(40)
         pair.d[0].step()
@@ -203,7 +205,7 @@ def test_stages_exchange_by_themselves(fleet: Fleet, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [4, 1])
 def test_exchanges_may_be_launched_from_the_hook(fleet: Fleet, tmp_path: Path, slots: int) -> None:
-    """As on an NPU: no thread, no waiting for slots, so what finds none comes with a later step."""
+    """As on an NPU: no thread, no waiting for slots, so layers without one are exchanged in a later step."""
     with Engines(fleet, Cache(tp=4), Cache(tp=2), folder=tmp_path, kind="inline", staging_slots=slots) as pair:
         pair.check(pair.push(WORK))
         assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
@@ -228,9 +230,9 @@ def test_a_rank_that_was_stopped_for_a_while_holds_up_and_breaks_nothing(fleet: 
 
 
 def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> None:
-    """The engine is lost with it; but the others fail their pushes at once, with a code, and go on answering."""
+    """The engine is lost; but the others fail their pushes at once, with a code, and go on answering."""
     fleet = Fleet(3)
-    timers = {"lease_s": 5.0, "margin_s": 1.0, "quiet_s": 1.0}  # for so long D holds the dead rank's blocks
+    timers = {"lease_s": 5.0, "margin_s": 1.0, "quiet_s": 1.0}  # time for which D holds the dead rank's blocks
     d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(**timers))
     p = fleet.engine(Cache(tp=3, heads=6), **timers)
     try:
@@ -260,7 +262,8 @@ def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> Non
 
 
 def test_a_rank_whose_collective_raises_leaves_nobody_in_it(tmp_path: Path) -> None:
-    """Nobody dies, so no connection ends by itself: the rank must end its own, or the others stay for ten minutes."""
+    """No process dies, so no connection ends by itself: the rank must close its own, or the others wait for ten
+    minutes."""
     fleet = Fleet(3)
     d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(quiet_s=0.2))
     p = fleet.engine(Cache(tp=3, heads=6), quiet_s=0.2)

@@ -84,7 +84,7 @@ def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(ho
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dummy_runs_push_nothing(fleet: Fleet, tmp_path: Path, mode: str) -> None:
-    """Hooks with no metadata bound: before the caches are there, before the first step, and between two steps."""
+    """Hooks with no metadata bound: before there are caches, before the first step, and between two steps."""
     push = {"regroup": MODES[mode]}
     d = DecodeSite(Cache(layers=3), folder=tmp_path, push=config(**push))
     p = fleet.engine(Cache(tp=2, layers=3), kind="ascend", **push)

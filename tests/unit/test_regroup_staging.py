@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: a fixed number of slots, a quota for each destination, and nothing that grows; slots of failed writes too."""
+"""Staging: a fixed number of slots, a quota for each destination, and no growth, even with slots of failed writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def staging() -> Staging:
 
 
 class Slots(RuleBasedStateMachine):
-    """Against a count of what each destination holds."""
+    """Staging compared with a count of the slots of each destination."""
 
     slots = Bundle("slots")
 
@@ -69,12 +69,12 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def others_keep_their_quota(self) -> None:
-        """Two bad destinations, whatever they do, leave the third one its slots."""
+        """Whatever two destinations do, the third one keeps its quota."""
         if set(self.taken.values()) <= {"a", "b"}:
             assert self.staging.room("c") == QUOTA
 
     def teardown(self) -> None:
-        """Once all is quiet there is as much as at the start, no more and no less."""
+        """Check that all slots are free in the end, no more and no fewer than at the start."""
         for number, destination in self.taken.items():
             memory = self.staging.sample
             self.staging.release(StagingSlot(number, destination, memory))
@@ -117,7 +117,7 @@ UNIT = Unit(1, 0, 1)
 
 
 def holding(made: Staging, *names: str) -> Pushes:
-    """One slot, of which each of these pushes holds a piece."""
+    """Make pushes that hold pieces of one slot."""
     slot, no_geometry = made.take("a", SIZE), cast("Any", None)
     assert slot is not None
     core = Pushes(config(), PushSite("p", Contributor(0, 0), "m"), no_geometry, (), made)
@@ -147,7 +147,7 @@ def test_a_slot_goes_back_with_the_last_of_its_pieces() -> None:
 
 
 def waited(made: Staging, now: float) -> float:
-    """Take a slot for "slow" as the exchange's thread does; the time at which it was told that there is none."""
+    """Take a slot for "slow" like the exchange's thread; return the time at which it was refused."""
     while (left := made.patience(now, "slow")) > 0:
         now += left
     assert made.take("slow", SIZE) is None
@@ -192,7 +192,7 @@ def test_sizes_are_fixed_and_told_at_start(caplog: pytest.LogCaptureFixture) -> 
 
 
 class LateWire(Wire):
-    """A write that fails goes on: its bytes are read and land when the test says so."""
+    """Wire whose failed writes go on: their bytes are read and land when the test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,13 +204,13 @@ class LateWire(Wire):
         return super().land(write)
 
     def source(self) -> list[bytes]:
-        """What the late ones would read now."""
+        """Return the bytes that the late writes would read now."""
         spans = [span for write in self.late for span in zip(write.src.tolist(), write.size.tolist(), strict=True)]
         return [ctypes.string_at(src, size) for src, size in spans]
 
 
 def test_a_slot_of_a_failed_write_is_used_at_once_and_what_is_read_late_harms_nobody() -> None:
-    """It lands in blocks that D keeps for the transfer that failed, and nowhere else."""
+    """It lands in blocks that D keeps for the failed transfer, and nowhere else."""
     wires = [LateWire(), LateWire()]
     push = config(quiet_s=60.0, staging_slots=1, staging_destinations=1)
     p, d = engine(Cache(tp=2), push=push, transports=wires), DecodeSite(Cache())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that makes P's request of what D has posted, as it is: D's post, the silence until P has ended, P's reading of it."""
+"""A router that forwards D's post as P's request, unchanged: D's post, no answer until P has ended, P's reading of
+it."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from test_decisions_scheduler import CACHE, SECRETS, decode, engine, request
 from test_rendezvous import D_ID
 from watching import Steps, until
 
+from vllm_ascend_pd.decode import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import Bind
-from vllm_ascend_pd.metaserver import client
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.dialects import Relay, is_prefill, read_relay
@@ -29,7 +30,7 @@ GIVEN = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": "ht
 
 
 class Router:
-    """Takes what D posts; silent until it is told how P's request went, then answers as vllm-ascend's does."""
+    """Router that records what D posts; answers only when P's request has ended, like vllm-ascend's."""
 
     def __init__(self, status: int = 200) -> None:
         self.posts: list[tuple[str, dict[str, Any]]] = []
@@ -70,7 +71,7 @@ def loading(status: int = 200, name: str = D_ID, query: str = "") -> Iterator[tu
 
 
 def test_what_d_posts_is_what_p_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is no failure: such a router says nothing until P has ended."""
+    """A missing heartbeat is no failure: such a router sends nothing until P has ended."""
     monkeypatch.setattr(client, "HEARTBEAT_S", 0.1)
     with loading() as (router, steps, bind):
         ((path, body),) = router.posts
@@ -82,7 +83,7 @@ def test_what_d_posts_is_what_p_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         p.allocated(asked)
         assert is_prefill(body) and p._desk.book.tracks(asked.request_id)
         begun = time.monotonic()
-        while time.monotonic() < begun + 2.0:  # of silence, in which a metaserver would have been given up
+        while time.monotonic() < begun + 2.0:  # without an answer, longer than a metaserver's limit
             steps.take()
             time.sleep(0.05)
         assert not steps.codes(bind.transfer)

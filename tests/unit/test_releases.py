@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other releases of vLLM than the newest wheel for CPUs, 0.23.0 among them, which vllm-ascend 0.23.0.post1 pairs with: their schedulers, aggregators and hooks call
-our connector. The scenarios are in release_program.py and run in an environment of their own, all in one process: importing vLLM
-takes longer than they do. `tests/integration/test_releases_real.py` starts real engines of each.
+"""Releases of vLLM other than the newest CPU wheel, among them 0.23.0, which vllm-ascend 0.23.0.post1 pairs with.
+
+Their schedulers, aggregators and hooks call our connector. The scenarios are in release_program.py and run in an
+environment of their own, all in one process: importing vLLM takes longer than they do.
+`tests/integration/test_releases_real.py` starts real engines of each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SCENARIOS = (
     "aborted_while_held_gives_the_blocks_back",
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an environment takes a minute to make
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # creating an environment takes a minute
 
 
 def environment() -> dict[str, str]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both schedulers, with vLLM's own requests, meet over real sockets: P first, both at once, and what is not allowed."""
+"""Both schedulers, with vLLM's own requests, meet over real sockets: P first, both at once, and refused
+combinations."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ TOY = {
     "remote_host": None,
     "remote_port": None,
 }
-TOKEN = 7  # P's first
+TOKEN = 7  # P's first token
 P_ID, D_ID = "cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb"
 
 
@@ -61,7 +62,7 @@ class Pair:
         self.p.allocated(asked)
         self.p.build_step(output([(name, 0, 10, [1, 2, 3])]))
         assert self.p.first_tokens is not None
-        self.p.first_tokens.before(None)  # the step's results
+        self.p.first_tokens.before(None)  # as at the step's results
         return (asked, *self.ended(asked))
 
     def ended(self, asked: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -70,7 +71,7 @@ class Pair:
         return self.p.finished(asked, True)
 
     def started(self) -> Start:
-        """How D's held request goes on, once that is known."""
+        """Wait until it is decided how D's held request starts."""
         found: list[Start] = []
         until(lambda: (self.steps.take() and found.extend(self.d._desk.seeds.take(0.0))) or found, "the last word of P")
         return found[0]
@@ -140,7 +141,7 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
 @pytest.mark.parametrize("kv", ["before P's last word", "after it"])
 def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
     with pair(SECRETS, d={"prefill_listeners": ["127.0.0.1"]}) as both:
-        both.d.first_tokens.entered = True  # as vLLM's scheduler is when it hears of loads
+        both.d.first_tokens.entered = True  # as during vLLM's update after a step
         if first == "P":
             _, _, params = both.prefilled()
             asked = None
@@ -242,7 +243,7 @@ def test_without_hold_sources_p_listens_nowhere_and_says_what_it_always_said() -
 
 
 def test_who_does_not_know_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither its answer is read, nor its offer."""
+    """Neither its answer nor its offer is accepted."""
     with pair(SECRETS) as both:
         _, _, answer = both.prefilled()
         stranger = DecodeScheduler(engine(Secrets(b"x" * 32)), Patience(lambda: 0))

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other routers write into `kv_transfer_params`, by the source that is named with each: run through both schedulers over real
-sockets, from the router's first request to the load on D. The routers themselves do not run here."""
+"""Forms of `kv_transfer_params` that other routers write, each with its source.
+
+They run through both schedulers over real sockets, from the router's first request to the load on D. The routers
+themselves do not run here.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def unchanged(answer: Answer) -> Answer:
 
 
 def with_host(answer: Answer) -> Answer:
-    """These write P's address into what they pass on: that of its HTTP port's host, without a port."""
+    """Overwrite remote_host with that of P's HTTP port, without a port, as these routers do."""
     return {**answer, "remote_host": "10.9.9.9"}
 
 
@@ -42,7 +45,7 @@ class Serial:
     source: str
     prefill: dict[str, Any]
     passes: Callable[[Answer], Answer] = unchanged
-    ids: tuple[str, str] = ("cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb")  # of P, of D
+    ids: tuple[str, str] = ("cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb")  # of P and of D
 
 
 OTHER_FRONT_END = "0198c1f2-aaaaaaaa", "0198c1f2-bbbbbbbb"  # gRPC, or a front end of the router's own
@@ -116,7 +119,7 @@ def test_who_goes_to_p_first_has_its_answer_fetched(shape: Serial) -> None:
 
 @each_serial
 def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
-    """Whatever the router adds to P's answer, D dials nobody for it."""
+    """Whatever the router adds to P's answer, D opens no connection for it."""
     of_p, of_d = shape.ids
     with pair(SECRETS, p={"hold_sources": 1}) as both:
         assert prefilled(both, shape.prefill, "cmpl-other-0-aaaaaaaa")[0]
@@ -126,8 +129,9 @@ def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
         assert both.d.wanted(asked, 0) == 0 and both.d.open_loads() == 0
 
 
-# AIBrix's agents for `nixl` and `mooncake` put nothing into P's request (vllm-project/aibrix e3e10f9e4aeb, transfer/nixl.go and
-# mooncake.go beside shfs.go); that for `nixl` hands P's whole answer to D in a field of its own, which vLLM does not give to a connector.
+# AIBrix's agents for `nixl` and `mooncake` put nothing into P's request (vllm-project/aibrix e3e10f9e4aeb,
+# transfer/nixl.go and mooncake.go beside shfs.go); that for `nixl` hands P's whole answer to D in a field of its own,
+# which vLLM does not give to a connector.
 @pytest.mark.parametrize("params", [None, {}], ids=["none", "empty"])
 def test_who_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
     with pair(SECRETS) as both:
@@ -136,7 +140,8 @@ def test_who_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
         assert both.d.wanted(request("cmpl-router-1-0-bbbbbbbb", params), 0) == 0
 
 
-# -- both at once, in Mooncake's words: llm-d/llm-d-router 8b00c51f4135 pkg/sidecar/proxy/connector_mooncake.go, and SMG's (above)
+# -- both at once, in Mooncake's dialect: llm-d/llm-d-router 8b00c51f4135
+# pkg/sidecar/proxy/connector_mooncake.go, and SMG's (above)
 
 
 def legs(site: Bootstrapped, engine_id: str) -> tuple[Answer, Answer]:
@@ -155,7 +160,7 @@ def site() -> Any:
 
 @pytest.mark.parametrize("first", ["P", "D"])
 def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootstrapped, first: str) -> None:
-    """It takes every rank of the bootstrap's answer that has an id; the client's X-Request-Id, if there is one, is not its name."""
+    """It takes every rank of the bootstrap's answer that has an id; a client's X-Request-Id is not its transfer id."""
     told = site.ask().json()
     ids = {rank: entry["engine_id"] for rank, entry in told.items() if isinstance(entry.get("engine_id"), str)}
     assert list(ids) == ["0"], "the rank that it asks for by X-data-parallel-rank"
@@ -170,7 +175,7 @@ def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootst
 
 
 def test_smg_is_mooncake_s_words_in_the_order_p_first(site: Bootstrapped) -> None:
-    """It waits for P, and then tells D the id that it was given with P: the name finds what P holds."""
+    """It waits for P, and then sends D the id that it gave P: D finds P's blocks by it."""
     to_p, to_d = legs(site, site.ask().json()["0"]["engine_id"])
     held, _ = prefilled(site, to_p, OTHER_FRONT_END[0])
     assert held
@@ -180,18 +185,19 @@ def test_smg_is_mooncake_s_words_in_the_order_p_first(site: Bootstrapped) -> Non
 def test_smg_with_vllm_s_own_id_of_p_is_refused_with_a_code(
     site: Bootstrapped, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where its worker says `kv_engine_id` it is vLLM's, and no address: P's blocks go back after `hold_s`."""
+    """If its worker sends `kv_engine_id`, it is vLLM's and no address: P's blocks are released after `hold_s`."""
     _, to_d = legs(site, "5f2c8d1e-0b1c-4e0c-9d59-6a7f1f0e7a51")
     assert site.d.wanted(request(OTHER_FRONT_END[1], to_d), 0) == 0
     assert "PD-META-029" in caplog.text and "bootstrap_port" in caplog.text
 
 
-# -- D first: Ascend/MindIE-Motor adf854f47cef motor/coordinator/router/adapters/pd_protocol.py, strategies/unified_pd.py
+# -- D first: Ascend/MindIE-Motor adf854f47cef
+# motor/coordinator/router/adapters/pd_protocol.py, strategies/unified_pd.py
 
 
 def test_motor_s_trigger_passes_on_what_d_posts() -> None:
-    """`dispatch_profile: trigger`. Its address has the attempt as a query; it looks for its own id inside ours; P's request has D's
-    words, with the direction written again and without a metaserver."""
+    """`dispatch_profile: trigger`. Its address has the attempt as a query; it looks for its own id inside ours; P's
+    request has D's fields, with the direction written again and without a metaserver."""
     with loading(query="?attempt=3") as (router, steps, bind):
         ((path, body),) = router.posts
         assert path == "/v1/metaserver?attempt=3"

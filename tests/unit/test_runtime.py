@@ -119,7 +119,7 @@ STAGES = [
 def test_every_byte_arrives_where_decode_has_stages(
     layout: str, heads: int, prefill: tuple[int, tuple[int, ...]], decode: tuple[int, tuple[int, ...]]
 ) -> None:
-    """Five layers, so that no cut of two or three stages is even. The stages of decode live on hosts of their own."""
+    """Five layers, so that no division into two or three stages is even. The stages of decode are on separate hosts."""
     model, hosts = Model(layout, heads, layers=5), (LOOPBACK, "127.0.0.2", "127.0.0.3")
     p = PrefillSite(model, prefill[0], cuts=prefill[1])
     d = DecodeSite(model, decode[0], cuts=decode[1], hosts=hosts)
@@ -156,7 +156,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
 
 
 def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> None:
-    """As where an engine's handshake tells the stages apart by nothing."""
+    """As when an engine's handshake does not distinguish the stages."""
     p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1, cuts=(1,))
     with sites(p, d):
         request = d.reserve("r", 9)
@@ -220,7 +220,7 @@ def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
     "hook", [without_a_name, no_hook, all_but_one], ids=["without a name", "not at all", "all but one"]
 )
 def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> None:
-    """A layer is known by its name, never by its address: a hook without one says nothing."""
+    """A layer is known by its name, never by its address: a hook without one marks none."""
     p, d = PrefillSite(Model(), tp), DecodeSite(Model(), 1)
     with sites(p, d):
         request = d.reserve("r", 23)
@@ -232,7 +232,7 @@ def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> No
 
 
 def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:
-    """The tokens of a block that is not full yet leave with a later step, which knows nothing against them."""
+    """Tokens of a block that is not full yet leave with a later step, which has no error of its own."""
     p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
     with sites(p, d):
         request = d.reserve("r", 9)
@@ -265,7 +265,7 @@ DRAFTED = Model(layers=2, drafts=1)
 
 
 def drafting(tokens: int) -> Hook:
-    """The draft model runs after the target, once for each token that it drafts; each time its hook fires."""
+    """The draft model runs after the target, once for each token that it drafts, and fires its hook each time."""
 
     def hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
         for _ in range(tokens if name in DRAFTED.own_drafts else 1):
@@ -298,7 +298,7 @@ def test_a_draft_models_layers_are_pushed_when_the_step_is_over(tokens: int, tp:
 
 
 def test_a_draft_model_that_did_not_run_spoils_its_step() -> None:
-    """Its layer would carry what lay there before."""
+    """Its layer would carry its old contents."""
     p, d = PrefillSite(DRAFTED, 1), DecodeSite(DRAFTED, 1)
     with traced() as events, sites(p, d):
         request = d.reserve("r", 23)
@@ -349,7 +349,7 @@ UNLIKE = {
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)])
 @pytest.mark.parametrize("model", UNLIKE.values(), ids=list(UNLIKE))
 def test_layers_need_not_be_alike(model: Model, p_tp: int, d_tp: int) -> None:
-    """Each has its own heads, so its own ranks that hold them and share them out. Hooks have names, but an indexer's none."""
+    """Each layer has its own heads, so different ranks hold and share them. Hooks have names, except an indexer's."""
     p, d = PrefillSite(model, p_tp), DecodeSite(model, d_tp)
     with sites(p, d):
         requests = [d.reserve("short", 3), d.reserve("long", 45), d.reserve("tail", 37, first=24)]
@@ -404,7 +404,7 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
         def with_strays(worker: PrefillWorker, name: str, tensor: Any) -> None:
             worker.save_layer("no such layer")
             worker.save_layer(name)
-            worker.save_layer(name)  # twice: vLLM calls once per attention call
+            worker.save_layer(name)  # vLLM calls it once per attention call
 
         p.compute((request, 9), hook=with_strays)
         strays()
@@ -460,7 +460,7 @@ def test_a_pair_over_the_real_transfer_engine() -> None:
 
 
 def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None:
-    """Timers far away must not make the loop turn: half a core was once burnt so, and every test passed."""
+    """Distant timers must not make the loop spin: it once used half a core, and every test passed."""
     d = DecodeSite(Model("opaque"), 1)
     with sites(d):
         d.reserve("r", 30)
@@ -496,7 +496,7 @@ def test_each_rank_listens_on_its_own_of_the_configured_ports() -> None:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many neighbours that are free at this moment."""
+    """Return the first of so many consecutive ports that are free at this moment."""
     for base in range(21000, 30000, 10):
         with ExitStack() as stack:
             try:

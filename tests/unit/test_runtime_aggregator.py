@@ -20,7 +20,7 @@ def output(kv: KVConnectorOutput) -> ModelRunnerOutput:
 
 
 class Prefill(PrefillSite):
-    """Reports go through the aggregator; it says which requests are sent."""
+    """Pass reports through the aggregator, and collect the requests that it reports as sent."""
 
     def __init__(self, make_transport: MakeTransport = MemoryTransport) -> None:
         self.aggregator = KVOutputAggregator(4)

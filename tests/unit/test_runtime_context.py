@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism with the real workers of both sides: tokens that are divided among ranks, equally and unequally, arrive byte
-by byte where the other engine has them, with checksums on, and a fault in who holds what is found."""
+"""Context parallelism with the real workers of both sides: tokens divided among ranks, equally and unequally.
+
+They arrive byte for byte in their places in the other engine, with checksums on, and a wrong assignment of tokens is
+detected.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def model(heads: int, *, layers: int = 2) -> Model:
 def test_every_byte_arrives_where_decode_has_its_token(
     heads: int, p_size: tuple[int, Divided], d_size: tuple[int, Divided], p_block: int, d_block: int
 ) -> None:
-    """Chunks that cut blocks and runs, a prefix that D has, prompts shorter than a run."""
+    """Chunks that cut blocks and runs, a prefix hit on D, prompts shorter than a run."""
     (p_tp, p_parts), (d_tp, d_parts), one = p_size, d_size, model(heads)
     p = PrefillSite(one, p_tp, divided=p_parts, block=p_block, blocks=200, device=TokenMajorDevice())
     d = DecodeSite(one, d_tp, divided=d_parts, block=d_block, blocks=200, device=TokenMajorDevice())
@@ -57,7 +60,7 @@ def test_every_byte_arrives_where_decode_has_its_token(
 
 
 def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None:
-    """One prompt, computed in these chunks, is on D's ranks byte for byte, and P's blocks are free again."""
+    """Push one prompt in these chunks; check it on D's ranks byte for byte, and that P's blocks are free again."""
     with sites(p, d):
         made = d.reserve("one", sum(chunks), first=first)
         d.step()
@@ -69,7 +72,7 @@ def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None
 
 
 def test_layers_that_are_unlike() -> None:
-    """Beside the model's layers one with cells of its own, of which the tokens are divided alike."""
+    """One more layer with other cells, whose tokens are divided alike."""
     one = Model("token", heads=1, layers=2, drafts=1, draft_dim=8)
     p = PrefillSite(one, 4, divided=Divided(4, 1, 4), blocks=60, device=TokenMajorDevice())
     d = DecodeSite(one, 2, divided=Divided(2, 1, 2), blocks=60, device=TokenMajorDevice())
@@ -85,7 +88,7 @@ def test_beside_pipeline_stages(p_pp: int, d_cuts: tuple[int, ...]) -> None:
 
 
 def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: prefill deals its tokens in another order than it says."""
+    """Planted: prefill deals its tokens in another order than it reports."""
     places = Dealt.places
 
     def turned(self: Dealt, tokens):  # type: ignore[no-untyped-def]
@@ -106,7 +109,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
 
 
 def test_exchanges_are_not_made_for_tokens_that_are_divided() -> None:
-    """They are of heads: each rank writes what it holds, also where that is configured otherwise."""
+    """Exchanges are of heads: each rank writes what it holds, even if regroup is configured."""
     for d_parts in (ONE, Divided(2, 1, 4)):
         push = config(regroup="always")
         p = PrefillSite(model(2), 4, divided=Divided(2, 1, 4), push=push, blocks=50, device=TokenMajorDevice())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both runtimes when something goes wrong: late, aborted, cancelled, silent, corrupted, dead, closing."""
+"""Both runtimes with faults: late, aborted, cancelled, silent, corrupted, dead, closing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> Non
         d.step()
         d.book.request_finished(gone.name)
         assert not d.received(gone)[0].ok
-        d.step()  # says that it is over
+        d.step()  # tells the workers that it has ended
         device.open.set()
         p.prefill(kept)
         assert d.received(kept)[0].ok
@@ -182,7 +182,7 @@ def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> 
     p = PrefillSite(PLANES, 1, push=config(ready_timeout_s=0.4))
     d = DecodeSite(PLANES, 1)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 30)  # and D never steps
+        request = d.reserve("r", 30)  # D never steps
         p.prefill(request, 20, 10)
         p.finish(request)
         p.released_blocks_of(request)
@@ -254,7 +254,7 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
             assert p.admit(each) is None
         p.compute((request, 30), (other, 30))
         until(lambda: len(heard_ready(events)) == 3, "P has heard READY of three ranks")
-        device.open.set()  # now there is a batch for each of them
+        device.open.set()  # now each has a batch
         assert {report.code for report in e.received(other)} == {"PD-XFER-003"}
         assert d.received(request)[0].code in ("PD-XFER-003", "" if at == "poll" else "PD-XFER-003")
         p.prefill(later)
@@ -352,7 +352,7 @@ def test_what_was_decided_before_an_error_is_still_done() -> None:
 
 
 class BrokenEvent:
-    """Of a device that is gone."""
+    """Event of a failed device."""
 
     def done(self) -> bool:
         raise RuntimeError("the device is gone")
@@ -363,7 +363,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
     runtime = d.workers[0]._runtime
     assert runtime is not None and runtime._verifier is not None
-    names: list[Any] = []  # of what goes wrong, once it is known
+    names: list[Any] = []  # of the failing request, as soon as it is known
 
     def breaking(function: Callable[..., Any], of: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any) -> Any:
@@ -377,7 +377,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
     with sites(p, d):
         bad, good, cancelled = d.reserve("bad", 30), d.reserve("good", 9), d.reserve("cancelled", 5)
         names.append(bad.reservation.transfer)
-        if at == "start":  # with the first bind
+        if at == "start":  # at the first bind
             first = [RuntimeError("no port is free")]
             addresses = runtime.core._addresses
 
@@ -511,7 +511,7 @@ def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> N
 
 
 class UnwillingWire(MemoryTransport):
-    """Its peer takes nothing: no write was ever issued to it."""
+    """Wire whose peer refuses: no write was ever issued to it."""
 
     def land(self, write: Write) -> WriteState:
         return WriteState.UNISSUED
@@ -525,7 +525,7 @@ def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
         d.step()
         p.prefill(request)
         p.finish(request)
-        p.released_blocks_of(request)  # long before T: nothing of it can land
+        p.released_blocks_of(request)  # long before the quiet time ends: nothing of it can land
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-003")
         closed = [facts for stage, facts in events if stage == "push_closed"]
@@ -533,7 +533,7 @@ def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
 
 
 class ListeningWire(MemoryTransport):
-    """Keeps what the runtime gives it to ask with, and asks."""
+    """Wire that keeps the runtime's query for the last message, and uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -561,7 +561,7 @@ def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
 
 
 def test_a_dead_writer_gathers_nothing() -> None:
-    """Prefill goes on for a decode engine that cannot be served, perhaps for days."""
+    """Prefill goes on without this decode engine, perhaps for days."""
     p, d = PrefillSite(TUPLES, 1, make_transport=lambda: DyingWire("submit")), DecodeSite(TUPLES, 1)
     with traced() as events, sites(p, d):
         first, later = d.reserve("first", 9), d.reserve("later", 30)
@@ -606,7 +606,7 @@ def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(who: str
 
 
 def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
-    """Its transfer engine is closed before it leaves, and it vouches for that."""
+    """It reports that its transfer engine was closed before it left."""
     push = config(quiet_s=0.3, lease_s=1.4, margin_s=0.2)
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
@@ -634,7 +634,7 @@ def test_a_decode_worker_whose_port_is_taken_leaves_no_thread() -> None:
 
 
 class Witness(CpuDevice):
-    """Remembers which threads were bound to it."""
+    """Device that records the threads bound to it."""
 
     def __init__(self) -> None:
         self.attached: list[str] = []
@@ -654,8 +654,8 @@ def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
 
 
 def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() -> None:
-    """Ranks that hold the same head divide a step's tokens among them. What each of them owns must follow from the
-    step alone: a rank that leaves out a request which it knows to have failed would leave holes in the others'."""
+    """Ranks that hold the same head divide a step's tokens among them. Each rank's part must follow from the step
+    alone: if a rank left out a request that failed on it, there would be holes in the others."""
     model = Model("latent", heads=1)
     p, d = PrefillSite(model, 2), DecodeSite(model, 1)
     with traced() as events, sites(p, d):
@@ -668,7 +668,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
         knows, ignorant = (worker._runtime for worker in p.workers.values())
         assert knows is not None and ignorant is not None
         deaf = threading.Event()
-        ignorant._loop.post(deaf.wait, 20.0)  # it hears nothing of what happens now
+        ignorant._loop.post(deaf.wait, 20.0)  # blocks its loop: it gets no message
         with knows.deciding() as pushes:
             (push,) = (push.name for push in pushes.pushes() if push.request_id == failed.p_name)
             pushes.abort(time.monotonic(), push, "PD-XFER-002", "as if its writes had failed")
@@ -683,7 +683,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
 
 
 def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
-    """Two threads decide one after the other, and what they post to the loop may arrive in the other order."""
+    """Two threads decide one after the other, and their posts to the loop may arrive in the other order."""
     p = PrefillSite(TUPLES, 1)
     with sites(p):
         (worker,) = p.workers.values()
@@ -703,7 +703,7 @@ def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
 
 
 def test_a_loop_that_does_not_answer_in_time_raises_the_built_in_time_out() -> None:
-    """On Python 3.10 concurrent.futures has one of its own, which `except TimeoutError` would miss."""
+    """On Python 3.10 concurrent.futures has another TimeoutError, which `except TimeoutError` would miss."""
     loop = LoopThread("pd-test-loop")
     try:
         with pytest.raises(TimeoutError):
@@ -711,5 +711,5 @@ def test_a_loop_that_does_not_answer_in_time_raises_the_built_in_time_out() -> N
     finally:
         loop.stop()
     assert not loop.alive
-    loop.post(print)  # after the end: nothing happens, nothing raises
+    loop.post(print)  # does nothing after the end, and raises nothing
     loop.stop()

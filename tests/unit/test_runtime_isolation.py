@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bad peer is its own problem: other decode engines, other requests and the forward pass go on."""
+"""Isolation of a faulty peer: other decode engines, other requests and the forward pass go on."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_blocks_that_decode_does_not_have_are_never_written(block: int) -> None:
 
 
 def test_blocks_that_decode_reserved_for_others_are_its_own_word() -> None:
-    """P writes exactly where the reservation says: the blocks it names, not a range around them."""
+    """P writes exactly the blocks that the reservation names, not a range around them."""
     p, d = PrefillSite(TUPLES, 1, block=8), DecodeSite(TUPLES, 1, block=8)
     with sites(p, d):
         requests = [d.reserve(f"r{i}", 3 + 5 * i) for i in range(4)]
@@ -115,7 +115,7 @@ def test_blocks_that_decode_reserved_for_others_are_its_own_word() -> None:
 
 
 def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fails_on_both() -> None:
-    """Without renewal P's authority runs out: it stops, and D hears of it when it goes on."""
+    """Without renewal P's authority runs out: it stops, and D notices when it goes on."""
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.2)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     with traced() as events, sites(p, d):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests, two decode engines, chunks, prefix hits, preemptions, aborts on both sides, failing writes: in the end
-every request that ended well has its bytes, every other one failed, and nothing is left."""
+"""Many requests, two decode engines, chunks, prefix hits, preemptions, aborts on both sides, failing writes.
+
+In the end every request that succeeded has its bytes, every other one failed, and nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SEEDS = [int(seed) for seed in os.environ.get("PD_TEST_SEEDS", "1 2 3").split()]
 
 
 class Whimsical(MemoryTransport):
-    """Writes that land after a while; some fail, and land all the same."""
+    """Transport whose writes land after a while; some are reported as failed, and still land."""
 
     def __init__(self, dice: random.Random, lossy: float) -> None:
         super().__init__()
@@ -33,13 +35,13 @@ class Whimsical(MemoryTransport):
 
 
 class Mixture:
-    """Drives both sides at random, as two schedulers and their clients would."""
+    """Drive both sides at random, as two schedulers and their clients would."""
 
     def __init__(self, seed: int, layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float) -> None:
         self.dice = random.Random(seed)
         model = Model(layout, heads=1 if layout == "latent" else 2, layers=2)
         self.patient = self.dice.random() < 0.5
-        verify = self.dice.choice(("full", "off"))  # a checksum would turn wrong bytes into a failure
+        verify = self.dice.choice(("full", "off"))  # "off" too, as a checksum would turn wrong bytes into a failure
         push = config(quiet_s=0.15, preempt_drain_s=5.0 if self.patient else 0.0, verify=verify)
         tp, pp = p_size
         self.p = PrefillSite(
@@ -47,7 +49,7 @@ class Mixture:
         )
         self.ds = tuple(DecodeSite(model, tp, blocks=80, push=push, seed=tp + 5) for tp in d_tps)
         self.site_of: dict[str, DecodeSite] = {}
-        self.active: list[Request] = []  # on P, not ended there
+        self.active: list[Request] = []  # not ended on P
         self.aborted_on_d: set[str] = set()
         self.aborted_on_p: set[str] = set()
         self.ended: list[Request] = []
@@ -83,7 +85,7 @@ class Mixture:
         if work:
             self.p.compute(*work)
         elif self.active:
-            self.preempt()  # nobody fits: vLLM would take somebody's blocks away
+            self.preempt()  # no room: vLLM would preempt a request
         for request in [each for each in self.active if each.computed == each.tokens]:
             self.end(request)
 
@@ -105,7 +107,7 @@ class Mixture:
     def abort_on_p(self) -> None:
         if self.active:
             request = self.dice.choice(self.active)
-            if request.p_name not in self.p.known and not request.p_blocks:  # D learns by the end of the HTTP call
+            if request.p_name not in self.p.known and not request.p_blocks:  # D is notified by the end of the HTTP call
                 self.site_of[request.name].book.failed(request.reservation.transfer, "PD-META-006", "aborted")
             self.aborted_on_p.add(request.name)
             self.end(request)

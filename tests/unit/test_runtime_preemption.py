@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preemption on P, at every moment: what was pushed starts over on other blocks, or fails; nothing reads lost blocks."""
+"""Preemption on P, at every moment: the push starts over on other blocks, or fails; no lost block is read."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) 
 
 
 def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_pushed() -> None:
-    """Who owns which tokens differs from step to step. A rank that was done before the preemption says nothing more, so
-    what the others would push in new steps is not what is missing."""
+    """Owners of tokens differ from step to step. A rank that finished before the preemption reports nothing more, so
+    what the others would push in new steps does not match the missing part."""
     model, held = Model("latent", heads=1), HeldDevice()
     done = HeldDevice()
     done.open.set()
@@ -119,8 +119,8 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
 
 
 def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
-    """Two batches are out, four layers wait behind them: these must not be read any more, though one of the two returns
-    long before the other."""
+    """Two batches are out, four layers wait behind them: these must not be read any more, even if one of the two
+    returns long before the other."""
 
     class Turnstile(MemoryTransport):
         def __init__(self) -> None:
@@ -169,7 +169,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
 
 
 def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push() -> None:
-    """The writer's thread may hear that everything was computed only when the blocks are gone already."""
+    """The writer's thread may learn that everything was computed only when the blocks are gone already."""
     device = HeldDevice()
     p = PrefillSite(TUPLES, 1, push=config(verify="off"), device=device)
     d = DecodeSite(TUPLES, 1, push=config(verify="off"))
@@ -216,7 +216,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
 
 
 def test_a_push_that_starts_over_without_having_been_told_of_its_loss_is_a_bug_and_says_so() -> None:
-    """Else its new blocks would follow the lost ones."""
+    """Otherwise its new blocks would be appended to the lost ones."""
     blocks, nothing = np.zeros(8, dtype=np.int32), cast("Any", None)
     push = Push("push", "r", nothing, (), frozenset(), (), (), (), (0,), (blocks,), (Table(blocks, 3),), 0.0)
     again = PushSlice("push", 0, 8, (np.array([5], dtype=np.int32),), restart=True, final=False)

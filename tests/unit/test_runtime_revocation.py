@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D revokes access, and the new transfer engine cannot be opened at once: blocks come back all the same, a little later."""
+"""D revokes access while the new transfer engine cannot be opened at once: blocks are still released, a little
+later."""
 
 from __future__ import annotations
 

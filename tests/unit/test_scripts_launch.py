@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch_1p1d.sh with stand-in servers: waits for all three, makes the secret, and leaves no process behind."""
+"""launch_1p1d.sh with stand-in servers: waits for all three, creates the secret, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 while True: signal.pause()
 """
 
-# The scripts ask the interpreter what vLLM needs on a CPU; everything else that it is started with is a server.
+# The scripts query the interpreter for vLLM's needs on a CPU; everything else that it runs is a server.
 INTERPRETER = """#!/bin/sh
 case "$2 $3" in
   "scripts.support.on_cpu "*) exec {python} "$@" ;;
@@ -72,7 +72,7 @@ class Launch:
         self.base = free_ports()
         self.output = folder / "output"
         words = [
-            # A shell cannot trap what is ignored when it begins, as ctrl-C is where this run was put into the background.
+            # A shell cannot trap signals that are ignored when it starts, as SIGINT is in a background job.
             *("env", "--default-signal=INT"),
             SCRIPT,
             "--model",
@@ -119,7 +119,7 @@ class Launch:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes whose command line carries the mark: what this test started, and nothing else."""
+    """Return processes whose command line has the mark: those that this test started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/parts.py: parts run once on a commit, what failed or was cut off runs again, and the table says so."""
+"""scripts/parts.py: parts run once per commit, failed or interrupted ones run again, and the table shows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE = "def test_one() -> None:\n    pass\n"
 
 @pytest.fixture
 def tests(tmp_path: Path) -> Path:
-    """Two parts: a folder, and a file of those that start engines. pytest takes its settings from there, not from here."""
+    """Two parts: a folder, and a file that starts engines. pytest takes its settings from this folder."""
     folder = tmp_path / "tests"
     for name in ("unit", "integration"):
         (folder / name).mkdir(parents=True)

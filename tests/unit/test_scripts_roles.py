@@ -28,7 +28,7 @@ def run(script, *flags, device="cpu", **environment):
 
 
 class Command:
-    """The words that --dry-run printed: environment, interpreter, arguments."""
+    """Parse what --dry-run printed: environment, interpreter, arguments."""
 
     def __init__(self, line):
         words = shlex.split(line)
@@ -92,7 +92,7 @@ def test_every_variable_that_help_names_does_what_its_flag_does(role):
         value = special.get(flag, "4321")
         by_flag = dry(role, *model, f"--{flag}", value, device="npu" if flag == "devices" else "cpu")
         by_variable = dry(role, *model, **{variable: value}, device="npu" if flag == "devices" else "cpu")
-        if flag == "model":  # the flag that is always given wins over the variable
+        if flag == "model":  # a flag that is always given overrides the variable
             continue
         assert vars(by_flag) == vars(by_variable), flag
         assert vars(by_flag) != vars(plain), f"--{flag} changes nothing"
@@ -246,7 +246,7 @@ def test_vllms_own_parser_understands_the_ranks(role, flags, wanted):
 
 
 def test_a_host_without_a_server_is_started_by_the_command_that_knows_what_headless_means():
-    """The API server's own module takes the flag too, and serves all the same."""
+    """The API server's own module accepts the flag too, but still starts a server."""
     flags = ["--dp", "4", "--dp-size-local", "2", "--dp-start-rank", "2", "--dp-address", "10.0.0.1"]
     assert dry("decode", "--model", "m", *flags, "--headless").module == "vllm.entrypoints.cli.main"
     assert dry("decode", "--model", "m", *flags).module == "vllm.entrypoints.openai.api_server"

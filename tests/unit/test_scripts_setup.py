@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/setup.sh: installs once, knows when nothing is to do, says what is missing, leaves a CANN container alone.
+"""scripts/setup.sh: installs once, detects when nothing is to do, names what is missing, leaves a CANN container
+unchanged.
 
-The whole set-up runs here on a small tree of its own: the same script, real venv and pip, and wheels made on the spot
-in the place of torch and Mooncake, so that no network is needed and a run takes seconds.
+The whole set-up runs here on a small tree of its own: the same script, real venv and pip, and wheels made for the
+test instead of torch and Mooncake, so that no network is needed and a run takes seconds.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def make_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> 
 
 
 class Tree:
-    """A clone in miniature, with its own wheels and its own idea of the host."""
+    """A small clone with its own wheels and its own tools of the host."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "clone"
@@ -90,7 +91,7 @@ class Tree:
         make_wheel(self.wheels, "some_test_tool", "1.0", {"some_test_tool.py": ""})
         make_wheel(self.wheels, "some_linter", "1.0", {"some_linter.py": ""})
         (self.torch_index / "torch/index.html").write_text('<a href="torch-1.0-py3-none-any.whl">torch</a>')
-        self.host = folder / "host"  # comes first on PATH: what this host has
+        self.host = folder / "host"  # first on PATH: this host's tools
         self.host.mkdir()
         self.tool("ldconfig", "printf '\\tlib%s.so.%s (libc6) => /x\\n' ibverbs 1 numa 1 curl 4")
         for name in ("python3", "python", "python3.10", "python3.11", "python3.12"):
@@ -129,7 +130,7 @@ class Tree:
         return done.returncode, done.stderr
 
     def bash(self, text: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """Runs functions of the script by themselves."""
+        """Run functions of the script by themselves."""
         return subprocess.run(
             [BASH, "-uc", f". '{self.root}/scripts/setup.sh'; {text}"],
             env=self.environment(**more),
@@ -148,7 +149,7 @@ class Tree:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """One cold set-up, shared: the tests that use it leave it working."""
+    """One cold set-up, shared: its tests leave it working."""
     tree = Tree(tmp_path_factory.mktemp("installed"))
     code, said = tree.setup()
     assert code == 0, said
@@ -252,7 +253,7 @@ def test_a_second_set_up_at_the_same_time_waits_and_builds_nothing_twice(install
 
 
 def test_an_interrupted_set_up_is_finished_by_the_next_one(installed, tree):
-    # Stopped halfway through the packages: the venv is there, nothing is stamped, Mooncake is missing.
+    # Interrupted in the middle: the venv is there, no stamp is written, Mooncake is missing.
     shutil.copytree(installed.root / ".venv", tree.root / ".venv", symlinks=True)
     shutil.rmtree(tree.root / ".venv/.stamps")
     for part in (tree.root / ".venv").glob("lib/python*/site-packages/mooncake*"):
@@ -278,7 +279,7 @@ def test_missing_libraries_are_named_to_those_who_cannot_install_them(tree):
 def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(tree):
     tree.tool("ldconfig", "printf '\\tlibnuma.so.1 (libc6) => /x\\n'")
     tree.tool("id", "echo 0")
-    # The lists are out of date at first, as in a fresh container.
+    # The package lists are out of date at first, as in a fresh container.
     log = tree.host / "apt.log"
     tree.tool("apt-get", f'echo "$@" >> {log}; [ "$1" = update ] || [ "$(wc -l < {log})" -gt 1 ]')
     done = tree.bash('mkdir -p "$PD_CACHE"; pd_debian "$PD_BASE_PYTHON"')
@@ -337,7 +338,7 @@ def container(tree, tmp_path):
 
 
 def choose(tree, **more):
-    """What would be used, without PD_BASE_PYTHON's hint."""
+    """Return the chosen device and interpreter, without PD_BASE_PYTHON."""
     return tree.bash(
         "unset PD_BASE_PYTHON; mkdir -p $PD_CACHE; pd_choose_interpreter && echo $PD_DEVICE $PD_PYTHON", **more
     )

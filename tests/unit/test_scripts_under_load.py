@@ -16,13 +16,13 @@ DEADLINE = 60
 
 
 def start(out: Path, *words: str) -> subprocess.Popen[str]:
-    # A shell cannot trap what is ignored when it begins, as ctrl-C is where this run was put into the background.
+    # A shell cannot trap signals that are ignored when it starts, as SIGINT is in a background job.
     command = ["env", "--default-signal=INT", str(SCRIPT), "--out", str(out), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def ended(said: str) -> None:
-    """The busy processes that it named are no more."""
+    """Check that the busy processes in its output have ended."""
     pids = re.search(r"\(pids ([\d ]+)\)", said)
     assert pids is not None, said
     for pid in pids[1].split():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a debugger or a failing test shows of a transfer, a writer, a push, a staging slot and an instance."""
+"""Representations of a transfer, a writer, a push, a staging slot and an instance, for a debugger or a failing test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from protocol_rig import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
 
+from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence, Role
-from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.prefixes import Prompts
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.prefill.core.push import Push as WorkersPush

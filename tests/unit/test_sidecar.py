@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A metaserver beside one D, whose requests name their P's in a header."""
+"""A metaserver beside one D, whose requests name their P in a header."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS between D and its metaserver, and between the metaserver and its engines: verified unless somebody says no."""
+"""TLS between D and its metaserver, and between the metaserver and its engines: verified unless it is switched off."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.config import MetaserverConfig
-from vllm_ascend_pd.metaserver import http1
-from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
+from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -43,12 +43,12 @@ def mine(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def elsewhere(folder: Path) -> tuple[Path, Path]:
-    """Of another address: good for nothing here."""
+    """A certificate of another address, which is not valid here."""
     return _certificate(folder, "elsewhere", "127.0.0.9")
 
 
 class _Server:
-    """Answers every POST well; with `ca`, only to who shows a certificate of it."""
+    """Answer every POST with 200; with `ca`, only to clients with a certificate of it."""
 
     def __init__(self, certificate: tuple[Path, Path], ca: Path | None = None) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -88,7 +88,7 @@ def loop() -> Iterator[LoopThread]:
 
 
 def _asked(loop: LoopThread, port: int, **config: object) -> Outcome:
-    """The end of one reservation."""
+    """Return the outcome of one reservation."""
     url, told, ended = f"https://{LOOPBACK}:{port}", [], threading.Event()
 
     def outcome(_: object, said: Outcome) -> None:
@@ -132,7 +132,7 @@ def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple
 
 
 async def test_the_metaserver_verifies_its_engines(mine: tuple[Path, Path], elsewhere: tuple[Path, Path]) -> None:
-    """There is no way to switch it off; without --engine-ca the system's authorities count."""
+    """It cannot be switched off; without --engine-ca the system's authorities count."""
     for certificate, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
         server = _Server(certificate)
         upstream = http1.Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())

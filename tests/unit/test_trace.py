@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observation never touches what it observes: a full disk ends the trace, and nothing else."""
+"""Observation never affects what it observes: a full disk ends the trace, and nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STAGES = (
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[TraceFile]:
-    """A trace file on a disk that is full: what is written fails at the first flush."""
+    """A trace file on a full disk: writes fail at the first flush."""
     if not FULL.exists():
         pytest.skip("this system has no /dev/full")
     made = TraceFile(str(tmp_path), "test")
@@ -58,7 +58,7 @@ def test_a_full_disk_ends_the_trace_with_one_line(full: TraceFile, caplog: pytes
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> None:
-    """Each stage is reported in the middle of somebody's work: the engine's, the writer's or the loop's."""
+    """Each stage is reported in the middle of other work: the engine's, the writer's or the loop's."""
     raised: list[str] = []
 
     def broken(name: str, facts: Any) -> None:
@@ -83,7 +83,8 @@ def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> 
 
 
 def _broken(stages: tuple[str, ...]) -> tuple[Callable[[], None], list[str]]:
-    """One subscriber for each of these stages, which fails there. How to remove them, and where they failed."""
+    """Subscribe one failing subscriber for each of these stages; return a function that removes them, and their
+    failures."""
     raised: list[str] = []
 
     def breaking(wanted: str) -> trace.Subscriber:
@@ -138,7 +139,7 @@ def test_the_metaserver_goes_on_when_its_trace_fails() -> None:
 
 @pytest.mark.parametrize("most", [0, 100, 5000])
 def test_a_file_that_takes_no_more_stops_no_process(most: int, tmp_path: Path) -> None:
-    """A limit on the size of files, which the kernel enforces as it does a full disk; 0: full before the start."""
+    """A limit on the size of files, which the kernel enforces like a full disk; 0: full before the start."""
     program = (
         "import resource\n"
         "from vllm_ascend_pd.observe import trace\n"

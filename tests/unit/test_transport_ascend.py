@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine that peers write to and that this process writes with: what a revocation does to the writes."""
+"""One engine that peers write to and that this process writes with: effects of a revocation on the writes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SIZE = 4096
 
 @dataclass
 class Seen:
-    """What happened to one engine, which nobody else may hold on to."""
+    """Calls of one engine, in an object apart, so that the engine itself can be collected."""
 
     registered: list[tuple[int, int]] = field(default_factory=list)
     writes: int = 0
 
 
 class Raw:
-    """What the package uses of a TransferEngine. A write waits for `gate`; a probe for `answering`."""
+    """Methods of a TransferEngine that the package uses. A write waits for `gate`; a probe for `answering`."""
 
     opened: list[Seen]
     gate: threading.Event
@@ -49,7 +49,7 @@ class Raw:
         return 0
 
     def get_rpc_port(self) -> int:
-        return 1  # nothing listens there
+        return 1  # a port without a listener
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
         pair = addresses[0], lengths[0]
@@ -122,7 +122,7 @@ def test_one_engine_serves_both_sides_and_knows_the_cache_once(kind: Any, both: 
 
 
 def test_more_regions_than_a_process_can_register_are_refused_with_their_number(kind: Any) -> None:
-    """Of the caches and of what is staged together; what touches in memory is one. None is registered before all are counted."""
+    """Regions of caches and staging together; adjacent ones count once. None is registered before all are counted."""
     target = MooncakeTarget(kind, "127.0.0.1", "ascend")
     apart = [(SIZE * (2 * n + 1), SIZE) for n in range(MAX_REGISTERED + 1)]
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_more_regions_than_a_process_can_register_are_refused_with_their_number(
         target.register(apart)
     assert found.value.code == "PD-WIRE-006" and not kind.opened
     target.register([*apart[:-2], (apart[0][0] + SIZE, SIZE // 2)])
-    target.register(apart[:1])  # who writes registers the same again
+    target.register(apart[:1])  # the writing side registers the same again
     target.register(apart[-2:-1])
     assert len(kind.opened[0].registered) == MAX_REGISTERED
     with pytest.raises(ConfigError, match="257 separate regions"):
@@ -172,7 +172,7 @@ def test_what_waited_for_the_engine_that_went_was_never_issued(kind: Any, both: 
 
 
 def test_a_peer_that_does_not_answer_a_probe_holds_up_no_revocation(kind: Any, both: Any, memory: np.ndarray) -> None:
-    """The engine cannot be closed while a thread is in it: the connection is hung up on, as Mooncake's probe would see."""
+    """The engine cannot be closed while a thread is in it: the connection is cut, which ends Mooncake's probe."""
     target, wire = both
     with listening() as silent:
         host, port = silent.getsockname()

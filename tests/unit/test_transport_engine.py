@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening a transfer engine when its port is lost to somebody else. Found by the fault matrix: two ranks of a prefill
-engine opened theirs in the same moment, one threw, and with it went the thread that writes, for good."""
+"""Opening a transfer engine whose port another process has taken.
+
+Found by the fault matrix: two ranks of a prefill engine opened theirs in the same moment, one raised, and its writer
+thread ended for good.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from vllm_ascend_pd.transport.engine import OPENINGS, Engine
 
 
 def losing(times: int) -> type:
-    """An engine that throws as Mooncake's does, so many times."""
+    """An engine that raises like Mooncake's, so many times."""
 
     class Raw:
         made = 0
@@ -62,7 +65,7 @@ def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_a
         return settle(sending, sending.submit(receiving.session, *pieces))
 
     try:
-        engines.probe(receiving.session.partition("/")[0])  # the engine that asks is open already
+        engines.probe(receiving.session.partition("/")[0])  # the engine for probes is already open
         whole, engines._open_engine = engines._open_engine, lambda: Engine(losing(99), "127.0.0.1", "tcp")
         assert write() is WriteState.UNISSUED
         engines._open_engine = whole

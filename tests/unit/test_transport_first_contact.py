@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First contact away from the writer thread, and hanging up on who stays silent."""
+"""First contact outside the writer thread, and cutting connections to peers that do not answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 def reads_forever(address: str) -> bool:
-    """A probe as Mooncake makes it: connect, then read without a limit that matters."""
+    """A probe like Mooncake's: connect, then read without a useful limit."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as sock:
         return sock.recv(1) == b"y"
@@ -127,7 +127,7 @@ NO_ADDRESSES = ["", "x", "10.1.2.3", "10.1.2.3:x", "10.1.2.3:0", f"10.1.2.3:{2**
 
 @pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
 def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: str) -> None:
-    """D names its session; the probe of one that does not answer is hung up on by the thread that writes for all."""
+    """D names its session; the writer thread, which serves all peers, cuts the connection of an unanswered probe."""
     gate = threading.Event()
     introducer = Introducer(lambda _: gate.wait(10), 0.0, time.monotonic)
     assert [introducer.ask(f"{address}/tag") for _ in range(3)] == [Answer.ASKING] * 3
@@ -141,7 +141,7 @@ def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: s
 @pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
 def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(address: str) -> None:
     class Silent:
-        """Has no probe."""
+        """An engine without a probe."""
 
     engine = object.__new__(Engine)
     engine._raw = Silent()  # type: ignore[assignment]
@@ -149,7 +149,7 @@ def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(
 
 
 def test_nobody_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next connection to the same peer is another one's."""
+    """The next connection to the same peer belongs to another use."""
     inside, over = threading.Event(), threading.Event()
 
     def slow(address: str) -> int:

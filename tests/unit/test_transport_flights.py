@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flights against an engine that is told what to answer and that checks how it is used: an id is asked about only while
-it lives, because Mooncake's ids are pointers."""
+"""Flights against an engine with given answers that checks its use: an id is polled only while it is alive, as
+Mooncake's ids are pointers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Clock:
 
 
 class ToldEngine:
-    """`ends` tells what the next answers are; an id that has ended or was never given is a crash, as in Mooncake."""
+    """Engine with given answers (`ends`); polling an id that has ended or was never given is a crash, as in
+    Mooncake."""
 
     def __init__(self) -> None:
         self.live: set[int] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking calls on own threads: one at a time per peer, a stalled peer costs one thread and nobody's time."""
+"""Blocking calls on own threads: one at a time per peer, a stalled peer costs one thread and delays no other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, BlockingWrit
 
 
 class BlockingEngine:
-    """`write` returns when its peer's gate is open, with the peer's verdict."""
+    """Engine whose `write` returns when its peer's gate is open, with the peer's result."""
 
     closed = False
 
@@ -115,7 +115,7 @@ def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_h
 
 
 def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
-    """A blocked call spins: it costs a core."""
+    """A blocked call spins: it uses a core."""
     clock = Clock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     names = [f"peer-{n}" for n in range(CALLS + 2)]
@@ -197,7 +197,7 @@ def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
     gate.set()
     assert settle(lanes, first) is WriteState.LANDED
     until(lambda: len(engine.calls) == 2)
-    clock.now = 8.0  # more than the timeout since it was submitted
+    clock.now = 8.0  # longer after the submission than the timeout
     assert lanes.poll(second) is WriteState.PENDING
     later.set()
     assert settle(lanes, second) is WriteState.LANDED
@@ -218,7 +218,7 @@ def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes,
 
 
 def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) -> None:
-    """Nobody has polled since: the thread that takes a write must look at the clock itself."""
+    """No poll happened meanwhile: the thread that takes a write must check the clock itself."""
     clock = Clock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
@@ -235,7 +235,7 @@ def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) ->
 
 
 class OpeningEngine:
-    """Opens a peer's segment inside the first write, as Mooncake does: connects and reads without a limit."""
+    """Engine that opens a peer's segment inside the first write, like Mooncake: connects and reads without a limit."""
 
     closed = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-process transport keeps the same contract as a real one."""
+"""The in-process transport follows the same contract as a real one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing and preparing a transfer engine: lazily, with the environment that our promises need, or a clear refusal."""
+"""Choosing and preparing a transfer engine: lazily, with the environment that our guarantees need, or a clear
+refusal."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_settings_that_break_a_promise_stop_the_start(protocol, name, value) -> 
 
 def test_ascends_timeouts_end_before_mooncake_gives_up_whatever_is_set() -> None:
     for budget, connect, transfer in ((30, "3000", "10000"), (10, "1000", "3333"), (0.5, "50", "166")):
-        environ = {"MC_TCP_PROTO": "1"}  # tcp's business only
+        environ = {"MC_TCP_PROTO": "1"}  # for tcp only
         package.prepare_environment(environ, "ascend", budget)
         assert (environ["ASCEND_CONNECT_TIMEOUT"], environ["ASCEND_TRANSFER_TIMEOUT"]) == (connect, transfer)
         assert 2 * (int(connect) + int(transfer)) < budget * 1000

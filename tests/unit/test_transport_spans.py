@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges before a transfer engine sees them: nothing outside, nothing lost, as few spans as possible."""
+"""Ranges before a transfer engine gets them: nothing outside, nothing lost, as few spans as possible."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases that meet: what pairs, what is refused in which words, and what an older one may ignore."""
+"""Different releases that meet: those that pair, messages of refusals, and fields that an older one may ignore."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer's thread alone: whatever may be written is submitted before it waits for news."""
+"""The writer's thread alone: it submits all that may be written before it waits for events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEER = Endpoint("127.0.0.1", 1)
 
 
 class Wire:
-    """Writes land when the test says so, all that are out in one poll of the loop."""
+    """Wire whose writes land when the test sets `landing`, all in one poll of the loop."""
 
     def __init__(self) -> None:
         self.handles = itertools.count(1)
@@ -38,7 +38,7 @@ class Wire:
 
 
 class Core:
-    """`claimable` batches, of which a peer takes no more at once than the real core allows."""
+    """`claimable` batches, of which a peer takes no more at once than with the real core."""
 
     def __init__(self, claimable: int) -> None:
         self.claimable = claimable
@@ -65,7 +65,7 @@ class Core:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without news the loop would wait longer than any test does."""
+    """Make the loop's wait longer than any test."""
     monkeypatch.setattr(writer_module, "IDLE_S", 3600.0)
     yield
 

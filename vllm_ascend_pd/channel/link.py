@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.channel.backoff import Backoff
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
@@ -34,6 +33,7 @@ from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import Release
+from vllm_ascend_pd.shared.backoff import Backoff
 
 
 @dataclass(slots=True)
@@ -69,7 +69,8 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._state = LinkState.DOWN
         self._queue: deque[tuple[float, Spoken]] = deque()
-        self._backoff = Backoff(context.limits.backoff_first_s, context.limits.backoff_max_s, context.jitter)
+        self._backoff = Backoff(context.limits.backoff_first_s, context.limits.backoff_max_s, floor=0.5)
+        self._failures = 0  # in a row
         self._not_before = 0.0
         self._asked = self._loop.time()
         self._up_since = 0.0
@@ -172,10 +173,15 @@ class Link:
         except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be looked up
             self._failed(_reason(error))
 
+    def _wait_s(self) -> float:
+        """Count one more failure, and return how long to wait."""
+        self._failures += 1
+        return self._backoff.delay(self._failures, self._context.jitter())
+
     def _failed(self, detail: str) -> None:
         """Handle a failed attempt: back off, dial again if messages wait, and report."""
         self._state = LinkState.DOWN
-        self._not_before = self._loop.time() + self._backoff.failed()
+        self._not_before = self._loop.time() + self._wait_s()
         self._context.counts["unreachable"] += 1
         if self._closed:
             return
@@ -228,10 +234,10 @@ class Link:
         self._lost.set()
         self._context.counts[f"ended_{ending.value}"] += 1
         if was_up and self._loop.time() - self._up_since > self._context.limits.backoff_max_s:
-            self._backoff.succeeded()  # a connection that broke soon is no success
+            self._failures = 0  # a connection that broke soon is no success
         if was_up and not self._refusal:
             self._state = LinkState.DOWN  # perhaps only the connection broke: the next attempt shows
-            self._not_before = self._loop.time() + self._backoff.failed()
+            self._not_before = self._loop.time() + self._wait_s()
             if not self._closed:
                 self._context.counts["reconnects"] += 1
                 self._again = True  # even with an empty queue: D's fence watches this connection

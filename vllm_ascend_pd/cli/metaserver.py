@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.decisions import Backoff, CircuitPolicy, RetryPolicy, Role
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, RetryPolicy, Role
+from vllm_ascend_pd.shared.backoff import Backoff
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -190,7 +191,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     _check_tls(args)
     _check_trace_dir(args.trace_dir)
     attempts = args.max_retries if args.max_retries is not None else args.attempts
-    first = args.retry_delay if args.retry_delay is not None else Backoff().first_s
+    usual = RetryPolicy().backoff
+    first = args.retry_delay if args.retry_delay is not None else usual.first_s
     settings = Settings(
         host=args.host,
         port=args.port,
@@ -207,7 +209,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         prefix_tokens=args.prefix_tokens,
         kv_events=tuple(args.kv_events),
         decode_alone=args.decode_alone_tokens,
-        retry=RetryPolicy(max(1, attempts), Backoff(first, max(first, Backoff().longest_s))),
+        retry=RetryPolicy(max(1, attempts), Backoff(first, max(first, usual.longest_s))),
         circuit=CircuitPolicy(threshold=args.circuit_failures),
         canary=not args.no_canary,
         connect_timeout_s=args.connect_timeout,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
 from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.decode.answers import Outcome
 from vllm_ascend_pd.decode.core.offers import Offers, Say
-from vllm_ascend_pd.metaserver.answers import Outcome
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, Unwanted

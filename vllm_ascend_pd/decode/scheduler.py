@@ -18,14 +18,13 @@ from vllm_ascend_pd.channel.exposure import UNREACHABLE_REMEDY, unreachable_warn
 from vllm_ascend_pd.decode.core.desk import Desk, Way
 from vllm_ascend_pd.decode.core.seeds import SeedBook
 from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.decode.offering import Offering
 from vllm_ascend_pd.decode.seeding import TAKEN, Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
-from vllm_ascend_pd.metaserver.client import MetaserverClient, Outcome
-from vllm_ascend_pd.metaserver.reports import LoadReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
@@ -34,6 +33,7 @@ from vllm_ascend_pd.protocol.dialects import Meet, Relay, read_meet, read_relay
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
+from vllm_ascend_pd.protocol.reports import LoadReport, params_of
 from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread

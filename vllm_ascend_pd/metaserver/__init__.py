@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver: D's client for it (`client`), its pure decisions, and the HTTP service itself (`service`).
+"""The metaserver: its pure decisions, what it reads of bodies and answers, and the HTTP service itself (`service`).
 
-Engines import the client and the reports. They never import `service`, which needs Starlette and uvicorn.
+Only `service` needs Starlette and uvicorn. Engines import nothing from here.
 """

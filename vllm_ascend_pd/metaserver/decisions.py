@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions of the metaserver, without side effects: which instance, whether and when to retry, which circuit is open.
 
-Pure: time and randomness are arguments, nothing here waits or sends. The service carries out what is decided here, and
-D's client uses the rule for repeating a POST.
+Pure: time and randomness are arguments, nothing here waits or sends. The service carries out what is decided here.
 """
 
 from __future__ import annotations
@@ -12,52 +11,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, Failure
 from vllm_ascend_pd.protocol.identity import dp_rank_of
+from vllm_ascend_pd.shared.backoff import Backoff
 
 # ---- retries --------------------------------------------------------------------------------------------------
-
-
-class Failure(Enum):
-    """Way in which an attempt or an exchange with an engine failed; see `NOT_EXECUTED` too."""
-
-    CONNECT = "connect"  # no connection, so nothing was sent
-    REFUSED = "refused"  # 429 or 503: the server says that it did not execute the request
-    BROKEN = "broken"  # the connection ended without an answer: may have been executed
-    TIMEOUT = "timeout"  # no answer in time: may have been executed
-    SERVER = "server"  # 500, 502, 504: executed, and failed
-    PREFILL = "prefill"  # the prefill leg failed after it may have started
-    EMPTY = "empty"  # 200 without a byte of body
-    DROPPED = "dropped"  # D ended it halfway for lack of blocks, and wants it sent again
-    OURS = "ours"  # this process lacked files, ports or memory: no engine is to blame
-
-
-# Failures after which work counts as not executed.
-NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED, Failure.OURS})
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Full jitter: a delay between nothing and a doubling bound, never above `longest_s`."""
-
-    first_s: float = 0.05
-    longest_s: float = 2.0
-
-    def delay(self, attempt: int, rand: float) -> float:
-        """Return the delay after `attempt` failed attempts (1, 2, …); `rand` in [0, 1)."""
-        bound = min(self.longest_s, self.first_s * 2.0 ** min(attempt - 1, 30))
-        return bound * rand
-
-
-def post_again(
-    failure: Failure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
-) -> float | None:
-    """Return the delay before D repeats its POST, or None. Only a POST that surely was not executed is repeated."""
-    if failure not in NOT_EXECUTED:
-        return None
-    delay = backoff.delay(attempt, rand)
-    if retry_after_s is not None:
-        delay += min(max(retry_after_s, 0.0), backoff.longest_s)
-    return delay if delay < left_s else None
 
 
 @dataclass(slots=True)
@@ -78,10 +36,13 @@ class RetryBudget:
         return True
 
 
+_USUAL = Backoff(0.05, 2.0)
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     attempts: int = 3
-    backoff: Backoff = Backoff()
+    backoff: Backoff = _USUAL
 
     def again(self, failure: Failure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float) -> float | None:
         """Return the delay before attempt number `attempt` + 1, or None if there is to be none.

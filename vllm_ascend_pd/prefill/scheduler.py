@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
-from vllm_ascend_pd.metaserver.reports import PushReport, params_of
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
@@ -29,6 +28,7 @@ from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
+from vllm_ascend_pd.protocol.reports import PushReport, params_of
 from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 

@@ -10,7 +10,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Done, Failed, Memory
 from vllm_ascend_pd.protocol.states import PairState
-from vllm_ascend_pd.protocol.timing import Backoff
+from vllm_ascend_pd.protocol.timing import Repetition
 
 OPEN = (PairState.ASK, PairState.PUSH)  # D may still give or withdraw authority
 MAX_SENT = 128  # BEGINs and RENEWs whose sending time is kept; older ones could not extend anything
@@ -85,7 +85,7 @@ class Pair:
 
     push: Push
     destination: Destination
-    begin: Backoff
+    begin: Repetition
     ready_by: float
     state: PairState = PairState.UNATTACHED
     seq: int = 0
@@ -99,7 +99,7 @@ class Pair:
     quiet_at: float = 0.0  # on the running clock: when the last lost write has settled
     said: Done | Failed | None = None  # repeated until acknowledged or `speak_until`
     acknowledged: bool = False
-    speak: Backoff | None = None
+    speak: Repetition | None = None
     speak_until: float = 0.0
     key: tuple[str, int] = field(init=False)
 

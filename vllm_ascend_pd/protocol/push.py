@@ -23,7 +23,7 @@ from vllm_ascend_pd.protocol.pair import OPEN, Claim, Destination, Offer, Pair, 
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
-from vllm_ascend_pd.protocol.timing import Agenda, Backoff, RunningClock, earliest
+from vllm_ascend_pd.protocol.timing import Agenda, Repetition, RunningClock, earliest
 from vllm_ascend_pd.protocol.words import PrefillWords
 
 __all__ = ["Claim", "Destination", "PushOrder", "Sender"]
@@ -118,7 +118,7 @@ class Sender:
         for destination in order.destinations:
             if destination.d_rank in push.pairs:
                 raise LocalProtocolError(f"push {order.push} names D rank {destination.d_rank} twice")
-            begin = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
+            begin = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
             pair = Pair(push, destination, begin, ready_by=now + self._timers.ready_timeout_s)
             push.pairs[destination.d_rank] = pair
             self._machine.fire(PairEvent.OPEN, now, pair)

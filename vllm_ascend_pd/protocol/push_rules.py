@@ -29,7 +29,7 @@ from vllm_ascend_pd.protocol.messages import (
 )
 from vllm_ascend_pd.protocol.pair import Claim, Coverage, Offer, Pair, Push
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, enter
-from vllm_ascend_pd.protocol.timing import Backoff, authority_until, hold_s, settled_s
+from vllm_ascend_pd.protocol.timing import Repetition, authority_until, hold_s, settled_s
 from vllm_ascend_pd.protocol.words import PrefillWords, failure_of
 
 MAX_MEMORIES = 4096
@@ -242,7 +242,7 @@ class PairMachine:
     def _say(self, now: float, pair: Pair, word: Done | Failed) -> None:
         """Send DONE or FAILED, and repeat it until it is acknowledged or D must have given up."""
         pair.seq, pair.said, pair.acknowledged = word.seq, word, False
-        pair.speak = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
+        pair.speak = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
         pair.speak_until = now + hold_s(self._timers.lease_s, self.words.quiet_s, self._timers.margin_s)
         self.repeat(now, pair, None)
 

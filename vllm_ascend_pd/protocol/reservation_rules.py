@@ -27,7 +27,7 @@ from vllm_ascend_pd.protocol.states import (
     WriterState,
     enter,
 )
-from vllm_ascend_pd.protocol.timing import Backoff
+from vllm_ascend_pd.protocol.timing import Repetition
 from vllm_ascend_pd.protocol.transfer import Transfer, Writer
 from vllm_ascend_pd.protocol.words import ack, cancel, failure_of, ready, refused, which
 
@@ -215,7 +215,7 @@ class ReservationMachine:
         self.note("fencing", record, code=failure.code, detail=failure.detail)
         for writer in record.leased():
             if writer.state is WriterState.LEASED:
-                writer.cancel = Backoff(now, self._timers.resend_first_s, self._timers.resend_max_s)
+                writer.cancel = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
                 self.cancel(writer, failure)
         self.unpark(now, record)
         self.prove(now, record, None)

@@ -76,7 +76,7 @@ class RunningClock:
         return (self._last or 0.0) + min(max(due - self.seconds, 0.0), WAKE_S)
 
 
-class Backoff:
+class Repetition:
     """Times at which an unanswered message is repeated: doubling, bounded."""
 
     __slots__ = ("_first", "_gap", "_most", "at")

@@ -11,7 +11,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Begin, Checksum, Done, Failed, Renew
 from vllm_ascend_pd.protocol.states import ReservationState, WriterEvent, WriterState
-from vllm_ascend_pd.protocol.timing import Backoff
+from vllm_ascend_pd.protocol.timing import Repetition
 
 
 def _writer() -> dict[WriterState, dict[WriterEvent, WriterState]]:
@@ -48,7 +48,7 @@ class Writer:
     hold_at: float = 0.0
     read_at: float = 0.0  # as `Fence.input_drained_at`: when all that it sent before its answer has been read
     checksums: tuple[Checksum, ...] = ()
-    cancel: Backoff | None = None  # CANCEL is repeated while this is set and the writer leased
+    cancel: Repetition | None = None  # CANCEL is repeated while this is set and the writer leased
 
     def __repr__(self) -> str:
         """<Writer P0.1 leased, asked 3 of prefill-2, lapses at 20.0, held until 60.1>"""

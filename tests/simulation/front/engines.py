@@ -15,10 +15,11 @@ import msgspec
 
 from simulation.front.speech import Speaker, Wish, speak
 from simulation.front.wire import Call, Connection, Network, Request
-from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
-from vllm_ascend_pd.metaserver.reports import LoadReport, PushReport, params_of
+from vllm_ascend_pd.http.decisions import Failure, post_again
 from vllm_ascend_pd.metaserver.service.named import HEADER
+from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint
+from vllm_ascend_pd.shared.backoff import Backoff
 
 SETTLE_S = 15.0  # of D: how long KV may be missing after P's good answer
 RESERVE_S = 600.0

@@ -15,7 +15,8 @@ from msgspec import structs
 
 from simulation.front.engines import Kind
 from simulation.front.house import Plan, Result, draw, run_seed
-from vllm_ascend_pd.metaserver import bodies, http1, resumable, resume
+from vllm_ascend_pd.http import http1
+from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
 from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
 from vllm_ascend_pd.metaserver.resume import StreamState

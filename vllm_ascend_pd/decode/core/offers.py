@@ -18,7 +18,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
-from vllm_ascend_pd.protocol.timing import Agenda, Backoff
+from vllm_ascend_pd.protocol.timing import Agenda, Repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ Effect: TypeAlias = Say | Answered
 class _Open:
     offer: Offer
     listener: Endpoint
-    resend: Backoff
+    resend: Repetition
     lost_at: float
     push: str = ""  # once bound
 
@@ -75,7 +75,7 @@ class Offers:
 
     def offer(self, now: float, listener: Endpoint, offer: Offer) -> None:
         t = self._timers
-        backoff = Backoff(now, t.resend_first_s, t.resend_max_s)
+        backoff = Repetition(now, t.resend_first_s, t.resend_max_s)
         found = self._open[offer.transfer] = _Open(offer, listener, backoff, now + t.lease_s)
         self._agenda.set(offer.transfer, found.wakes_at)
         self._effects.append(Say(listener, offer))

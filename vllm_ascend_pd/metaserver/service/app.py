@@ -22,11 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.http.http1 import Headers, Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.http1 import Headers, Upstream
-from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES
-from vllm_ascend_pd.metaserver.reports import ROUTE as LOADS
 from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
@@ -44,6 +42,8 @@ from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, tell
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
+from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
 
 log = logging.getLogger(__name__)
 

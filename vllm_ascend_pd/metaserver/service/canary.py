@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vllm_ascend_pd.http.http1 import Headers, UpstreamError
+from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Backoff, Condition, Role
-from vllm_ascend_pd.metaserver.http1 import Headers, UpstreamError
+from vllm_ascend_pd.metaserver.decisions import Condition, Role
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
-from vllm_ascend_pd.metaserver.within import within
 from vllm_ascend_pd.protocol.versions import may_pair
+from vllm_ascend_pd.shared.backoff import Backoff
 
 log = logging.getLogger(__name__)
 

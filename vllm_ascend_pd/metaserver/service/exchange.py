@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Failure
-from vllm_ascend_pd.metaserver.http1 import Headers
-from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance, Trial
-from vllm_ascend_pd.metaserver.within import within
+from vllm_ascend_pd.protocol.reports import LoadReport
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE, PdError
+from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE
-from vllm_ascend_pd.metaserver.http1 import Headers
 
 _TYPES = {
     400: "BadRequestError",

@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import (
     Candidate,
     Circuit,
@@ -25,7 +27,6 @@ from vllm_ascend_pd.metaserver.decisions import (
     CircuitState,
     Condition,
     Evidence,
-    Failure,
     Life,
     Proof,
     Role,
@@ -33,7 +34,6 @@ from vllm_ascend_pd.metaserver.decisions import (
     condition,
     prefer,
 )
-from vllm_ascend_pd.metaserver.http1 import Origin
 from vllm_ascend_pd.metaserver.prefixes import Marks, Prompts
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.protocol.versions import may_pair

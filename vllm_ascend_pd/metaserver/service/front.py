@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.metaserver.decisions import Admission, Failure, Gatekeeper, RetryBudget, Role
-from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper, RetryBudget, Role
 from vllm_ascend_pd.metaserver.resumable import NotContinued
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import relay, resuming

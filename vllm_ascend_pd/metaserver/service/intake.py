@@ -14,9 +14,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver.gathered import Gathered
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
-from vllm_ascend_pd.metaserver.within import within
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

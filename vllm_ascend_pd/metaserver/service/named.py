@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.http1 import Headers
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
 from vllm_ascend_pd.metaserver.service.intake import Refused

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Evidence, Failure, Role
-from vllm_ascend_pd.metaserver.http1 import Reply, UpstreamError
+from vllm_ascend_pd.metaserver.decisions import Evidence, Role
 from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.exchange import Exchange, uncancel

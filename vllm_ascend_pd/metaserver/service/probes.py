@@ -8,8 +8,9 @@ import logging
 import random
 import time
 
-from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence, Failure
-from vllm_ascend_pd.metaserver.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.each import attend_each
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
-from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
+from vllm_ascend_pd.metaserver.decisions import Evidence
 from vllm_ascend_pd.metaserver.gathered import Payload, cut, length
-from vllm_ascend_pd.metaserver.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver.outline import Buffer, Steps
-from vllm_ascend_pd.metaserver.reports import read_answer
 from vllm_ascend_pd.metaserver.service import resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
@@ -30,6 +30,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.shared import Shared
 from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.protocol.reports import read_answer
 
 log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(

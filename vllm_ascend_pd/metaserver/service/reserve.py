@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, Failure
+from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
-from vllm_ascend_pd.metaserver.decisions import NOT_EXECUTED, Evidence, Failure, Role
-from vllm_ascend_pd.metaserver.http1 import UpstreamError
+from vllm_ascend_pd.metaserver.decisions import Evidence, Role
 from vllm_ascend_pd.metaserver.outline import Steps
-from vllm_ascend_pd.metaserver.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance, both, pairing
@@ -27,6 +27,7 @@ from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, tell
 from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]

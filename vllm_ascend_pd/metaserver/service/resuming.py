@@ -12,9 +12,10 @@ import time
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Evidence, Failure
-from vllm_ascend_pd.metaserver.http1 import Reply, UpstreamError
+from vllm_ascend_pd.metaserver.decisions import Evidence
 from vllm_ascend_pd.metaserver.resumable import NotContinued, terms_of
 from vllm_ascend_pd.metaserver.resume import Cut, StreamState
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Exchange

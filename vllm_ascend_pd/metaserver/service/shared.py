@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.metaserver.decisions import Evidence, Proof, against_prefill
-from vllm_ascend_pd.metaserver.http1 import Upstream
-from vllm_ascend_pd.metaserver.reports import LoadReport
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.metaserver.service.turns import Turns
+from vllm_ascend_pd.protocol.reports import LoadReport
 
 
 class Shared:

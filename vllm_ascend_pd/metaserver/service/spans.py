@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.http1 import Headers
+from vllm_ascend_pd.http.http1 import Headers
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.metaserver.service.exchange import Exchange

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from vllm_ascend_pd.metaserver.decisions import Failure
-from vllm_ascend_pd.metaserver.http1 import Origin, Reply, Upstream, UpstreamError
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 
 REPEATABLE = "vllm_ascend_pd.repeatable"
 SILENCE = "vllm_ascend_pd.silence"  # in seconds

@@ -24,13 +24,15 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.config import MetaserverConfig
+from vllm_ascend_pd.decode import answers
+from vllm_ascend_pd.decode.answers import Outcome
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.metaserver import answers, reports
-from vllm_ascend_pd.metaserver.answers import Outcome
-from vllm_ascend_pd.metaserver.decisions import Backoff, Failure, post_again
-from vllm_ascend_pd.metaserver.httpx_transport import REPEATABLE, SILENCE, Transport
-from vllm_ascend_pd.metaserver.reports import LoadReport
+from vllm_ascend_pd.http.decisions import Failure, post_again
+from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol import reports
+from vllm_ascend_pd.protocol.reports import LoadReport
+from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.loop import LoopThread
 
 __all__ = ["ClientStats", "MetaserverClient", "Outcome", "origin"]

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import httptools
 
-from vllm_ascend_pd.metaserver.decisions import Failure
+from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver.gathered import Gathered, Payload, cut, length
-from vllm_ascend_pd.metaserver.within import within
 
 Headers = list[tuple[bytes, bytes]]
 

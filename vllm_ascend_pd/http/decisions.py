@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an HTTP exchange failed, and whether what it asked for may be asked again. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from vllm_ascend_pd.shared.backoff import Backoff
+
+
+class Failure(Enum):
+    """Way in which an attempt or an exchange with an engine failed; see `NOT_EXECUTED` too."""
+
+    CONNECT = "connect"  # no connection, so nothing was sent
+    REFUSED = "refused"  # 429 or 503: the server says that it did not execute the request
+    BROKEN = "broken"  # the connection ended without an answer: may have been executed
+    TIMEOUT = "timeout"  # no answer in time: may have been executed
+    SERVER = "server"  # 500, 502, 504: executed, and failed
+    PREFILL = "prefill"  # the prefill leg failed after it may have started
+    EMPTY = "empty"  # 200 without a byte of body
+    DROPPED = "dropped"  # D ended it halfway for lack of blocks, and wants it sent again
+    OURS = "ours"  # this process lacked files, ports or memory: no engine is to blame
+
+
+# Failures after which work counts as not executed.
+NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED, Failure.OURS})
+
+
+def post_again(
+    failure: Failure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
+) -> float | None:
+    """Return the delay before D repeats its POST, or None. Only a POST that surely was not executed is repeated."""
+    if failure not in NOT_EXECUTED:
+        return None
+    delay = backoff.delay(attempt, rand)
+    if retry_after_s is not None:
+        delay += min(max(retry_after_s, 0.0), backoff.longest_s)
+    return delay if delay < left_s else None
