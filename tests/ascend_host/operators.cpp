@@ -177,9 +177,8 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-bool ends_in_cache(std::string_view name) {
-  constexpr std::string_view kEnd = "cache";
-  return name.size() >= kEnd.size() && name.substr(name.size() - kEnd.size()) == kEnd;
+bool ends_in(std::string_view end, std::string_view name) {
+  return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
 }
 
 bool multiplies(const std::string& name) {
@@ -263,8 +262,11 @@ class Call {
       const auto& argument = schema_.arguments()[i];
       if (!given_[i].isTensor() || !on_npu(given_[i].toTensor())) continue;
       const c10::Storage& storage = given_[i].toTensor().storage();
-      // Not every operator that fills a cache declares that it writes: npu_kv_rmsnorm_rope_cache does not.
-      const bool fills = ends_in_cache(op_.operator_name().name) && ends_in_cache(argument.name());
+      // Not every operator that fills a cache declares that it writes: npu_kv_rmsnorm_rope_cache does not, nor does
+      // npu_causal_conv1d_custom.
+      const bool fills =
+          (ends_in("cache", op_.operator_name().name) && ends_in("cache", argument.name())) ||
+          ends_in("state", argument.name());
       if (!fills && !is_written(argument)) continue;
       LateCache* cache = fills ? late_caches().make(storage, stream) : late_caches().find(storage);
       if (cache != nullptr && cache->stream == stream) written_caches_.push_back(cache);

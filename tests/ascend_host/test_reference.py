@@ -6,11 +6,15 @@ So that an error here is not taken for one of vllm-ascend's. Runs wherever torch
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from ascend_host import kernels, moe, reference
+from ascend_host import delta, kernels, moe, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -33,7 +37,8 @@ def test_every_reference_is_tested_here() -> None:
     tested = {name.removeprefix("test_") for name in globals()}
     tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
     tested |= {"moe_init_routing", "grouped_matmul", "moe_token_unpermute"}  # tested as a layer of experts
-    assert {function.__name__ for function in reference.MEANINGS.values()} - tested == set()
+    replaced = {name for functions in delta.IN_PLACE_OF.values() for name in functions}
+    assert {function.__name__ for function in reference.MEANINGS.values()} | replaced <= tested
 
 
 # ---- norms, activations, products
@@ -444,6 +449,238 @@ def test_a_layer_of_experts(seed: int, tokens: int, k: int, first: int, fewer: i
     close(got, wanted)
 
 
+# ---- Gated DeltaNet
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_gemma_rms_norm(seed: int, rows: int, width: int) -> None:
+    x, gamma = random(seed, rows, width), random(seed + 1, width)
+    close(delta.gemma_rms_norm(x, gamma, 1e-5)[0], functional.rms_norm(x, (width,), gamma + 1, 1e-5))
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_fused_gdn_gating(seed: int, tokens: int, heads: int) -> None:
+    decay, bias = random(seed, heads), random(seed + 1, heads)
+    a, b = random(seed + 2, tokens, heads) * 20, random(seed + 3, tokens, heads)
+    g, beta = delta.fused_gdn_gating(decay, a, b, bias)
+    for token in range(tokens):
+        for head in range(heads):
+            x = float(a[token, head] + bias[head])
+            step = math.log1p(math.exp(x)) if x <= 20 else x
+            close(g[0, token, head], torch.tensor(-math.exp(float(decay[head])) * step))
+            close(beta[0, token, head], torch.tensor(1 / (1 + math.exp(-float(b[token, head])))))
+
+
+ROWS = 3  # of a convolution's state: four taps
+
+
+def convolved(before: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, active: bool) -> Tensor:
+    """Return torch's own convolution, each channel by itself, over the rows behind those before them."""
+    inputs = torch.cat((before, rows)).t().unsqueeze(0)
+    out = functional.conv1d(inputs, weight.t().unsqueeze(1), bias, groups=weight.shape[1])[0].t()
+    return functional.silu(out) if active else out
+
+
+@MANY
+@given(seeds, st.lists(st.integers(0, 6), min_size=1, max_size=4), st.booleans(), st.booleans(), st.booleans())
+def test_causal_conv1d(seed: int, lengths: list[int], active: bool, biased: bool, table: bool) -> None:
+    """A prefill of several sequences, some from a state and some from nothing, one of which is padding."""
+    x, weight = random(seed, sum(lengths), 5), random(seed + 1, ROWS + 1, 5)
+    bias = random(seed + 2, 5) if biased else None
+    chance = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(6, generator=chance)[: len(lengths)]
+    begun = torch.randint(0, 2, (len(lengths),), generator=chance).bool()
+    blocks[-1] = -1
+    state = random(seed + 3, 6, ROWS, 5)
+    wanted, out, kept, done = torch.full((len(x), 5), 7.0), torch.full((len(x), 5), 7.0), state.clone(), 0
+    for block, length, begins in zip(blocks[:-1].tolist(), lengths[:-1], begun.tolist(), strict=False):
+        rows = x[done : done + length]
+        before = state[block] if begins else torch.zeros(ROWS, 5)
+        if length:
+            wanted[done : done + length] = convolved(before, rows, weight, bias, active)
+            kept[block] = torch.cat((before, rows))[-ROWS:]
+        done += length
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    places = torch.stack((blocks, blocks + 1), 1) if table else blocks  # of a table, the first column
+    delta.causal_conv1d(out, x, weight, state, bias, starts, places, begun, None, int(active), -1, delta.PREFILL)
+    close(out, wanted)
+    assert torch.equal(state, kept)
+
+
+@MANY
+@given(seeds, st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4))
+def test_a_convolution_with_drafts_goes_on_behind_what_was_accepted(seed: int, steps: list[tuple[int, int]]) -> None:
+    """Each step has some right tokens and some drafts that the next one drops."""
+    weight, state, block = random(seed, ROWS + 1, 2), random(seed + 1, 4, ROWS + 2, 2), torch.tensor([2])
+    before, accepted = state[2, :ROWS].clone(), 1
+    right = random(seed + 2, sum(good for good, _ in steps), 2)
+    wanted, done = convolved(before, right, weight, None, active=True), 0
+    for good, drafts in steps:
+        x = torch.cat((right[done : done + good], random(seed + done, min(drafts, 3 - good), 2)))
+        out = torch.zeros_like(x)
+        starts, counts = torch.tensor([0, len(x)]), torch.tensor([accepted])
+        delta.causal_conv1d(out, x, weight, state, None, starts, block, None, counts, 1, -1, delta.UPDATE)
+        close(out[:good], wanted[done : done + good])
+        done, accepted = done + good, good
+
+
+def by_matrices(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and states behind each token: S' = e^g · S (1 - β k kᵀ) + β v kᵀ, head by head in doubles."""
+    heads, out, states = v.shape[1], torch.empty(v.shape), torch.empty(len(q), *state.shape)
+    for head in range(heads):
+        of = head // (heads // q.shape[1])
+        matrix = state[head].double()
+        for token in range(len(q)):
+            key, value, share = k[token, of].double(), v[token, head].double(), float(beta[token, head])
+            rest = torch.eye(len(key), dtype=torch.double) - share * torch.outer(key, key)
+            matrix = math.exp(float(g[token, head])) * matrix @ rest + share * torch.outer(value, key)
+            states[token, head] = matrix
+            out[token, head] = matrix @ q[token, of].double() * scale
+    return out, states
+
+
+def recurrence(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return queries and keys of two heads, values, decays and shares of four."""
+    q, k = (functional.normalize(random(seed + i, tokens, 2, 3), dim=-1) for i in range(2))
+    g, beta = -random(seed + 3, tokens, 4).abs(), random(seed + 4, tokens, 4).sigmoid()
+    return q, k, random(seed + 2, tokens, 4, 5), g, beta
+
+
+@MANY
+@given(seeds, st.lists(st.integers(0, 5), min_size=1, max_size=3))
+def test_gated_delta_rule(seed: int, lengths: list[int]) -> None:
+    given_, before = recurrence(seed, sum(lengths)), random(seed + 5, len(lengths), 4, 5, 3)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    out, after = delta.gated_delta_rule(*given_, 0.5, before, starts)
+    for seq, length in enumerate(lengths):
+        rows = slice(int(starts[seq]), int(starts[seq + 1]))
+        wanted, states = by_matrices(*(x[rows] for x in given_), 0.5, before[seq])
+        close(out[rows], wanted)
+        close(after[seq], states[-1] if length else before[seq])
+
+
+def recurrent(
+    given_: tuple[Tensor, ...], state: Tensor, blocks: list[int], accepted: int | None, before: int = 0
+) -> Tensor:
+    """Run a step of one sequence behind `before` rows of others."""
+    q, k, v, g, beta = given_
+    return delta.recurrent_gated_delta_rule(
+        q,
+        k,
+        v,
+        state,
+        g=g,
+        beta=beta,
+        scale=0.5,
+        actual_seq_lengths=torch.tensor([before, len(q) - before]),
+        ssm_state_indices=torch.tensor([0] * before + blocks),
+        num_accepted_tokens=None if accepted is None else torch.tensor([accepted]),
+    )
+
+
+@MANY
+@given(seeds, st.integers(0, 2))
+def test_recurrent_gated_delta_rule(seed: int, before: int) -> None:
+    given_, state = recurrence(seed, before + 1), random(seed + 9, 8, 4, 5, 3)
+    kept = state.clone()
+    wanted, [kept[3]] = by_matrices(*(x[before:] for x in given_), 0.5, state[3])
+    close(recurrent(given_, state, [3], None, before)[before:], wanted)
+    close(state, kept)
+
+
+@MANY
+@given(seeds, st.integers(1, 3), st.integers(1, 3))
+def test_a_recurrence_with_drafts_goes_on_behind_what_was_accepted(seed: int, length: int, good: int) -> None:
+    """Two steps of one sequence, the second behind the accepted tokens of the first."""
+    good, blocks = min(good, length), [3, 5, 6][:length]
+    one, other, state = recurrence(seed, length), recurrence(seed + 20, length), random(seed + 9, 8, 4, 5, 3)
+    wanted, states = by_matrices(*one, 0.5, state[3])
+    close(recurrent(one, state, blocks, 1), wanted)
+    close(state[blocks], states)
+    wanted, _ = by_matrices(*other, 0.5, states[good - 1])
+    close(recurrent(other, state, blocks, good), wanted)
+
+
+@pytest.fixture(scope="module")
+def own_operator() -> Iterator[None]:
+    library = torch.library.Library("ascend_host", "FRAGMENT")
+    library.define("gated_delta_rule" + delta.SCHEMAS["ascend_host::gated_delta_rule"])
+    library.impl("gated_delta_rule", delta.gated_delta_rule, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("own_operator")
+def test_chunk_gated_delta_rule() -> None:
+    """States lie the other way round than in the cache, and the vectors are made unit vectors on the way."""
+    q, k, v, g, beta = recurrence(3, 6)
+    before = random(4, 2, 4, 3, 5)
+    starts = torch.tensor([0, 2, 6])
+    out, after = delta.chunk_gated_delta_rule(
+        *((x * 3).unsqueeze(0) for x in (q, k)),
+        *(x.unsqueeze(0) for x in (v, g, beta)),
+        initial_state=before,
+        output_final_state=True,
+        cu_seqlens=starts,
+        use_qk_l2norm_in_kernel=True,
+    )
+    for seq, rows in enumerate((slice(0, 2), slice(2, 6))):
+        wanted, states = by_matrices(*(x[rows] for x in (q, k, v, g, beta)), 3**-0.5, before[seq].transpose(-1, -2))
+        close(out[0, rows], wanted)
+        close(after[seq], states[-1].transpose(-1, -2))
+    with pytest.raises(NotImplementedError, match="tokens first"):
+        delta.chunk_gated_delta_rule(q, k, v, g, beta, head_first=True)
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_l2norm_fwd(seed: int, rows: int, width: int) -> None:
+    x = random(seed, rows, 2, width)
+    close(delta.l2norm_fwd(x, eps=0.0), functional.normalize(x, dim=-1))
+    assert torch.equal(delta.l2norm_fwd(torch.zeros(2, 3)), torch.zeros(2, 3))
+
+
+def test_clear_ssm_states() -> None:
+    states = random(0, 3, 2, 4, 4)
+    wanted = torch.stack((states[0], torch.zeros(2, 4, 4), states[2]))
+    delta.clear_ssm_states(states, torch.tensor([1, 0, 1], dtype=torch.int32))
+    assert torch.equal(states, wanted)
+
+
+@MANY
+@given(seeds, sizes, st.integers(1, 3), st.integers(1, 3))
+def test_fused_qkvzba_split_reshape_cat(seed: int, tokens: int, heads: int, each: int) -> None:
+    """q and k have three channels, a value five."""
+    row = 2 * 3 + 2 * each * 5
+    x, gates = random(seed, tokens, heads * row), random(seed + 1, tokens, heads * 2 * each)
+    qkv, z, b, a = delta.fused_qkvzba_split_reshape_cat(x, gates, heads, heads * each, 3, 5)
+    for head in range(heads):
+        given_ = x[:, head * row : (head + 1) * row]
+        assert torch.equal(qkv[:, head * 3 : head * 3 + 3], given_[:, :3])
+        assert torch.equal(qkv[:, (heads + head) * 3 : (heads + head) * 3 + 3], given_[:, 3:6])
+        for one in range(each):
+            value = head * each + one
+            at = 6 * heads + 5 * value
+            assert torch.equal(qkv[:, at : at + 5], given_[:, 6 + 5 * one : 11 + 5 * one])
+            assert torch.equal(z[:, value], given_[:, 6 + 5 * (each + one) : 11 + 5 * (each + one)])
+            assert torch.equal(b[:, value], gates[:, 2 * each * head + one])
+            assert torch.equal(a[:, value], gates[:, 2 * each * head + each + one])
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_layer_norm_fwd_npu(seed: int, rows: int, width: int) -> None:
+    x, z, weight = random(seed, rows, width), random(seed + 1, rows, width), random(seed + 2, width)
+    got, _, _ = delta.layer_norm_fwd_npu(x, weight, None, 1e-5, z=z, is_rms_norm=True)
+    close(got, functional.rms_norm(x, (width,), weight, 1e-5) * z * torch.sigmoid(z))
+    with pytest.raises(NotImplementedError, match="gate"):
+        delta.layer_norm_fwd_npu(x, weight, None, 1e-5, is_rms_norm=True)
+
+
 # ---- sampling
 
 
@@ -470,3 +707,24 @@ def test_slot_mapping() -> None:
     starts, positions = torch.tensor([0, 2, 5, 99]), torch.tensor([3, 4, 0, 1, 2, 0])
     kernels.slot_mapping((3,), 6, 8, starts, positions, table, 2, TOKENS, slots, PAD_ID=-1, BLOCK_SIZE=1024)
     assert slots.tolist() == [23, 24, 28, 29, 30, 77, -1, -1]
+
+
+def test_batch_memcpy() -> None:
+    rows = random(0, 5, 7)
+    wanted = torch.stack((rows[3], rows[1], torch.cat((rows[4, :2], rows[2, 2:])), rows[3], rows[4]))
+    at = [torch.tensor([rows[i].data_ptr() for i in each]) for each in ((3, 4), (0, 2))]
+    kernels.batch_memcpy((2,), *at, torch.tensor([7 * 4, 2 * 4]), BLOCK_SIZE=8192)
+    assert torch.equal(rows, wanted)
+
+
+def test_a_function_is_replaced_when_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_kernels.py").write_text("def l2norm_fwd(x):\n    raise OSError\ndef other():\n    return 5\n")
+    (tmp_path / "changed.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    ours = {"l2norm_fwd": delta.l2norm_fwd}
+    kernels.replace_functions({"of_kernels": ours, "changed": ours})
+    found = importlib.import_module("of_kernels")
+    assert found.l2norm_fwd is delta.l2norm_fwd and found.other() == 5
+    with pytest.raises(ImportError, match="changed has no l2norm_fwd"):
+        importlib.import_module("changed")

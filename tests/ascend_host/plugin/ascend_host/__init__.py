@@ -44,23 +44,25 @@ def take_over() -> None:
     import torch_npu  # noqa: F401
     from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
 
-    from ascend_host import moe, reference
+    from ascend_host import delta, moe, reference
 
     _register_atb_extensions()
-    reference.declare(moe.SCHEMAS)
+    declared = {**moe.SCHEMAS, **delta.SCHEMAS}
+    reference.declare(declared)
     torch.ops.load_library(os.environ["ASCEND_HOST_OPERATORS"])
     for name, overload, is_view in torch.ops.ascend_host.operators():
         full = f"{name}.{overload}" if overload else name
         if name.split("::")[0] in TAKEN and not is_view and full not in OF_MEMORY:
             torch.ops.ascend_host.take(name, overload)
-    for name in moe.SCHEMAS:
+    for name in declared:
         torch.ops.ascend_host.take(name, "")
     reference.register()
 
 
 def in_vllm() -> None:
-    from ascend_host import faults, kernels, wire
+    from ascend_host import delta, faults, kernels, wire
 
     kernels.replace()
+    kernels.replace_functions({**delta.IN_PLACE_OF, **kernels.IN_PLACE_OF})
     wire.install()
     faults.plant(os.environ.get("ASCEND_HOST_FORGETS", ""))

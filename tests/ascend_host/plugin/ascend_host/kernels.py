@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host versions of the Triton kernels that vllm-ascend starts although there is no Triton here."""
+"""Host versions of the Triton kernels that vllm-ascend starts although there is no Triton here.
+
+Without Triton a kernel is a plain function, which cannot be started: the engine stops with a trace that names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,7 +57,76 @@ def slot_mapping(
     slots[tokens:room] = PAD_ID
 
 
+def batch_memcpy(
+    grid: tuple[int, ...],
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    sizes: torch.Tensor,
+    *,
+    BLOCK_SIZE: int,  # noqa: N803
+) -> None:
+    """Copy bytes between addresses of the device, which are the host's."""
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+IN_PLACE_OF = {"vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": OnHost(batch_memcpy)}}
+
+
 def replace() -> None:
     from vllm.v1.worker import block_table
 
     block_table._compute_slot_mapping_kernel = OnHost(slot_mapping)
+
+
+# ---- functions of modules that are imported later
+
+Replacements = Mapping[str, Mapping[str, Any]]
+
+
+def replace_functions(by_module: Replacements) -> None:
+    """Put functions and kernels in the place of others, by their names, in each module as soon as it is imported."""
+    for name in by_module:
+        if name in sys.modules:
+            _put(sys.modules[name], by_module[name])
+    sys.meta_path.insert(0, _Finder(by_module))
+
+
+def _put(module: ModuleType, functions: Mapping[str, Any]) -> None:
+    for name, function in functions.items():
+        if not hasattr(module, name):
+            raise ImportError(f"{module.__name__} has no {name}, which this plug-in replaces")
+        setattr(module, name, function)
+        print(f"ascend_host: {module.__name__}.{name} runs on the host", file=sys.stderr)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules in question as the other finders do, with another loader."""
+
+    def __init__(self, by_module: Replacements) -> None:
+        self._left = dict(by_module)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        functions = self._left.pop(name, None)
+        if functions is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, functions)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module with its own loader, then replaces its functions."""
+
+    def __init__(self, own: importlib.abc.Loader, functions: Mapping[str, Any]) -> None:
+        self._own, self._functions = own, functions
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._own.exec_module(module)
+        _put(module, self._functions)
