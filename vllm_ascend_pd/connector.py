@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd import admission, compat, first_token, patience
+from vllm_ascend_pd import admission, compat, first_token, older_groups, patience
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
@@ -47,6 +47,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
+
+    tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -209,7 +211,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.metadata(scheduler_output)
+        with older_groups.lent(scheduler_output, self.tables) as output:
+            return self._scheduler.metadata(output)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.must_step()

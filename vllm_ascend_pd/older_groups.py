@@ -4,6 +4,7 @@
 Three things are added around its scheduler, if the release was tried and its scheduler is as it was then (`install`):
 
 - The block tables of a step as they are: entries of states move, so appending new blocks to an earlier table is wrong.
+  The connector gets them from the scheduler by itself, because vllm-ascend's schedulers call it in another way.
 - A failed load by request: vLLM looks for the blocks of failed loads in a single table (first_token.fail).
 - D does not clear blocks that P will write. vLLM clears new blocks of models with states, on an NPU some time later.
 
@@ -14,15 +15,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.compat import HAS_TRANSFER_RESULTS
 
 VERSIONS = ("0.23.",)
-_BUILD = "_build_kv_connector_meta"
-_USED = ("_update_waiting_for_remote_kv", "_update_from_kv_xfer_finished", "finish_requests")
-_SHAPES = {_BUILD: ("self", "connector", "scheduler_output"), **first_token.OUTPUTS}
+_SCHEDULE = "schedule"
+_USED = (_SCHEDULE, "_update_waiting_for_remote_kv", "_update_from_kv_xfer_finished", "finish_requests")
+_SHAPES = first_token.OUTPUTS
 
 
 def needed() -> bool:
@@ -54,29 +57,39 @@ def install(vllm_config: Any) -> str:
     ]
     if found:
         return f"the scheduler {scheduler.__name__} differs in {', '.join(found)}"
-    _wrap_tables(first_token.defining(scheduler, _BUILD))
+    _wrap_schedule(first_token.defining(scheduler, _SCHEDULE))
     first_token.wrap_outputs(scheduler)
     return ""
 
 
-def _wrap_tables(owner: Any) -> None:
-    original = getattr(owner, _BUILD)
+def _wrap_schedule(owner: Any) -> None:
+    original = getattr(owner, _SCHEDULE)
     if hasattr(original, first_token.WRAPPED):
         return
 
     @functools.wraps(original)
-    def build(self: Any, connector: Any, scheduler_output: Any) -> Any:
-        # Only the connector reads it: the output goes to the workers without.
-        scheduler_output.kv_connector_block_state = self.kv_cache_manager
-        try:
-            metadata = original(self, connector, scheduler_output)
-        finally:
-            del scheduler_output.kv_connector_block_state
-        keep_loads(scheduler_output, metadata)
-        return metadata
+    def schedule(self: Any, *given: Any, **named: Any) -> Any:
+        if self.connector is not None:
+            self.connector.tables = self.kv_cache_manager
+        output = original(self, *given, **named)
+        keep_loads(output, output.kv_connector_metadata)
+        return output
 
-    setattr(build, first_token.WRAPPED, True)
-    setattr(owner, _BUILD, build)
+    setattr(schedule, first_token.WRAPPED, True)
+    setattr(owner, _SCHEDULE, schedule)
+
+
+@contextmanager
+def lent(scheduler_output: Any, tables: Any) -> Iterator[Any]:
+    """Let a step have its tables for the time being, as vLLM has it from 0.32 on. They do not go to the workers."""
+    if tables is None:
+        yield scheduler_output
+        return
+    scheduler_output.kv_connector_block_state = tables
+    try:
+        yield scheduler_output
+    finally:
+        del scheduler_output.kv_connector_block_state
 
 
 def keep_loads(scheduler_output: Any, metadata: Any) -> None:

@@ -34,7 +34,7 @@ from vllm_ascend.distributed.kv_transfer import register_connector as register_t
 from vllm_ascend.worker.worker import NPUWorker
 from vllm_configs import vllm_config
 
-from vllm_ascend_pd import admission, compat, patience, plugin
+from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, plugin
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 
@@ -203,6 +203,44 @@ def other_connectors_of_one_engine_get_no_blocks() -> None:
 
     optional = set(re.findall(r'getattr\(c\w*, "(\w+)"', inspect.getsource(AscendMultiConnector)))
     assert optional == {"has_preempted_request", "update_state_before_preempt"}, optional
+
+
+@asked
+def k_of_a_block_is_as_large_as_a_recurrence() -> None:
+    """Full attention and states share memory, first all blocks of one kind; equal sizes keep other blocks apart.
+
+    A larger block, which a user may ask for, is refused when the caches are registered.
+    """
+    from vllm_ascend.patch.platform import patch_mamba_config
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    source = inspect.getsource(patch_mamba_config.verify_and_update_config)
+    assert "attn_single_token_k_page_size * attn_block_size == ssm_block_page_size" in source
+    cut = inspect.getsource(NPUModelRunner._reshape_kv_cache_tensors)
+    assert "num_blocks * block_size_chunk" in cut and "conv_block_padding_size" in cut
+
+
+@asked
+def schedulers_can_lend_their_tables() -> None:
+    """vllm-ascend's P asks the connector for a step's metadata itself, its other schedulers by a method of vLLM's."""
+    from vllm_ascend.patch.platform.patch_balance_schedule import BalanceScheduler
+
+    assert "self.connector.build_connector_meta(scheduler_output)" in inspect.getsource(BalanceScheduler.schedule)
+    recompute = {"additional_config": {"recompute_scheduler_enable": True}}
+    for role, more in ((BOTH[0], {}), (BOTH[1], {}), (BOTH[1], recompute)):
+        config = vllm_config(role, **more)
+        assert not older_groups.install(config), (role, older_groups.install(config))
+        scheduler = config.scheduler_config.get_scheduler_cls()
+        for name in ("schedule", "update_from_output"):
+            assert hasattr(getattr(scheduler, name), first_token.WRAPPED), (scheduler, name)
+
+
+@asked
+def new_blocks_are_cleared_beside_eagle3_alone() -> None:
+    """Clearing them on D would be later than P's writes. With states no draft model but MTP is admitted."""
+    source = inspect.getsource(NPUWorker.initialize_from_config)
+    before = source[: source.index("_init_kv_zero_meta()")]
+    assert 'speculative_config.method == "eagle3"' in before, before
 
 
 # ---- hooks and loops

@@ -79,11 +79,11 @@ class Engines:
 
     @property
     def one_way(self) -> bool:
-        """Return whether prefill and decode compute a token alike.
+        """Return whether prefill and decode compute a token alike, wherever a prompt is cut.
 
-        vllm-ascend's MLA has two ways, which round differently.
+        vllm-ascend's MLA has two ways, which round differently; a recurrence rounds its state at the end of each step.
         """
-        return self.model not in ("mla", "mtp")
+        return self.model not in ("mla", "mtp", "qwen3next")
 
     @property
     def seeded(self) -> bool:

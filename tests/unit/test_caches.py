@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from vllm_ascend_pd.device.caches import Caches, CacheShape, LayerShape, describ
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import Region
+from vllm_ascend_pd.geometry.layout import STATE, Group, Region, section_of
+from vllm_ascend_pd.geometry.states import DELTA_NET, Recurrent
 
 BLOCKS, BLOCK, HEADS, SIZE = 8, 32, 2, 16
 SHAPE = CacheShape(BLOCK, HEADS, 2 * HEADS, SIZE, tp_size=2)
@@ -186,6 +188,96 @@ def test_every_cell_is_where_the_region_says() -> None:
         caches = describe({"l0": tensor}, SHAPE, NPU_LIKE)
         for block, head, token in dice.integers(0, (BLOCKS, HEADS, BLOCK), (50, 3)).tolist():
             assert cell_address(caches, 0, 0, block, head, token) == tensor[block, token, head].data_ptr()
+
+
+# -- full attention and Gated DeltaNet in one memory, as vllm-ascend has them
+
+KERNEL, TOKENS = 16, 64  # of the kernels' block, and of the group's
+STATES = Recurrent(DELTA_NET, ((3, 192), (8, 16, 16)), ("bfloat16", "bfloat16"), (2, 2), dim_first=False)
+CONV, MATRICES = STATES.nbytes  # K of a block is as large as the matrices
+SHARED = CacheShape(
+    TOKENS,
+    HEADS,
+    HEADS,
+    SIZE,
+    tp_size=1,
+    groups=(Group(TOKENS), Group(4096, STATE), Group(4096, STATE)),
+    group_of={"l0.attn": 0, "l1.gdn": 1, "l2.gdn": 2},
+    states=dict.fromkeys(("l1.gdn", "l2.gdn"), STATES),
+)
+
+
+def shared(tokens: int = TOKENS, kernel: int = KERNEL) -> dict[str, list[torch.Tensor]]:
+    """All blocks of the convolution, then all of the matrices and K over them, then V."""
+    keys = MATRICES * tokens // TOKENS
+    raw = torch.zeros(BLOCKS * (CONV + 2 * keys), dtype=torch.int8)
+
+    def cut(begin: int, size: int, *dims: int) -> torch.Tensor:
+        return raw[BLOCKS * begin : BLOCKS * (begin + size)].view(torch.bfloat16).view(*dims)
+
+    conv, matrices = cut(0, CONV, BLOCKS, *STATES.shapes[0]), cut(CONV, MATRICES, BLOCKS, *STATES.shapes[1])
+    dims = BLOCKS * tokens // kernel, kernel, HEADS, SIZE
+    k, v = cut(CONV, keys, *dims), cut(CONV + keys, keys, *dims)
+    return {"l0.attn": [k, v], "l1.gdn": [conv, matrices], "l2.gdn": [conv, matrices]}
+
+
+def test_kernels_blocks_are_joined_to_blocks_of_the_group() -> None:
+    tensors = shared()
+    caches = describe(tensors, SHARED, NPU_LIKE)
+    attention = next(kind for kind in caches.geometry.kinds if kind.layers == ("l0.attn",))
+    cell = SIZE * 2
+    strides = (TOKENS * HEADS * cell, cell, HEADS * cell, cell)
+    assert attention.regions == (Region("kv0", *strides), Region("kv1", *strides))
+    assert caches.num_blocks == BLOCKS and len(caches.storages) == 1
+    assert all(
+        cell_address(caches, 0, 0, 5, head, 37) == tensors["l0.attn"][0][5 * 4 + 2, 5, head].data_ptr()
+        for head in range(HEADS)
+    )
+    recurrence = tensors["l1.gdn"][1]
+    at = caches.geometry.layers.index(section_of("l2.gdn", "values"))
+    assert caches.bases[at][-1] == recurrence.data_ptr()
+    assert caches.geometry.by_layer[at].regions[-1].block_stride == MATRICES
+
+
+def test_blocks_of_two_groups_lie_over_blocks_with_the_same_number_only() -> None:
+    """K and the matrices share memory. With blocks of twice as many tokens K of one block lies over two matrices."""
+    longer = replace(SHARED, groups=(Group(2 * TOKENS), *SHARED.groups[1:]))
+    error = refused(shared(2 * TOKENS), longer)
+    assert "'l1.gdn'" in error.sentence and "its block 1 shares memory with block 0 of l0.attn" in error.sentence
+
+
+def test_layers_of_one_group_and_other_memory_may_lie_anyhow() -> None:
+    """Blocks of one group are one request's; another storage has other bytes."""
+    double = {"l0.attn": shared(2 * TOKENS)["l0.attn"], **{name: shared()[name] for name in ("l1.gdn", "l2.gdn")}}
+    longer = replace(SHARED, groups=(Group(2 * TOKENS), *SHARED.groups[1:]))
+    assert describe(double, longer, NPU_LIKE).num_blocks == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda k: torch.empty(BLOCKS * 4, KERNEL, HEADS, 2 * SIZE, dtype=k.dtype)[..., :SIZE], "block size 64"),
+        (lambda k: torch.empty(BLOCKS * 4 + 1, KERNEL, HEADS, SIZE, dtype=k.dtype), "block size 64"),
+        (lambda k: torch.empty(BLOCKS * 4, 24, HEADS, SIZE, dtype=k.dtype), "block size 64"),
+        (lambda k: torch.empty(BLOCKS * 4, HEADS, KERNEL, SIZE, dtype=k.dtype), "block size 64"),
+    ],
+    ids=["a gap between tokens", "a part of a block", "tokens that do not add up", "heads before tokens"],
+)
+def test_kernels_blocks_that_cannot_be_joined_are_refused(change: Callable[[torch.Tensor], Any], why: str) -> None:
+    tensors = shared()
+    tensors["l0.attn"] = [change(part) for part in tensors["l0.attn"]]
+    assert why in refused(tensors, SHARED).sentence
+
+
+def test_kernels_blocks_of_a_format_without_an_order_of_tokens_are_refused() -> None:
+    class Fractal(TokenMajorDevice):
+        def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+            return "fractal", True
+
+    tensors, shape = shared(), replace(SHARED, local_heads=1, total_heads=1)
+    tensors["l0.attn"] = [part.view(-1, KERNEL, 1, SIZE) for part in tensors["l0.attn"]]
+    assert "block size 64" in refused(tensors, shape, Fractal()).sentence
+    assert "block size 32" in refused({"l0": torch.empty(BLOCKS, 16, HEADS, SIZE)}, SHAPE).sentence
 
 
 # -- what is not understood

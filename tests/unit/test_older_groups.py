@@ -6,6 +6,7 @@ tests/integration/test_releases_groups.py has the real engines of 0.23.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd import first_token, older_groups
+from vllm_ascend_pd.connector import AscendPushConnector
 
 
 def made() -> type:
@@ -26,8 +28,11 @@ def made() -> type:
             self.connector: Any = None
             vars(self).update(facts)
 
-        def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
-            return connector(scheduler_output)
+        def schedule(self) -> Any:
+            output = SimpleNamespace(new_block_ids_to_zero=self.cleared, kv_connector_metadata=None)  # type: ignore[attr-defined]
+            if self.connector is not None:
+                output.kv_connector_metadata = self.connector.build_connector_meta(output)
+            return output
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             return {}
@@ -50,31 +55,60 @@ def config(scheduler: type, connector: str = first_token.CONNECTOR) -> Any:
     )
 
 
+class Connector(AscendPushConnector):
+    """The connector, as far as a step asks it; `steps` makes the metadata of the output that its roles would see."""
+
+    def __init__(self, steps: Callable[[Any], Any]) -> None:
+        self._scheduler: Any = SimpleNamespace(metadata=steps)
+
+
+def scheduled(scheduler: type, steps: Callable[[Any], Any], cleared: list[int] | None = None) -> Any:
+    return scheduler(kv_cache_manager="tables", cleared=cleared, connector=Connector(steps)).schedule()
+
+
 def test_a_steps_tables_are_the_schedulers_own_and_do_not_go_to_the_workers() -> None:
-    scheduler, output = made(), SimpleNamespace()
+    scheduler = made()
     assert older_groups.install(config(scheduler)) == older_groups.install(config(scheduler)) == ""
-    found = scheduler(kv_cache_manager="tables")._build_kv_connector_meta(
-        lambda given: given.kv_connector_block_state, output
-    )
-    assert found == "tables" and not vars(output)
+    output = scheduled(scheduler, lambda given: given.kv_connector_block_state)
+    assert output.kv_connector_metadata == "tables" and not hasattr(output, "kv_connector_block_state")
+
+
+def test_a_newer_vllms_own_tables_are_left_as_they_are() -> None:
+    output = SimpleNamespace(kv_connector_block_state="vLLM's")
+    assert Connector(lambda given: given.kv_connector_block_state).build_connector_meta(output) == "vLLM's"  # type: ignore[comparison-overlap]
+    assert output.kv_connector_block_state == "vLLM's"
+
+
+def test_a_scheduler_is_wrapped_once_and_goes_on_without_a_connector() -> None:
+    scheduler = made()
+    older_groups.install(config(scheduler))
+    once = vars(scheduler)["schedule"]
+    older_groups.install(config(scheduler))
+    assert vars(scheduler)["schedule"] is once
+    assert scheduler(kv_cache_manager="tables", cleared=[4]).schedule().new_block_ids_to_zero == [4]
 
 
 def test_a_connector_that_fails_leaves_no_tables_behind() -> None:
-    scheduler, output = made(), SimpleNamespace()
+    scheduler, seen = made(), []
     older_groups.install(config(scheduler))
+
+    def failing(given: Any) -> None:
+        seen.append(given)
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        scheduler(kv_cache_manager="tables")._build_kv_connector_meta(lambda given: 1 // 0, output)
-    assert not vars(output)
+        scheduled(scheduler, failing)
+    assert not hasattr(seen[0], "kv_connector_block_state")
 
 
 @pytest.mark.parametrize(("cleared", "left"), [([1, 2, 3, 9], [2, 9]), ([1, 3], None), (None, None)], ids=str)
 def test_blocks_that_loads_write_are_not_cleared(cleared: list[int] | None, left: list[int] | None) -> None:
-    scheduler, output = made(), SimpleNamespace(new_block_ids_to_zero=cleared)
+    scheduler = made()
     older_groups.install(config(scheduler))
     bind = SimpleNamespace(blocks=(np.array([1], np.int32), np.array([3, 7], np.int32)))
     step = SimpleNamespace(decode=SimpleNamespace(binds=(bind,)))
-    assert scheduler(kv_cache_manager=0)._build_kv_connector_meta(lambda given: step, output) is step
-    assert output.new_block_ids_to_zero == left
+    output = scheduled(scheduler, lambda given: step, cleared)
+    assert output.kv_connector_metadata is step and output.new_block_ids_to_zero == left
 
 
 def test_without_loads_all_new_blocks_are_cleared() -> None:
@@ -86,8 +120,11 @@ def test_without_loads_all_new_blocks_are_cleared() -> None:
 
 def test_another_scheduler_or_connector_is_left_as_it_is() -> None:
     scheduler = made()
-    scheduler._build_kv_connector_meta = lambda self, connector: 0  # type: ignore[attr-defined]
-    assert "differs in _build_kv_connector_meta" in older_groups.install(config(scheduler))
+    scheduler.update_from_output = lambda self, output: 0  # type: ignore[attr-defined]
+    assert "differs in update_from_output" in older_groups.install(config(scheduler))
+    without = made()
+    del without.schedule  # type: ignore[attr-defined]
+    assert "differs in schedule" in older_groups.install(config(without))
     without = made()
     del without._update_waiting_for_remote_kv  # type: ignore[attr-defined]
     assert "_update_waiting_for_remote_kv" in older_groups.install(config(without))

@@ -5,10 +5,15 @@ Layouts are read off shapes, strides and storages, never assumed. A layer may ha
 each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, dim]` or `[2, block, ...]` (K and V
 stacked). A recurrent layer has one tensor of pages in which its states lie one behind the other, or one tensor for each
 state. It becomes a layer for each of its sections (geometry/states.py).
+
+Layers of several groups may share memory. vllm-ascend has all blocks of one state there, then all of the other; K and V
+lie over them, in blocks of the kernels' size, of which several are one of the group's. Whatever the layout, a block of
+one group must not reach into a block of another group that has another number: both are in use at the same time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +110,10 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         if layer.blocks != first.blocks:
             why = f"it has {layer.blocks} blocks, {first_name} has {first.blocks}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
+    if len(shape.groups) > 1:
+        _check_blocks_apart(
+            {name: (shape.group(name)[0], _parts(name, tensors[name], shape, device)) for name in names}
+        )
     kinds: dict[tuple[int, str, str, tuple[Region, ...], int], list[str]] = {}
     for name, layer in layers.items():
         kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions, layer.group), []).append(name)
@@ -149,7 +158,7 @@ class _Layer:
 def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
     own, (group, table) = shape.of(name), shape.group(name)
     block_size = table.block_size
-    parts = [part for tensor in _tensors(value) for part in _unstack(tensor)]
+    parts = _parts(name, value, shape, device)
     regions, packings = [], []
     for index, part in enumerate(parts):
         if part.dim() not in (3, 4):
@@ -214,6 +223,74 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
             group=group,
         )
     return found
+
+
+def _parts(
+    name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device
+) -> list[torch.Tensor]:
+    """Return a layer's tensors, their first dimension the group's blocks."""
+    parts = [part for tensor in _tensors(value) for part in _unstack(tensor)]
+    if name in shape.states or not shape.groups or not device.token_major:
+        return parts
+    own, size = shape.of(name), shape.group(name)[1].block_size
+    return [_in_blocks(part, size, own.local_heads) if _is_plain(part, size, own, device) else part for part in parts]
+
+
+def _is_plain(part: torch.Tensor, block_size: int, own: LayerShape, device: Device) -> bool:
+    return not device.packing(part, block_size, own.head_size)[1]
+
+
+def _in_blocks(part: torch.Tensor, block_size: int, heads: int) -> torch.Tensor:
+    """Join the kernels' blocks to blocks of the group: [block, token, head, dim] of fewer tokens, with no gap between.
+
+    A tensor of another layout is returned as it is.
+    """
+    if part.dim() != 4 or part.shape[2] != heads or not part.is_contiguous():
+        return part
+    joined, odd = divmod(block_size, part.shape[1])
+    if joined < 2 or odd or part.shape[0] % joined:
+        return part
+    return part.view(part.shape[0] // joined, block_size, *part.shape[2:])
+
+
+def _check_blocks_apart(layers: Mapping[str, tuple[int, Sequence[torch.Tensor]]]) -> None:
+    """Raise PD-GEO-003 if a block of one group shares bytes with another block of another group."""
+    spans: dict[_Span, tuple[int, str]] = {}
+    for name, (group, parts) in layers.items():
+        for part in parts:
+            spans.setdefault(_Span.of(part), (group, name))
+    for (one, (group, name)), (other, (beside, later)) in itertools.combinations(spans.items(), 2):
+        if group != beside and (pair := one.shared(other)) is not None:
+            why = f"its block {pair[1]} shares memory with block {pair[0]} of {name}, which is of another group"
+            raise ConfigError("PD-GEO-003", layer=later, why=why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where the blocks of a tensor begin, and how many bytes each covers."""
+
+    begin: int
+    stride: int
+    length: int
+    blocks: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Span:
+        size = tensor.element_size()
+        reach = sum((count - 1) * stride for count, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+        return cls(tensor.data_ptr(), tensor.stride(0) * size, (reach + 1) * size, tensor.shape[0])
+
+    def shared(self, other: _Span) -> tuple[int, int] | None:
+        """Return two blocks with different numbers that share bytes, or None."""
+        own = np.arange(self.blocks)
+        begins = self.begin + own * self.stride - other.begin
+        first = np.maximum((begins - other.length) // other.stride + 1, 0)
+        last = np.minimum((begins + self.length - 1) // other.stride, other.blocks - 1)
+        wrong = np.flatnonzero((first <= last) & ((first != own) | (last != own)))
+        if not len(wrong):
+            return None
+        block = int(wrong[0])
+        return block, int(first[block] if first[block] != block else last[block])
 
 
 def _tensors(value: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -148,7 +148,7 @@ class PrefillScheduler(SchedulerRole):
 
         def tables(request_id: str) -> Sequence[Sequence[int]]:
             found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
-            return found  # called for states only, which are refused under vLLM 0.23: it lacks this attribute
+            return found  # called for states only; older_groups.py lends it where vLLM does not have it
 
         self._desk.step(chunks, over, tables)
         return self._desk.book.take_step(self._desk.engine)
