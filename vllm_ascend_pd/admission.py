@@ -230,6 +230,8 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     if config.speculative_config is not None and groups and not _drafts_beside(made):
         feature = "Speculative decoding with sliding windows, Mamba-2 or several groups of attention"
         raise _refused(feature, "Start without a draft model.")
+    if states and config.speculative_config is not None and is_vllm_ascend():
+        raise _refused("Drafts beside states under vllm-ascend", "Start without a draft model.")
     if states and which and not which.startswith("method=mtp "):
         raise _refused("A draft model other than MTP beside states", "Use MTP, or none.")
     words = quantised.words(config, specs)
@@ -396,8 +398,9 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     """Yield all that is not proven in a model's cache; the first stops the start."""
     groups = kv_cache_config.kv_cache_groups
     beside = len(groups) > 1 or any(_is_window(g.kv_cache_spec) or _is_state(g.kv_cache_spec) for g in groups)
-    if beside and is_vllm_ascend():
-        yield _refused(f"{_BESIDE} under vllm-ascend", "Use another model.")
+    if beside and is_vllm_ascend() and not _proven_under_vllm_ascend([group.kv_cache_spec for group in groups]):
+        remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet."
+        yield _refused(f"{_BESIDE} under vllm-ascend", remedy)
     elif beside and older_groups.unproven():
         yield _refused(_BESIDE, "Use vLLM 0.23 or 0.32.0 and later for it.")
     if any(
@@ -408,6 +411,14 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     for group in groups:
         specs = [group.kv_cache_spec] if beside else _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
         yield from {str(error): error for spec in specs for error in _spec_refusals(spec, proven)}.values()
+
+
+def _proven_under_vllm_ascend(specs: Sequence[Any]) -> bool:
+    """Return whether these groups, several or not all of attention, are some that were tried with vllm-ascend."""
+    attention = [spec for spec in specs if not _is_state(spec)]
+    if len(attention) != 1 or type(attention[0]).__name__ != "FullAttentionSpec" or attention[0].sliding_window:
+        return False
+    return all(_takes_drafts(spec) for spec in specs if _is_state(spec))
 
 
 def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:

@@ -525,12 +525,41 @@ def test_a_vllm_that_lacks_groups_and_was_not_tried_has_no_windows(monkeypatch: 
     admission.check_groups(grouped(attention()))
 
 
-def test_under_vllm_ascend_a_cache_is_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
-    for specs in ((WINDOW,), (state(),), (attention(), delta_net())):
-        with pytest.raises(ConfigError, match="under vllm-ascend"):
-            admission.check_groups(grouped(*specs))
-    admission.check_groups(grouped(attention()))
+@pytest.mark.usefixtures("under_vllm_ascend")
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (WINDOW,),
+        (state(),),
+        (delta_net(),),
+        (attention(), WINDOW),
+        (attention(), attention()),
+        (attention(), state()),
+        (attention(), delta_net(), state()),
+        (attention(), attention(), delta_net()),
+        (WINDOW, attention(), delta_net()),
+        (WINDOW, delta_net()),
+        (replace(attention(), sliding_window=16), delta_net()),
+    ],
+    ids=lambda specs: " ".join(type(spec).__name__ for spec in specs),
+)
+def test_under_vllm_ascend_other_groups_stop_the_start(specs: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match="under vllm-ascend"):
+        admission.check_groups(grouped(*specs))
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+@pytest.mark.parametrize("states", [0, 1, 3])
+def test_under_vllm_ascend_gated_delta_net_may_lie_beside_one_group_of_attention(states: int) -> None:
+    groups = grouped(attention(), *[delta_net()] * states)
+    admission.check_groups(groups)
+    assert len(admission.cache_shape(vllm_config(), groups).states) == states
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_under_vllm_ascend_drafts_beside_states_stop_the_start() -> None:
+    with pytest.raises(ConfigError, match="Drafts beside states under vllm-ascend"):
+        admission.cache_shape(drafting(MTP), grouped(attention(), delta_net()))
 
 
 @pytest.mark.parametrize("specs", [(WINDOW, attention()), (state(),)], ids=["window", "state"])
