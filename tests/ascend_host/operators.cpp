@@ -264,9 +264,8 @@ class Call {
       const c10::Storage& storage = given_[i].toTensor().storage();
       // Not every operator that fills a cache declares that it writes: npu_kv_rmsnorm_rope_cache does not, nor does
       // npu_causal_conv1d_custom.
-      const bool fills =
-          (ends_in("cache", op_.operator_name().name) && ends_in("cache", argument.name())) ||
-          ends_in("state", argument.name());
+      const bool fills = (ends_in("cache", op_.operator_name().name) && ends_in("cache", argument.name())) ||
+                         ends_in("state", argument.name());
       if (!fills && !is_written(argument)) continue;
       LateCache* cache = fills ? late_caches().make(storage, stream) : late_caches().find(storage);
       if (cache != nullptr && cache->stream == stream) written_caches_.push_back(cache);
