@@ -230,8 +230,6 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     if config.speculative_config is not None and groups and not _drafts_beside(made):
         feature = "Speculative decoding with sliding windows, Mamba-2 or several groups of attention"
         raise _refused(feature, "Start without a draft model.")
-    if states and config.speculative_config is not None and is_vllm_ascend():
-        raise _refused("Drafts beside states under vllm-ascend", "Start without a draft model.")
     if states and which and not which.startswith("method=mtp "):
         raise _refused("A draft model other than MTP beside states", "Use MTP, or none.")
     words = quantised.words(config, specs)
@@ -448,8 +446,8 @@ def _state_refusals(spec: Any) -> Iterator[ConfigError]:
     if getattr(spec, "num_speculative_blocks", 0):
         if not _takes_drafts(spec):
             yield _refused(f"A recurrent state of kind {name} with drafts", "Start without a draft model.")
-        elif mode != "none":
-            # vLLM moves such states by a kernel that CPUs lack, so this was not shown.
+        elif mode != "none" and not is_vllm_ascend():
+            # vLLM moves such states by a kernel that CPUs lack, so this was not shown without vllm-ascend.
             feature = f"A recurrent state with drafts in mamba_cache_mode {mode}"
             yield _refused(feature, "Start with --no-enable-prefix-caching, or without a draft model.")
     if getattr(spec, "tp_replicated", False):

@@ -37,6 +37,7 @@ class Side:
     pcp: int = 1
     flags: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)  # further keys of kv_connector_extra_config
+    drafts: int = 0  # drafted tokens, if not as many as the set says
     late_us: int = 0  # longest delay of an operator's results on their way to the cache
     delay_us: int = 0  # longest delay of a task of its streams before it runs
     forgets: str = ""  # a wait for an event to leave out: plugin/ascend_host/faults.py
@@ -83,7 +84,7 @@ class Engines:
 
         vllm-ascend's MLA has two ways, which round differently; a recurrence rounds its state at the end of each step.
         """
-        return self.model not in ("mla", "mtp", "qwen3next")
+        return self.model not in ("mla", "mtp", "qwen3next", "qwen3next-mtp")
 
     @property
     def seeded(self) -> bool:
@@ -133,7 +134,11 @@ class Engines:
     def _engine(
         self, build: HostBuild, name: str, role: str, side: Side, extra: dict[str, Any], **ranks: int
     ) -> EngineSpec:
-        model = {"model": str(ensure(self.draft["model"]))} if "model" in self.draft else {}
+        draft = dict(self.draft)
+        if "model" in draft:
+            draft["model"] = str(ensure(draft["model"]))
+        if side.drafts:
+            draft["num_speculative_tokens"] = side.drafts
         common = ("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(32 << 20))
         return EngineSpec(
             f"{self.title}-{name}".replace(" ", "-"),
@@ -143,7 +148,7 @@ class Engines:
             pp=side.pp,
             dp=side.dp,
             **ranks,
-            draft={**self.draft, **model},
+            draft=draft,
             chunk=CHUNK,
             policy="fail",
             extra=extra,

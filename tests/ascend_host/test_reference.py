@@ -717,6 +717,57 @@ def test_batch_memcpy() -> None:
     assert torch.equal(rows, wanted)
 
 
+BLOCK_END = st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3))
+
+
+@MANY
+@given(seeds, st.lists(BLOCK_END, min_size=1, max_size=3))
+def test_postprocess_mamba_fused_kernel(seed: int, requests: list[tuple[int, int, int]]) -> None:
+    """Behind each step the block of a whole number of blocks has the state behind its last token, if it was computed.
+
+    States are numbers: the state behind n tokens is 10 n, a row of the convolution's holds the token's position. A step
+    computes a token and its drafts, of which some are accepted.
+    """
+    size, width, count = 4, 6, 7
+    temporal, conv = torch.zeros(3 * count + 1, 2), torch.full((3 * count + 1, width, 2), -1.0)
+    tables = torch.arange(1, 3 * count + 1, dtype=torch.int32).view(3, count).flip(1).contiguous()
+    running, computed, accepted = [], [], []
+    for row, (before, drafted, kept) in enumerate(requests):
+        at = before // size  # the block of the running state: that of the first token of the step
+        for token in range(drafted + 1):
+            temporal[tables[row, at + token]] = 10 * (before + 1 + token)
+        for place in range(width):  # three rows are a state: the first is behind the step's first token
+            conv[tables[row, at], place] = before - 2 + place
+        running.append(at)
+        computed.append(before)
+        accepted.append(min(kept, drafted) + 1)
+    drafted_ = [drafted for _, drafted, _ in requests]
+    ints = [
+        torch.tensor(x, dtype=torch.int32) for x in (accepted, running, [d + 1 for d in drafted_], computed, drafted_)
+    ]
+    out = ints[0].clone()
+    pointers = torch.tensor([tables.data_ptr()])
+    facts = [(temporal, 2, 0), (conv, 2, width)]
+    bases, strides = (
+        torch.tensor(x) for x in ([s.data_ptr() for s, *_ in facts], [4 * s.stride(0) for s, *_ in facts])
+    )
+    inner, widths = torch.tensor([i for _, i, _ in facts]), torch.tensor([w for *_, w in facts])
+    four, group = torch.tensor([4, 4]), torch.tensor([0, 0])
+    kernels.keep_block_ends(
+        (len(requests), 2), *ints, pointers, count, bases, strides, four, inner, widths, group, out, len(requests),
+        block_size=size, COPY_BLOCK_SIZE=1024,
+    )  # fmt: skip
+    for row, before in enumerate(computed):
+        end = (before + accepted[row]) // size * size
+        if end <= before:
+            assert int(out[row]) == accepted[row]
+            continue
+        block = int(tables[row, end // size - 1])
+        assert temporal[block].tolist() == [10 * end] * 2
+        assert conv[block, :3, 0].tolist() == [end - 3, end - 2, end - 1]
+        assert int(out[row]) == (1 if end // size - 1 == running[row] else accepted[row])
+
+
 def test_a_function_is_replaced_when_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_kernels.py").write_text("def l2norm_fwd(x):\n    raise OSError\ndef other():\n    return 5\n")
     (tmp_path / "changed.py").write_text("")

@@ -57,6 +57,7 @@ class Pair:
     decode: tuple[Served, ...]
     tally: Tally
     alone: Served | None = None  # the reference for answers; None: P
+    left: int = 0  # last tokens of a prompt that P does not push, because D computes them for its first token
 
     @property
     def reference(self) -> Served:
@@ -89,7 +90,7 @@ class Pair:
         for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
             title = f"{name or 'prompt'} {index} of {len(p)} tokens"
             self.tally.check(title, p, want.tokens, got.tokens, self.reference.url, {"cache_salt": fresh_salt("gap")})
-        wanted = sum(len(p) for p in prompts if len(p) > 1)
+        wanted = sum(len(p) - self.left for p in prompts if len(p) > 1)
         assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
         return answers
 
@@ -131,6 +132,28 @@ class Pair:
         failed = self.failed_transfers()
         self.compare(prompts, gather(self.front.url, [body_of(p, 12) for p in prompts]), "one head at once")
         assert self.failed_transfers() == failed
+
+    def check_prefix_of_states(self, block: int, dropped: int = 0) -> None:
+        """Check prefixes on P and on D: they end at the end of a block, with the state that is stored there.
+
+        `dropped`: tokens at the end of a cached prefix that vLLM does not use, as with a draft model.
+        """
+        head, cached = fresh_prompt(2 * block + 9), 2 * block - dropped
+        self.check([head], name="cold")
+        for longer in ([*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]):
+            before = self.loaded_tokens()
+            answer = complete(self.front.url, body_of(longer, 12))
+            loaded = self.loaded_tokens() - before
+            self.compare([longer], [answer], "a prefix on D")
+            wanted = len(longer) - self.left
+            assert loaded in (wanted, wanted - cached), f"D loaded {loaded} of {len(longer)} tokens"
+        head = fresh_prompt(2 * block + 5)
+        before = counter(self.prefill, "vllm:prefix_cache_hits_total")
+        complete(self.prefill.url, body_of(head, 1))  # to P only: D does not have it
+        self.check([[*head, *fresh_prompt(50)]], name="a prefix on P")
+        self.check([[*head[: 2 * block], *fresh_prompt(1)]], name="a prefix that is all of it on P")
+        hits = before + cached
+        eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
 
     def loaded_tokens(self) -> int:
         """Return how many tokens the D engines have loaded from P, by vLLM's own counter."""

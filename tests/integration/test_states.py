@@ -27,7 +27,7 @@ from kind_pairs import (
     spec,
     wrong_answers,
 )
-from pairs import Pair, PairMaker, counter, eventually, fresh_prompt, reference_answers
+from pairs import Pair, PairMaker, fresh_prompt, reference_answers
 
 from scripts.support.client import body_of, complete
 from scripts.support.cluster import Cluster
@@ -46,25 +46,6 @@ WHOLE = ("--no-enable-prefix-caching",)  # mamba_cache_mode none: one block per 
 decode, pair = engines(of("nemotronh"))
 
 
-def check_prefixes(pair: Pair, block: int) -> None:
-    """Check prefixes on P and on D: they end at the end of a block, with the state that is stored there."""
-    head = fresh_prompt(2 * block + 9)
-    pair.check([head], name="cold")
-    for longer in ([*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]):
-        before = pair.loaded_tokens()
-        answer = complete(pair.front.url, body_of(longer, 12))
-        loaded = pair.loaded_tokens() - before
-        pair.compare([longer], [answer], "a prefix on D")
-        assert loaded in (len(longer), len(longer) - 2 * block), f"D loaded {loaded} of {len(longer)} tokens"
-    head = fresh_prompt(2 * block + 5)
-    before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
-    complete(pair.prefill.url, body_of(head, 1))  # to P only: D does not have it
-    pair.check([[*head, *fresh_prompt(50)]], name="a prefix on P")
-    pair.check([[*head[: 2 * block], *fresh_prompt(1)]], name="a prefix that is all of it on P")
-    hits = before + 2 * block
-    eventually(lambda: counter(pair.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
-
-
 class TestStatesBesideAttention:
     """Nemotron-H: two layers with Mamba-2, one with attention; B and C have one group. Mode `align`."""
 
@@ -72,7 +53,7 @@ class TestStatesBesideAttention:
         exercise(pair, "nemotronh 1→1", LENGTHS)
 
     def test_prefixes(self, pair: Pair) -> None:
-        check_prefixes(pair, BLOCK)
+        pair.check_prefix_of_states(BLOCK)
 
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
         check_left(pair, 193)
@@ -114,7 +95,7 @@ class TestStateShapes:
         p = spec("nemotronh-p2", "nemotronh", "kv_producer", cluster.push_config(regroup="always"), tp=2)
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "nemotronh 2→1", LENGTHS)
-            check_prefixes(pair, BLOCK)
+            pair.check_prefix_of_states(BLOCK)
 
     @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
     def test_in_every_layer_and_each_rank_has_a_group(

@@ -557,9 +557,11 @@ def test_under_vllm_ascend_gated_delta_net_may_lie_beside_one_group_of_attention
 
 
 @pytest.mark.usefixtures("under_vllm_ascend")
-def test_under_vllm_ascend_drafts_beside_states_stop_the_start() -> None:
-    with pytest.raises(ConfigError, match="Drafts beside states under vllm-ascend"):
-        admission.cache_shape(drafting(MTP), grouped(attention(), delta_net()))
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_under_vllm_ascend_mtp_may_lie_beside_states_with_prefix_caching_too(mode: str) -> None:
+    groups = grouped(attention(), delta_net(mamba_cache_mode=mode))
+    admission.check_groups(groups)
+    assert admission.cache_shape(drafting(MTP), groups).states
 
 
 @pytest.mark.parametrize("specs", [(WINDOW, attention()), (state(),)], ids=["window", "state"])

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from protocol_rig import D_INCARNATION, reservation
 from runtime_caches import TokenMajorDevice
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.config import PushConfig, RegroupConfig
@@ -316,10 +316,10 @@ def test_a_push_whose_state_has_no_block_is_lost_on_every_rank(told: list[int], 
     assert [push.lost(index, 0, 1) for index in range(len(push.pairings))] == [lost, lost]
 
 
-def arrived(cache: CacheGeometry) -> tuple[PrefillScheduler, Request]:
+def arrived(cache: CacheGeometry, **sampling: Any) -> tuple[PrefillScheduler, Request]:
     scheduler = PrefillScheduler(Engine(PushConfig.parse({}), "i" * 16, "engine", "m", "127.0.0.1", None))
     scheduler.attach_workers({(0, 0): WorkerFacts(None, cache)})
-    request = Request("r", list(range(101)), SamplingParams(max_tokens=7), None)
+    request = Request("r", list(range(101)), SamplingParams(max_tokens=7, **sampling), None)
     asked = wanted(cache, model="m", prompt_hash=request_hash(request), transfer=TransferId("d", 1, "u"))
     sealed = base64.b64encode(seal(asked, None)).decode()
     request.kv_transfer_params = {"do_remote_decode": True, "reservation": sealed}
@@ -355,6 +355,27 @@ def test_p_takes_the_table_as_it_is_not_as_it_grew() -> None:
     first = scheduler.build_step(output(0, 96, [4], new=[4]))
     last = scheduler.build_step(output(96, 4, [0, 5], new=[8]))
     assert [[ids.tolist() for ids in step.slices[0].new_blocks] for step in (first, last)] == [[[]], [[5]]]
+
+
+@pytest.mark.parametrize("drafter", ["", "method=mtp heads=2"], ids=["alone", "drafts"])
+def test_behind_a_shorter_prompt_a_drafter_gets_the_token_that_was_taken_off(drafter: str) -> None:
+    """It makes its KV at the last position from the next token, which is the sampled one."""
+    g, _ = sides()
+    grammar = StructuredOutputsParams(regex="a")
+    for sampling, forced in (
+        ({"temperature": 1.0, "logit_bias": {3: 5.0}, "min_tokens": 2, "bad_words": ["x"]}, bool(drafter)),
+        ({"structured_outputs": grammar}, False),
+    ):
+        _, request = arrived(
+            msgspec.structs.replace(g, drafter=drafter, drafts=g.layers[-1:] if drafter else ()), **sampling
+        )
+        params = request.sampling_params
+        assert params is not None and request.num_prompt_tokens == 100
+        if forced:
+            kept = params.allowed_token_ids, params.temperature, params.logit_bias, params.min_tokens, params.bad_words
+            assert kept == ([100], 0.0, None, 0, [])
+        else:
+            assert params == SamplingParams(max_tokens=7, **sampling)
 
 
 def test_a_state_is_announced_when_the_step_is_over() -> None:

@@ -40,6 +40,20 @@ LOOK_S = 0.05  # no news tells P that its workers are done with held blocks
 _WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
+def _only(params: Any, token: int) -> Any:
+    """Return sampling parameters with which no other token is sampled.
+
+    A drafter makes its KV at each position from the next token. Behind a prompt that ends one token early this is the
+    sampled one, and the draft layers are pushed: it must be the token that was taken off.
+    """
+    if params.structured_outputs is not None:
+        return params  # a grammar may forbid the token; D's drafts are then a little worse
+    only = params.clone()
+    only.temperature, only.allowed_token_ids, only.logit_bias, only.min_tokens = 0.0, [token], None, 0
+    only.bad_words, only._bad_words_token_ids = [], None
+    return only
+
+
 class PrefillScheduler(SchedulerRole):
     """P's role in the scheduler's process.
 
@@ -91,9 +105,12 @@ class PrefillScheduler(SchedulerRole):
         if self._desk.ends(request.request_id):
             request.max_tokens = 1
         if self._desk.cuts(request.request_id):
+            last = request.prompt_token_ids[-1]
             for tokens in (request.prompt_token_ids, request._all_token_ids):
                 tokens.pop()
             request.num_prompt_tokens -= 1
+            if engine.drafter:
+                request.sampling_params = _only(request.sampling_params, last)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """Take the reservation of a request that vLLM schedules, once."""

@@ -70,7 +70,62 @@ def batch_memcpy(
         ctypes.memmove(target, source, size)
 
 
-IN_PLACE_OF = {"vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": OnHost(batch_memcpy)}}
+def keep_block_ends(
+    grid: tuple[int, int],
+    accepted: torch.Tensor,
+    running: torch.Tensor,
+    scheduled: torch.Tensor,
+    computed: torch.Tensor,
+    drafted: torch.Tensor,
+    tables: torch.Tensor,
+    stride: int,
+    bases: torch.Tensor,
+    block_strides: torch.Tensor,
+    element_sizes: torch.Tensor,
+    inner_sizes: torch.Tensor,
+    widths: torch.Tensor,
+    groups: torch.Tensor,
+    accepted_out: torch.Tensor,
+    requests: int,
+    *,
+    block_size: int,
+    COPY_BLOCK_SIZE: int,  # noqa: N803
+) -> None:
+    """Copy the states behind the last token of a block to that block, where accepted drafts go beyond its end.
+
+    A step leaves the states behind each of its tokens: a convolution's in the rows of one block, a recurrence's in one
+    block a token, from that of the running state on.
+    """
+
+    def block(table: int, index: int) -> int:
+        return ctypes.c_int32.from_address(table + 4 * index).value
+
+    for request in range(min(grid[0], requests)):
+        first = int(computed[request]) + int(scheduled[request]) - int(drafted[request])
+        end = (first + int(accepted[request]) - 1) // block_size * block_size
+        source, target, behind = int(running[request]), end // block_size - 1, end - first
+        if behind < 0:
+            continue
+        if source == target:
+            accepted_out[request] = 1
+            if behind == 0:
+                continue
+        for state in range(grid[1]):
+            table = int(tables[groups[state]]) + 4 * stride * request
+            row = int(inner_sizes[state]) * int(element_sizes[state])
+            base, block_bytes, rows = int(bases[state]), int(block_strides[state]), int(widths[state])
+            to = base + block(table, target) * block_bytes
+            if rows:
+                begin = base + block(table, source) * block_bytes + behind * row
+                ctypes.memmove(to, begin, (rows - behind) * row)
+            else:
+                ctypes.memmove(to, base + block(table, source + behind) * block_bytes, row)
+
+
+IN_PLACE_OF = {
+    "vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": OnHost(batch_memcpy)},
+    "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": OnHost(keep_block_ends)},
+}
 
 
 def replace() -> None:
