@@ -43,7 +43,7 @@ ROWS = (
     Row("windows", "sliding windows, several groups", _file("windows")),
     Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     Row("fp8", "fp8 caches", _file("quantised")),
-    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA, vLLM's second model runner", _file("modes"), ci="none"),
+    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes"), ci="none"),
     Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="none"),
     Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="none"),
     Row("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
@@ -68,6 +68,7 @@ REFUSED = {
     "sleep mode": "refused (PD-CONF-005): it takes the cache's memory away, into which or from which others write, and asks no connector",
     "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
     "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005)",
+    "vLLM's second model runner": 'vLLM 0.32 does not start with it on a CPU: "Model Runner V2 requires Triton"',
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
     "vLLM 0.34 and later": "not run",
     "OffloadingConnector beside ours": "did not start on a CPU",
@@ -154,12 +155,12 @@ COMBINATIONS = (
     Combination(
         ("windows",),
         (
-            "sliding windows in some layers or all (gpt-oss, Gemma-3, Mistral) 1→1, 2→1, 1→2, with vLLM 0.32 or later",
+            "sliding windows in some layers or all (gpt-oss, Gemma-3, Mistral) 1→1, 2→1, 1→2, with vLLM 0.23, and 0.32 or later",
             "real pair",
             "real pair (2→1)",
         ),
         (
-            "部分或全部层带滑动窗口（gpt-oss、Gemma-3、Mistral）1→1、2→1、1→2，需 vLLM 0.32 或更高版本",
+            "部分或全部层带滑动窗口（gpt-oss、Gemma-3、Mistral）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
             "真实引擎对",
             "真实引擎对（2→1）",
         ),
@@ -167,12 +168,12 @@ COMBINATIONS = (
     Combination(
         ("states",),
         (
-            "recurrent states beside attention or alone (Nemotron-H, Falcon-H1, Mamba-2, Qwen3-Next) 1→1, 2→1, 1→2, with vLLM 0.32 or later",
+            "recurrent states beside attention or alone (Nemotron-H, Falcon-H1, Mamba-2, Qwen3-Next) 1→1, 2→1, 1→2, with vLLM 0.23, and 0.32 or later",
             "real pair",
             "not needed",
         ),
         (
-            "循环状态，与注意力并存或单独使用（Nemotron-H、Falcon-H1、Mamba-2、Qwen3-Next）1→1、2→1、1→2，需 vLLM 0.32 或更高版本",
+            "循环状态，与注意力并存或单独使用（Nemotron-H、Falcon-H1、Mamba-2、Qwen3-Next）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
             "真实引擎对",
             "不需要",
         ),

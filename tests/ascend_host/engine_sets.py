@@ -8,6 +8,7 @@ time, so that code that does not wait for the event pushes old bytes. docs/build
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class Side:
     pcp: int = 1
     flags: tuple[str, ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)  # further keys of kv_connector_extra_config
+    graphs: str = ""  # cudagraph_mode; empty: eager
     drafts: int = 0  # drafted tokens, if not as many as the set says
     late_us: int = 0  # longest delay of an operator's results on their way to the cache
     delay_us: int = 0  # longest delay of a task of its streams before it runs
@@ -49,6 +51,14 @@ class Side:
             return ()
         sizes = f"--decode-context-parallel-size={self.dcp}", f"--prefill-context-parallel-size={self.pcp}"
         return (*sizes, f"--cp-kv-cache-interleave-size={BLOCK}", f"--block-size={BLOCK}")
+
+    @property
+    def graph_flags(self) -> tuple[str, ...]:
+        if not self.graphs:
+            return ("--enforce-eager",)
+        sizes = [64, 128, 256, CHUNK] if self.graphs == "PIECEWISE" else [1, 2, 4, 8]  # of prompts, of answers
+        config = {"cudagraph_mode": self.graphs, "cudagraph_capture_sizes": sizes}
+        return ("--compilation-config", json.dumps(config))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -139,7 +149,7 @@ class Engines:
             draft["model"] = str(ensure(draft["model"]))
         if side.drafts:
             draft["num_speculative_tokens"] = side.drafts
-        common = ("--enforce-eager", "--dtype", self.dtype, "--kv-cache-memory-bytes", str(32 << 20))
+        common = ("--dtype", self.dtype, "--kv-cache-memory-bytes", str(32 << 20))
         return EngineSpec(
             f"{self.title}-{name}".replace(" ", "-"),
             ensure(self.model),
@@ -155,7 +165,7 @@ class Engines:
             python=str(INTERPRETER),
             npu=True,
             plugins=build.plugins,
-            arguments=(*common, *side.divided, *self.flags, *side.flags),
+            arguments=(*common, *side.graph_flags, *side.divided, *self.flags, *side.flags),
             environment={**build.variables(), "MC_FORCE_TCP": "1", **side.environment},
         )
 

@@ -199,13 +199,46 @@ class Call {
       : op_(op), schema_(op.schema()), stack_(stack), first_(stack->size() - schema_.arguments().size()) {}
 
   void run() {
+    look_at_arguments();
+    if (!device_) return call_on_host();
+    auto& stream = current_stream(device_->index());
+    if (!stream.updating.empty()) return update(stream);
+    stream.settle();
+    make_caches_late();
+    call_on_host();
+    const size_t results = stack_->size() - schema_.returns().size();
+    for (size_t i = 0; i < schema_.returns().size(); ++i)
+      (*stack_)[results + i] = for_device(i, (*stack_)[results + i]);
+    resize_outputs();
+    for (LateCache* cache : written_caches_) cache->follow();
+    if (stream.recording) record(stream);
+  }
+
+  // As a step of a graph, with the stack of its capture: the results go to where they were then.
+  void run_again(const Stack& results) {
+    look_at_arguments();
+    call_on_host();
+    const size_t first = stack_->size() - results.size();
+    for (size_t i = 0; i < results.size(); ++i) {
+      const IValue& made = (*stack_)[first + i];
+      if (made.isTensor()) {
+        put_again(made.toTensor(), results[i].toTensor());
+      } else if (made.isTensorList()) {
+        const auto to = results[i].toTensorVector();
+        const auto from = made.toTensorVector();
+        for (size_t n = 0; n < from.size(); ++n) put_again(from[n], to[n]);
+      }
+    }
+  }
+
+ private:
+  void look_at_arguments() {
     given_.assign(stack_->begin() + first_, stack_->end());
     for (const IValue& value : given_) look_for_device(value);
     if (device_ && !device_->has_index()) device_ = c10_npu::getCurrentNPUStream().device();
-    if (device_) {
-      current_stream(device_->index()).settle();
-      make_caches_late();
-    }
+  }
+
+  void call_on_host() {
     for (size_t i = 0; i < given_.size(); ++i) (*stack_)[first_ + i] = for_host(i);
     hosts_.assign(stack_->begin() + first_, stack_->end());
     if (multiplies(op_.operator_name().name)) {
@@ -213,15 +246,22 @@ class Call {
     } else {
       op_.callBoxed(stack_);
     }
-    if (!device_) return;
-    const size_t results = stack_->size() - schema_.returns().size();
-    for (size_t i = 0; i < schema_.returns().size(); ++i)
-      (*stack_)[results + i] = for_device(i, (*stack_)[results + i]);
-    resize_outputs();
-    for (LateCache* cache : written_caches_) cache->follow();
   }
 
- private:
+  // A new result goes into the memory of the captured one; what is a view of an argument, or was written, is there.
+  void put_again(const Tensor& made, const Tensor& captured) {
+    if (!made.defined() || !on_npu(captured)) return;
+    for (const auto& [original, shown] : shown_) {
+      if (shown.storage().data() == made.storage().data()) return;
+    }
+    host_view(captured).copy_(made);
+  }
+
+  void record(stand_in::Stream& stream);
+
+  // The next step of a task group gets these arguments. Nothing runs; all results are arguments.
+  void update(stand_in::Stream& stream);
+
   // In double precision, rounded once: so a row's product does not depend on the number of rows, nor an answer on its
   // batch.
   void call_wide() {
@@ -280,11 +320,11 @@ class Call {
       if (on_npu(tensor) && tensor.numel() == 0 && is_written(schema_.arguments()[i])) {
         return at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
       }
-      return host_view(tensor);
+      return show(tensor);
     }
     if (value.isTensorList()) {
       std::vector<Tensor> views;
-      for (const Tensor& tensor : value.toTensorVector()) views.push_back(host_view(tensor));
+      for (const Tensor& tensor : value.toTensorVector()) views.push_back(show(tensor));
       return views;
     }
     if (value.isOptionalTensorList()) {
@@ -297,6 +337,12 @@ class Call {
     if (value.isDevice() && value.toDevice().type() == c10::DeviceType::PrivateUse1) return c10::Device(at::kCPU);
     if (value.isGenerator()) return {};  // the CPU's: torch.manual_seed seeds both
     return value;
+  }
+
+  Tensor show(const Tensor& tensor) {
+    Tensor view = host_view(tensor);
+    if (on_npu(tensor)) shown_.emplace_back(tensor, view);
+    return view;
   }
 
   // A result: an argument that was written, a view of an argument, or new.
@@ -319,11 +365,8 @@ class Call {
 
   Tensor on_device(const Tensor& host) {
     if (!host.defined() || !host.device().is_cpu()) return host;
-    for (size_t a = 0; a < hosts_.size(); ++a) {
-      if (!hosts_[a].isTensor() || !given_[a].isTensor()) continue;
-      const Tensor& shown = hosts_[a].toTensor();
-      const Tensor& original = given_[a].toTensor();
-      if (!on_npu(original) || shown.numel() == 0 || shown.storage().data() != host.storage().data()) continue;
+    for (const auto& [original, shown] : shown_) {
+      if (shown.numel() == 0 || shown.storage().data() != host.storage().data()) continue;
       return at::as_strided(original, host.sizes(), host.strides(), host.storage_offset());
     }
     return device_copy(host, *device_);
@@ -345,10 +388,61 @@ class Call {
   const c10::FunctionSchema& schema_;
   Stack* const stack_;
   const size_t first_;
-  std::vector<IValue> given_, hosts_;  // the arguments, and as the CPU's operator gets them
+  std::vector<IValue> given_, hosts_;             // the arguments, and as the CPU's operator gets them
+  std::vector<std::pair<Tensor, Tensor>> shown_;  // the NPU's tensors among them, and their views
   std::vector<LateCache*> written_caches_;
   std::optional<c10::Device> device_;
 };
+
+// ---- graphs
+
+// An operator of a graph. Its tensors stay alive as long as the graph.
+class Operator : public stand_in::Step {
+ public:
+  Operator(c10::OperatorHandle op, std::vector<IValue> given, Stack results)
+      : op(op), given_(std::move(given)), results_(std::move(results)) {}
+
+  void run() override {
+    const c10::InferenceMode no_gradients;
+    const std::lock_guard<std::mutex> hold(lock_);
+    Stack stack(given_);
+    Call(op, &stack).run_again(results_);
+  }
+
+  void update(std::vector<IValue> given, Stack results) {
+    const std::lock_guard<std::mutex> hold(lock_);
+    given_ = std::move(given);
+    results_ = std::move(results);
+  }
+
+  const c10::OperatorHandle op;
+
+ private:
+  std::mutex lock_;  // a replay may have begun when the update comes; the step then waits for an event
+  std::vector<IValue> given_;
+  Stack results_;
+};
+
+void Call::record(stand_in::Stream& stream) {
+  Stack results(stack_->end() - static_cast<std::ptrdiff_t>(schema_.returns().size()), stack_->end());
+  stream.recording->steps.push_back(std::make_shared<Operator>(op_, given_, std::move(results)));
+}
+
+void Call::update(stand_in::Stream& stream) {
+  auto* step = dynamic_cast<Operator*>(stream.updating.front().get());
+  TORCH_CHECK(step != nullptr && step->op == op_, "not the task group's next operator: ", title(op_.operator_name()));
+  TORCH_CHECK(schema_.arguments().back().name() == "out", "a graph's operator with results of its own: ", schema_);
+  const IValue& out = given_.back();
+  Stack results;
+  if (out.isTensorList()) {
+    for (const Tensor& tensor : out.toTensorVector()) results.emplace_back(tensor);
+  }
+  TORCH_CHECK(results.size() == schema_.returns().size(), "not as many outputs as results: ", schema_);
+  stack_->resize(first_);
+  stack_->insert(stack_->end(), results.begin(), results.end());
+  step->update(given_, std::move(results));
+  stream.updating.pop_front();
+}
 
 // ---- taking over
 

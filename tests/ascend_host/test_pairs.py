@@ -34,6 +34,10 @@ RECOMPUTES = ("--additional-config", '{"recompute_scheduler_enable": true}')
 EAGLE3 = {"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 2}
 MTP3 = {"method": "mtp", "num_speculative_tokens": 3}
 CACHED = ("--enable-prefix-caching",)  # states are kept at the ends of blocks then
+FULL = "FULL_DECODE_ONLY"
+FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for its states
+# In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
+NOT_FUSED = ("--additional-config", '{"ascend_compilation_config": {"fuse_norm_quant": false}}')
 FEW = few_blocks(16)  # room for two and a half requests
 LATE = 3000
 HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of several of the kernels'
@@ -164,6 +168,12 @@ def drafts(engines: Engines, pair: Pair) -> None:
     assert alike >= len(prompts) * 3 // 4, list(zip(prompts, alone, pushed, strict=True))
 
 
+def replayed(engines: Engines, pair: Pair) -> None:
+    """Each engine that has captured graphs has replayed some."""
+    for side, engine in ((engines.p, pair.prefill), (engines.d, pair.decode[0])):
+        assert ("Replaying aclgraph" in engine.log.read_text(errors="replace")) is bool(side.graphs), engine.name
+
+
 def state_prefixes(engines: Engines, pair: Pair) -> None:
     """With a draft model vLLM does not use the last block of a cached prefix."""
     pair.check_prefix_of_states(HYBRID_BLOCK, dropped=HYBRID_BLOCK if engines.draft else 0)
@@ -245,13 +255,14 @@ FEWER = (edges, chunks, many)
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
     (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), ALL),
-    (Engines("gqa 1to2", d=Side(2)), FEWER),
+    (Engines("gqa 1to2 full graphs", d=Side(2, graphs=FULL)), (*FEWER, replayed)),
     (Engines("mla 1to1", "mla", p=Side(late_us=LATE), dtype="bfloat16"), FEWER),
 ]
 MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("moe 2to1 experts apart", "moe", p=Side(2), flags=EXPERTS), FEWER),
     (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS)), FEWER),
     (Engines("mqa 1to1", "mqa"), FEWER),
+    (Engines("gqa 1to2", d=Side(2)), FEWER),
     (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
     (Engines("gqa 2to2", p=Side(2), d=Side(2)), FEWER),
     (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
@@ -277,6 +288,19 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines("qwen3next 1to1 mtp cached", "qwen3next-mtp", draft=MTP3, flags=CACHED),
         (*FEWER, blocks, drafts, state_prefixes),
+    ),
+    (
+        Engines("gqa 1to1 full graphs", p=Side(late_us=LATE), d=Side(graphs=FULL)),
+        (edges, chunks, many, prefixes, replayed),
+    ),
+    (Engines("gqa 2to1 piecewise graphs on P", p=Side(2, graphs="PIECEWISE", keys=REGROUPED)), (*FEWER, replayed)),
+    (
+        Engines("mla 1to1 full graphs", "mla", d=Side(graphs=FULL, flags=NOT_FUSED), dtype="bfloat16"),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines("qwen3next 1to1 mtp full graphs", "qwen3next-mtp", d=Side(graphs=FULL, flags=FEW_STATES), draft=MTP3),
+        (*FEWER, blocks, drafts, replayed),
     ),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),

@@ -342,6 +342,26 @@ def test_fused_infer_attention_score_v2(seed: int, keys: int, layout: str) -> No
     close(out, wanted)
 
 
+@pytest.mark.parametrize("name", ["npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"])
+@pytest.mark.parametrize("sums", [False, True])
+def test_get_max_workspace(name: str, sums: bool) -> None:
+    """The forms of a graph: room for intermediate results, then results into given tensors."""
+    q, k, v = (random(seed, 5, 2, 3) for seed in range(3))
+    asked, heads = ("softmax_lse_flag", "num_heads") if name[-2:] != "v2" else ("return_softmax_lse", "num_query_heads")
+    lengths = (
+        ("actual_seq_lengths", "actual_seq_lengths_kv")
+        if name[-2:] != "v2"
+        else ("actual_seq_qlen", "actual_seq_kvlen")
+    )
+    given: dict[str, object] = {heads: 2, "input_layout": "TND", **dict.fromkeys(lengths, (2, 5)), asked: sums}
+    result, log_sum = reference.MEANINGS[f"npu::{name}"](q, k, v, **given)
+    room = reference.MEANINGS[f"npu::_{name}_get_max_workspace"](q, k, v, **given)
+    out = torch.zeros(5, 6), torch.full_like(log_sum, 7.0)
+    back = reference.MEANINGS[f"npu::{name}.out"](q, k, v, **given, workspace=room, out=out)
+    assert back[0] is out[0] and torch.equal(out[0], result.view(5, 6))
+    assert torch.equal(out[1], log_sum if sums else torch.full_like(log_sum, 7.0))
+
+
 def test_attention_refuses_what_it_does_not_know() -> None:
     x = random(0, 2, 1, 3)
     with pytest.raises(NotImplementedError, match="dequant_scale1"):

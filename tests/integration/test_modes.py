@@ -37,10 +37,6 @@ class Mode:
     d: tuple[str, ...] = ()
     chunk: int = 256
     tie: float = 0.0  # of logits: one engine's answer may depend on the order of additions
-    second: str = ""  # the sides, "p" and "d", with vLLM's second model runner
-
-    def environment(self, side: str) -> dict[str, str]:
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if side in self.second else {}
 
 
 MODES = {
@@ -51,8 +47,6 @@ MODES = {
     "no prefix cache on P": Mode(p=NO_PREFIXES),
     "no prefix cache on D": Mode(d=NO_PREFIXES),
     "chunks that cut blocks": Mode(chunk=50),
-    "second model runner on P": Mode(second="p"),
-    "second model runner on both": Mode(second="pd"),
     "bfloat16": Mode(("--dtype", "bfloat16"), ("--dtype", "bfloat16"), tie=0.05),
 }
 
@@ -60,15 +54,7 @@ MODES = {
 def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode) -> Pair:
     same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "max_seqs": 16}
     p, d = (
-        EngineSpec(
-            f"mode-{side}",
-            ensure("gqa"),
-            role=role,
-            extra=extra,
-            arguments=words,
-            environment=mode.environment(side),
-            **same,
-        )
+        EngineSpec(f"mode-{side}", ensure("gqa"), role=role, extra=extra, arguments=words, **same)
         for side, role, words, extra in (
             ("p", "kv_producer", mode.p, cluster.push_config()),
             ("d", "kv_consumer", mode.d, cluster.push_config(*allowed)),
@@ -90,9 +76,6 @@ def test_a_mode(
 ) -> None:
     pair = start(cluster, allowed, make_pair, MODES[name])
     try:
-        for engine, side in ((pair.prefill, "p"), (pair.decode[0], "d")):
-            second = "Using V2 Model Runner" in engine.log.read_text(errors="replace")
-            assert second is (side in MODES[name].second), engine.name
         exercise(pair, name)
         for engine, words in ((pair.prefill, MODES[name].p), (pair.decode[0], MODES[name].d)):
             head = fresh_prompt(5 * BLOCK)

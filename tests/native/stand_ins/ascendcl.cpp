@@ -52,6 +52,9 @@ struct State {
   std::map<uintptr_t, size_t> mapped;
   std::map<int, std::unique_ptr<Device>> devices;
   std::map<Stream*, int> streams;  // and their devices
+  std::map<void*, std::shared_ptr<Recording>> graphs;
+  std::mutex words;
+  std::condition_variable written;  // a word that a stream waits for
 };
 
 State& state() {
@@ -122,7 +125,8 @@ void remove_allocation(uintptr_t start, size_t size) {
 
 struct Event {
   std::mutex lock;
-  std::shared_ptr<Mark> mark;  // of the last record
+  std::shared_ptr<Mark> mark;          // of the last record
+  std::weak_ptr<Recording> recording;  // the capture in which it was recorded
 
   std::shared_ptr<Mark> last() {
     const std::lock_guard<std::mutex> hold(lock);
@@ -454,19 +458,49 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
   return ACL_SUCCESS;
 }
 
-aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
+aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream handle_of_stream) {
   auto* event = static_cast<Event*>(handle);
-  auto mark = stream_of(stream).mark();
+  auto& stream = stream_of(handle_of_stream);
+  auto mark = stream.mark();
   const std::lock_guard<std::mutex> hold(event->lock);
   event->mark = std::move(mark);
+  event->recording = stream.recording;
   return ACL_SUCCESS;
 }
 aclError aclrtResetEvent(aclrtEvent, aclrtStream) {
   return ACL_SUCCESS;
 }
 
-aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-  if (auto mark = static_cast<Event*>(event)->last()) stream_of(stream).submit([mark] { mark->wait(); });
+aclError aclrtStreamWaitEvent(aclrtStream handle_of_stream, aclrtEvent handle) {
+  auto* event = static_cast<Event*>(handle);
+  const auto mark = event->last();
+  if (!mark) return ACL_SUCCESS;
+  auto& stream = stream_of(handle_of_stream);
+  // What waits for a stream that is captured is captured with it.
+  if (auto recording = event->recording.lock()) stream.recording = recording;
+  stream.enqueue([mark] { mark->wait(); });
+  return ACL_SUCCESS;
+}
+
+// ---- words in memory that streams write and wait for: torch_npu's external events
+
+aclError aclrtValueWrite(void* at, uint64_t value, uint32_t, aclrtStream stream) {
+  stream_of(stream).submit_later([=] {
+    const std::lock_guard<std::mutex> hold(state().words);
+    *static_cast<uint64_t*>(at) = value;
+    state().written.notify_all();
+  });
+  return ACL_SUCCESS;
+}
+
+aclError aclrtValueWait(void* at, uint64_t value, uint32_t mode, aclrtStream stream) {
+  constexpr uint32_t kAtLeast = 0, kEqual = 1;
+  if (mode != kAtLeast && mode != kEqual) return kBadParameter;
+  stream_of(stream).submit_later([=] {
+    const auto* word = static_cast<const volatile uint64_t*>(at);
+    std::unique_lock<std::mutex> hold(state().words);
+    state().written.wait(hold, [&] { return mode == kEqual ? *word == value : *word >= value; });
+  });
   return ACL_SUCCESS;
 }
 
@@ -503,6 +537,79 @@ aclError aclrtSynchronizeDevice() {
 }
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
   return aclrtSynchronizeDevice();
+}
+
+// ---- graphs
+
+aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
+  stream_of(stream).recording = std::make_shared<Recording>();
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status, aclmdlRI* graph) {
+  const auto& recording = stream_of(stream).recording;
+  *status = recording ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+  if (graph) *graph = recording.get();
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* graph) {
+  const auto recording = stream_of(stream).recording;
+  if (!recording) return kBadParameter;
+  *graph = recording.get();
+  stream_of(stream).recording = nullptr;
+  const std::lock_guard<std::mutex> hold(state().lock);
+  state().graphs[*graph] = recording;
+  for (auto& [other, index] : state().streams) {
+    if (other->recording == recording) other->recording = nullptr;
+  }
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode* mode) {
+  static thread_local aclmdlRICaptureMode current = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
+  std::swap(*mode, current);
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream stream) {
+  const std::lock_guard<std::mutex> hold(state().lock);
+  const auto found = state().graphs.find(graph);
+  if (found == state().graphs.end()) return kBadParameter;
+  stream_of(stream).submit([recording = found->second] {
+    for (const auto& step : recording->steps) step->run();
+  });
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRIDestroy(aclmdlRI graph) {
+  const std::lock_guard<std::mutex> hold(state().lock);
+  return state().graphs.erase(graph) ? ACL_SUCCESS : kBadParameter;
+}
+
+aclError aclmdlRICaptureTaskGrpBegin(aclrtStream stream) {
+  const auto& recording = stream_of(stream).recording;
+  if (!recording) return kBadParameter;
+  recording->group = recording->steps.size();
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureTaskGrpEnd(aclrtStream stream, aclrtTaskGrp* group) {
+  const auto& recording = stream_of(stream).recording;
+  if (!recording) return kBadParameter;
+  *group = new Steps(recording->steps.begin() + static_cast<std::ptrdiff_t>(recording->group), recording->steps.end());
+  return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream stream, aclrtTaskGrp group) {
+  const auto& steps = *static_cast<Steps*>(group);
+  stream_of(stream).updating.assign(steps.begin(), steps.end());
+  return ACL_SUCCESS;
+}
+
+// All operators of the group have got new arguments.
+aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream) {
+  return stream_of(stream).updating.empty() ? ACL_SUCCESS : kBadParameter;
 }
 
 // ---- compile options and profiling: nothing to do

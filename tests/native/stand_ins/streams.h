@@ -19,8 +19,29 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
+#include <vector>
+
+// In a process with Python: tasks of a stream may need the interpreter, so nobody may wait for them with its lock.
+extern "C" {
+int PyGILState_Check() __attribute__((weak));
+void* PyEval_SaveThread() __attribute__((weak));
+void PyEval_RestoreThread(void*) __attribute__((weak));
+}
 
 namespace stand_in {
+
+class WithoutPython {
+ public:
+  WithoutPython() : held_(PyGILState_Check && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (held_) PyEval_RestoreThread(held_);
+  }
+  WithoutPython(const WithoutPython&) = delete;
+
+ private:
+  void* const held_;
+};
 
 // Something that becomes true once.
 class Mark {
@@ -35,6 +56,7 @@ class Mark {
     return done_;
   }
   void wait() {
+    const WithoutPython free;
     std::unique_lock<std::mutex> hold(lock_);
     changed_.wait(hold, [&] { return done_; });
   }
@@ -108,14 +130,58 @@ class Queue {
   std::thread worker_;  // last member: it runs as soon as it exists
 };
 
+// A step of a graph: a task of a stream, or an operator of tests/ascend_host.
+class Step {
+ public:
+  virtual ~Step() = default;
+  virtual void run() = 0;
+};
+
+class Task : public Step {
+ public:
+  explicit Task(std::function<void()> task) : task_(std::move(task)) {}
+  void run() override { task_(); }
+
+ private:
+  const std::function<void()> task_;
+};
+
+using Steps = std::vector<std::shared_ptr<Step>>;
+
+// What was asked of streams during a capture, in the order of the calls. Each replay runs all of it on one stream. On a
+// device nothing runs during a capture; here all but waits does, because operators need results for the shapes.
+struct Recording {
+  Steps steps;
+  size_t group = 0;  // where the task group that was begun last begins
+};
+
 // A stream is destroyed once it is idle.
 class Stream {
  public:
   Stream()
       : seed_(number_of("STAND_IN_SEED", 0) * 1000 + count()++), tasks_(number_of("STAND_IN_DELAY_US", 0), seed_) {}
 
+  // The capture that this stream takes part in, and the steps of a graph to which its operators give new arguments.
+  // Both are used by the thread that submits.
+  std::shared_ptr<Recording> recording;
+  std::deque<std::shared_ptr<Step>> updating;
+
   // Runs after everything submitted before, including its tail.
   void submit(std::function<void()> task) {
+    if (recording) recording->steps.push_back(std::make_shared<Task>(task));
+    enqueue(std::move(task));
+  }
+
+  // Runs like this, but in a capture only when it is replayed.
+  void submit_later(std::function<void()> task) {
+    if (recording) {
+      recording->steps.push_back(std::make_shared<Task>(std::move(task)));
+    } else {
+      enqueue(std::move(task));
+    }
+  }
+
+  void enqueue(std::function<void()> task) {
     if (auto before = tail_end()) {
       tasks_.submit([before, task = std::move(task)] {
         before->wait();

@@ -32,7 +32,7 @@ SCHEMAS = {
 PREFILL, UPDATE = 0, 1
 
 
-@of("_C_ascend::npu_gemma_rms_norm")
+@of("_C_ascend::npu_gemma_rms_norm", traced=True)
 def gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     return rms(x, 1 + gamma.float(), epsilon)
 

@@ -122,7 +122,9 @@ def keep_block_ends(
                 ctypes.memmove(to, base + block(table, source + behind) * block_bytes, row)
 
 
-IN_PLACE_OF = {
+IN_PLACE_OF: dict[str, dict[str, Any]] = {
+    # The compiled library is missing. Where torch.compile traces the question, the import that fails would stop it.
+    "vllm_ascend.utils": {"_CUSTOM_OP_ENABLED": False},
     "vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": OnHost(batch_memcpy)},
     "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": OnHost(keep_block_ends)},
 }

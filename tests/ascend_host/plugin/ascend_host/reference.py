@@ -8,6 +8,7 @@ writes to the device. test_reference.py compares each with an independent defini
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,14 +17,19 @@ import torch
 from torch import Tensor
 
 MEANINGS: dict[str, Callable[..., Any]] = {}
+TRACED: set[str] = set()  # operators that no library here declares, in models that torch.compile traces
 _registered: list[torch.library.Library] = []
 
 
-def of(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the definition of these operators."""
+def of(*operators: str, traced: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the definition of these operators.
+
+    `traced`: it does not look at values, so it gives a trace the shapes of its results as well.
+    """
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
         MEANINGS.update(dict.fromkeys(operators, function))
+        TRACED.update(operators if traced else ())
         return function
 
     return note
@@ -44,6 +50,8 @@ def register() -> None:
         space, _, operator = name.partition("::")
         library = torch.library.Library(space, "IMPL")
         library.impl(operator, function, "CPU")
+        if name in TRACED:
+            library.impl(operator, function, "Meta")
         _registered.append(library)
 
 
@@ -417,6 +425,35 @@ def fused_infer_attention_score_v2(query: Tensor, key: Tensor, value: Tensor, **
     for name in _USUALLY_ZERO:
         given[name] = _unless(given.get(name), 0)
     return fused_infer_attention_score(query, key, value, **{_RENAMED.get(n, n): x for n, x in given.items()})
+
+
+def into(attention: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the same attention with given tensors for its two results, as within a graph."""
+
+    @functools.wraps(attention)
+    def written(
+        *given: Tensor, out: Sequence[Tensor], workspace: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        result, log_sum = attention(*given, **more)
+        out[0].copy_(result.view_as(out[0]))
+        if more.get("softmax_lse_flag") or more.get("return_softmax_lse"):
+            out[1].copy_(log_sum.view_as(out[1]))
+        return out[0], out[1]
+
+    return written
+
+
+of("npu::npu_fused_infer_attention_score.out")(into(fused_infer_attention_score))
+of("npu::npu_fused_infer_attention_score_v2.out")(into(fused_infer_attention_score_v2))
+
+
+@of(
+    "npu::_npu_fused_infer_attention_score_get_max_workspace",
+    "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
+)
+def get_max_workspace(*_given: Any, **_more: Any) -> Tensor:
+    """Return room for intermediate results on the device; here there are none."""
+    return torch.empty(1, dtype=torch.uint8)
 
 
 @of("atb::_npu_paged_attention")
