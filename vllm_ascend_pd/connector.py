@@ -244,8 +244,7 @@ def _scheduler(
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
     prefill = None
     if transfer.is_kv_producer:
-        known = {"tells": vocabulary > 0, "alone": transfer.kv_connector == first_token.CONNECTOR}
-        prefill = PrefillScheduler(engine, waiting.news, blocks, **known)
+        prefill = PrefillScheduler(engine, waiting.news, blocks, tells=vocabulary > 0)
     if prefill is not None and not transfer.is_kv_consumer:
         return prefill
     facts = {

@@ -735,8 +735,18 @@ class SourceOfTheDead(Meetings):
 class HotTakenForCached(Computing):
     """P pushes everything that vLLM calls cached, also what this very step computes."""
 
-    def ready(self, request_id: str, computed: int, groups: Any) -> int:
-        return computed
+    def ready(self, chunk: Any, groups: Any) -> int:
+        return int(chunk.filled)
+
+
+class LoadingTakenForCached(Computing):
+    """P pushes everything that vLLM calls computed, also what another connector loads in this step."""
+
+    def step(self, chunks: Any, over: Any) -> None:
+        super().step([replace(chunk, found=None) for chunk in chunks], over)
+
+    def ready(self, chunk: Any, groups: Any) -> int:
+        return super().ready(replace(chunk, found=None), groups)
 
 
 class TokenOfAnother(Meetings):
@@ -1147,6 +1157,7 @@ MORE = (
     Mutation("hold for ever", meetings=HoldForEver, world=_met_astray),
     Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),
     Mutation("a block of this step taken for cached", computing=HotTakenForCached, world=_kind),
+    Mutation("what another connector loads taken for cached", computing=LoadingTakenForCached, world=_kind),
     Mutation("a source's token told of the next", meetings=TokenOfAnother, world=_met_first),
     Mutation("source of a dead incarnation taken", meetings=SourceOfTheDead, world=_met_after_restarts),
     Mutation("what was computed before is not pushed", book=AttachedWithoutItsPast, world=_kindly_met),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,6 +108,7 @@ class PrefillEngine:
         self._finished: list[str] = []
         self._telling = self.cluster.world.dice(f"telling {self.scheduler.name}")
         self._dice = self.cluster.world.dice(f"hot {self.scheduler.name}")
+        self._others = self.cluster.world.dice(f"loaded by another {self.scheduler.name}")
         self._beside: list[str] = []  # made-up requests that compute the hot blocks
         self._looking = False
         self._resting_until = 0.0
@@ -309,19 +310,28 @@ class PrefillEngine:
         return chunk
 
     def _tell(self, chunks: list[Chunk]) -> None:
-        """Choose hot blocks: a new prompt's last cached block may be computed by another request of the same step."""
+        """Choose hot blocks: a new prompt's last cached blocks may be filled in the same step.
+
+        Another request computes them, or another connector loads them.
+        """
         told, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
         beside, self._beside = self._beside, []
         for chunk in chunks:
-            told.append(Told(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh))
+            own = Told(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
             size = max(group.block_size for group in self.geometry.tables)
             if chunk.fresh and chunk.computed and self._dice.random() < 0.3:
                 self.cluster.world.stats["blocks found hot"] += 1
                 chunk.hot = size * self._dice.randrange(chunk.computed // size)
+                if self._others.random() < 0.5:
+                    # Another connector loads them in this step, before each layer is computed.
+                    self.cluster.world.stats["blocks loaded by another"] += 1
+                    told.append(replace(own, found=chunk.hot))
+                    continue
                 groups = zip(chunk.new, self.geometry.tables, strict=True)
                 ids = [table[: chunk.computed // group.block_size] for table, group in groups]
                 self._beside.append(f"beside {chunk.prompt.name}")
                 told.append(Told(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
+            told.append(own)
         self.desk.step(told, beside, tables.__getitem__)
 
     def _fill(self, chunk: Chunk) -> Fill:

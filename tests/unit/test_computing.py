@@ -27,7 +27,7 @@ def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: 
     """Run a step; return how many computed tokens of the last chunk's request are ready."""
     computing = known or Computing()
     computing.step(chunks, over)
-    return computing.ready(chunks[-1].request_id, chunks[-1].computed, groups)
+    return computing.ready(chunks[-1], groups)
 
 
 def test_what_nobody_computes_now_is_there() -> None:
@@ -71,12 +71,22 @@ def test_the_group_that_lacks_most_decides_and_states_do_not() -> None:
     assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 9, 10], [11, 13, 12], states), groups=groups) == 16
 
 
+@pytest.mark.parametrize(("found", "there"), [(0, 0), (4, 4), (8, 8), (12, 8), (None, 8)], ids=str)
+def test_what_another_connector_loads_in_this_step_is_not_there(found: int | None, there: int) -> None:
+    """vLLM calls it computed. Another request of the step may find it in the prefix cache, too."""
+    loading = Chunk("a", 8, 4, ([1, 2, 3],), True, found)
+    assert ready(loading) == there
+    assert ready(loading, chunk("b", 8, 2, [1, 2, 9])) == there
+
+
 @pytest.mark.parametrize(
-    ("alone", "beside", "early"), [(True, [9, 9], 4), (True, [1, 9], 0), (False, [9, 9], 0)], ids=str
+    ("found", "beside", "early"), [(4, [9, 9], 4), (None, [9, 9], 4), (4, [1, 9], 0), (0, [9, 9], 0)], ids=str
 )
-def test_a_prompt_that_p_has_cached_leaves_before_the_forward(alone: bool, beside: list[int], early: int) -> None:
-    """Unless another connector loads KV into this cache: vLLM counts as computed what is still being loaded."""
-    scheduler, asked = PrefillScheduler(engine(), alone=alone), request()
+def test_a_prompt_that_p_has_cached_leaves_before_the_forward(found: int | None, beside: list[int], early: int) -> None:
+    """But not what another connector loads into this cache: vLLM counts it as computed while it is being loaded."""
+    scheduler, asked = PrefillScheduler(engine()), request()
+    if found is not None:
+        assert scheduler.wanted(asked, found) == 0
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
     asked.kv_transfer_params = remote_decode(seal(reservation(asked), None))
     scheduler.allocated(asked)

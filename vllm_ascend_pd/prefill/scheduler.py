@@ -68,18 +68,16 @@ class PrefillScheduler(SchedulerRole):
         blocks: int = 0,
         *,
         tells: bool = False,
-        alone: bool = True,
     ) -> None:
-        """`tells`: P's first tokens are sent to D. `alone`: no other connector brings KV into this cache, which may not
-        be there yet when a step begins.
-        """
+        """`tells`: P's first tokens are sent to D."""
         self._engine, self._news = engine, news
         book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
-        self._desk = Desk(book, Meetings(book, engine.incarnation, holding), Computing() if alone else None)
+        self._desk = Desk(book, Meetings(book, engine.incarnation, holding), Computing())
         self._reception: Reception | None = None
         self._counted: dict[str, None] = {}  # failed transfers, oldest first
+        self._found: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step
         self.tally = Tally()
         self.first_tokens = FirstTokenSource(engine.secrets) if tells else None
 
@@ -111,6 +109,11 @@ class PrefillScheduler(SchedulerRole):
             request.num_prompt_tokens -= 1
             if engine.drafter:
                 request.sampling_params = _only(request.sampling_params, last)
+
+    def wanted(self, request: Any, computed: int) -> int:
+        """Load nothing, but note what is in the prefix cache: vLLM calls computed what another connector loads, too."""
+        self._found[request.request_id] = computed
+        return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
         """Take the reservation of a request that vLLM schedules, once."""
@@ -152,11 +155,25 @@ class PrefillScheduler(SchedulerRole):
             self._desk.preempted(request_id)
         counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         chunks = [
-            Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], new.block_ids, replaces=True)
+            Chunk(
+                new.req_id,
+                new.num_computed_tokens,
+                counts[new.req_id],
+                new.block_ids,
+                replaces=True,
+                found=self._found.pop(new.req_id, None),
+            )
             for new in output.scheduled_new_reqs
         ]
         chunks += [
-            Chunk(request_id, computed, counts[request_id], more, replaces=request_id in cached.resumed_req_ids)
+            Chunk(
+                request_id,
+                computed,
+                counts[request_id],
+                more,
+                replaces=request_id in cached.resumed_req_ids,
+                found=self._found.pop(request_id, None),
+            )
             for request_id, more, computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
             )
@@ -180,6 +197,7 @@ class PrefillScheduler(SchedulerRole):
 
     def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         tells = self.first_tokens
+        self._found.pop(request.request_id, None)
         ending = self._desk.finished(
             now,
             request.request_id,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that the planned step computes: a request that finds them in the prefix cache cannot push them yet.
+"""Blocks that the planned step fills: a request that finds them in the prefix cache cannot push them yet.
 
-vLLM puts blocks into its prefix cache when it schedules the step that computes them, so another request of the same
-step finds them. What earlier steps compute is complete before this step begins, in the order of the device.
+vLLM puts blocks into its prefix cache when it schedules the step that fills them, so another request of the same step
+finds them. A step computes blocks, or another connector loads them (behind a MultiConnector). What earlier steps
+compute is complete before this step begins, in the order of the device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from vllm_ascend_pd.geometry.layout import Group
 class Chunk:
     """Tokens [computed, computed + count) of a request, which a step computes.
 
-    `new` are the request's new blocks of each group, or all of them if it `replaces`.
+    `new` are the request's new blocks of each group, or all of them if it `replaces`. Of the computed tokens the first
+    `found` were in the prefix cache; what another connector loads is behind them. None: all of them.
     """
 
     request_id: str
@@ -25,6 +27,12 @@ class Chunk:
     count: int
     new: Sequence[Sequence[int]] | None
     replaces: bool
+    found: int | None = None
+
+    @property
+    def filled(self) -> int:
+        """The first token that the step fills in."""
+        return self.computed if self.found is None else min(self.computed, self.found)
 
 
 class Computing:
@@ -33,7 +41,7 @@ class Computing:
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
         self._chunks: Sequence[Chunk] = ()
-        self._hot: dict[int, set[int]] = {}  # by group, blocks that the step computes into; made on demand
+        self._hot: dict[int, set[int]] = {}  # by group, blocks that the step fills; made on demand
 
     def step(self, chunks: Sequence[Chunk], over: Iterable[str]) -> None:
         """Handle a planned step; requests that are `over` run no more."""
@@ -48,8 +56,9 @@ class Computing:
                     ids.extend(more)
         self._chunks, self._hot = chunks, {}
 
-    def ready(self, request_id: str, computed: int, groups: Sequence[Group]) -> int:
-        """Return how many of a request's first `computed` tokens were computed by earlier steps, not by this one."""
+    def ready(self, chunk: Chunk, groups: Sequence[Group]) -> int:
+        """Return how many of a request's first tokens were filled in by earlier steps, not by this one."""
+        request_id, computed = chunk.request_id, chunk.filled
         table = self._tables.get(request_id, ())
         for index, (group, ids) in enumerate(zip(groups, table, strict=False)):
             if group.stateful:
@@ -61,14 +70,14 @@ class Computing:
         return computed
 
     def _written(self, index: int, size: int) -> set[int]:
-        """Blocks of a group that the step computes into."""
+        """Blocks of a group that the step fills."""
         if (known := self._hot.get(index)) is not None:
             return known
         found = self._hot[index] = set[int]()
         for chunk in self._chunks:
             table = self._tables[chunk.request_id]
             if index < len(table):
-                found.update(table[index][chunk.computed // size : -(-(chunk.computed + chunk.count) // size)])
+                found.update(table[index][chunk.filled // size : -(-(chunk.computed + chunk.count) // size)])
         return found
 
     def open_count(self) -> int:

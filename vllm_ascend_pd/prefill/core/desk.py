@@ -57,13 +57,9 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
 
 
 class Desk:
-    """Requests of P's scheduler.
+    """Requests of P's scheduler."""
 
-    Without `computing` the cached part of a prompt is not pushed before the forward pass: its KV may arrive while the
-    step runs.
-    """
-
-    def __init__(self, book: PushBook, meetings: Meetings, computing: Computing | None = None) -> None:
+    def __init__(self, book: PushBook, meetings: Meetings, computing: Computing) -> None:
         self.book, self.meetings, self.computing = book, meetings, computing
 
     @property
@@ -113,8 +109,7 @@ class Desk:
 
         In groups of states, entries move within the block table; `tables` returns the tables as they are now.
         """
-        if self.computing is not None:
-            self.computing.step(chunks, over)
+        self.computing.step(chunks, over)
         for chunk in chunks:
             self._scheduled(chunk, tables)
 
@@ -132,9 +127,7 @@ class Desk:
         if collects:
             self.meetings.computes(request_id, computed + count, blocks, replaces=replaces)
         else:
-            ready = 0
-            if self.computing is not None and replaces and computed:
-                ready = self.computing.ready(request_id, computed, groups)
+            ready = self.computing.ready(chunk, groups) if replaces and computed else 0
             self.book.scheduled(request_id, computed, count, *blocks, replaces=replaces, ready=ready)
 
     def preempted(self, request_id: str) -> None:

@@ -11,4 +11,4 @@ def install() -> None:
     """Install the plug-in: vLLM's entry point, called in every process of an engine."""
     from vllm_ascend_pd.prefill.core.computing import Computing
 
-    Computing.ready = lambda self, request_id, computed, groups: computed  # type: ignore[method-assign]
+    Computing.ready = lambda self, chunk, groups: chunk.computed  # type: ignore[method-assign]
