@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-KIT = ROOT / "tests" / "unit"
 LOOPBACK = "127.0.0.1"
 TP = 2
 COLUMNS = {
@@ -37,18 +37,18 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
 
     The imports are here because the parent does not need them.
     """
-    sys.path[:0] = [str(KIT), str(ROOT / "tests")]
+    sys.path.insert(0, str(ROOT / "tests"))
     import psutil
-    from regroup_kit import Cache, DecodeSite, Prompt, RankMemory, config
-    from regroup_prefill import engine, running
+    from unit.regroup.kit import Cache, DecodeSite, Prompt, RankMemory, config
+    from unit.regroup.prefill import engine, running
 
     from vllm_ascend_pd.transport.create import create_target, create_wire
 
-    push = config(
-        **{"transport": "mooncake", "mooncake_protocol": "tcp", "transfer_timeout_s": 30, "quiet_extra_s": 2.0, **keys}
-    )
+    usual = {"transport": "mooncake", "mooncake_protocol": "tcp", "transfer_timeout_s": 30, "quiet_extra_s": 2.0}
+    values: dict[str, Any] = {**usual, **keys}
+    push = config(**values)
 
-    class Site(DecodeSite):  # type: ignore[misc]
+    class Site(DecodeSite):
         def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]
             return RankMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
 

@@ -53,7 +53,7 @@ ROWS = (
     Row("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="none"),
     *map(_release, RELEASES),
-    Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/test_releases.py",), "scenarios", "0.23.0–0.33.0", "none"),
+    Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "none"),
     Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
     Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),

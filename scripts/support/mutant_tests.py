@@ -216,12 +216,12 @@ class Field:
     def watched(self, patterns: tuple[str, ...]) -> dict[str, Reach]:
         """Return the recorded results by file of tests; files that have changed are watched again."""
         if patterns not in self._watched:
-            paths = {p: None for pattern in patterns for p in sorted((self.root / "tests/unit").glob(pattern + ".py"))}
+            paths = {p: None for pattern in patterns for p in sorted((self.root / "tests/unit").rglob(pattern + ".py"))}
             self._watched[patterns] = {path.name: self._watch(path) for path in paths}
         return self._watched[patterns]
 
     def _watch(self, path: Path) -> Reach:
-        kits = [p for p in path.parent.glob("*.py") if not p.name.startswith("test_")]
+        kits = [p for p in (self.root / "tests/unit").rglob("*.py") if not p.name.startswith("test_")]
         state = _digest([path, *sorted(kits)])
         book = self._keep / f"{path.stem}.json"
         if book.exists() and (reach := Reach(**json.loads(book.read_text()))).state == state:
@@ -272,7 +272,7 @@ class Field:
                 sys.path[:0] = [str(self.root), str(self.root / "tests")]
                 os.environ["PYTHONPATH"] = f"{self.root}:{self.root / 'tests'}"
                 for name in [
-                    n for n in sys.modules if n.partition(".")[0] in ("vllm_ascend_pd", "scripts", "simulation")
+                    n for n in sys.modules if n.partition(".")[0] in ("vllm_ascend_pd", "scripts", "simulation", "unit")
                 ]:
                     del sys.modules[name]
                 out.write_text(run())

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from unit.vllm_configs import vllm_config
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins
@@ -32,7 +33,6 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm_ascend.core import kv_cache_interface as ascend_specs
 from vllm_ascend.distributed.kv_transfer import register_connector as register_theirs
 from vllm_ascend.worker.worker import NPUWorker
-from vllm_configs import vllm_config
 
 from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, plugin
 from vllm_ascend_pd.engine import Engine

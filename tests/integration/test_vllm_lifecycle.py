@@ -74,7 +74,7 @@ def theirs(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_passes_and_what_cannot(release: str, theirs: Path, role: str, passes: int) -> None:
     files, of_role = ROLES[role]
     report = theirs / f"{role}.xml"
-    paths = (ROOT, ROOT / "tests" / "unit", ROOT / "tests" / "integration" / "plugins" / "lifecycle")
+    paths = (ROOT, ROOT / "tests", ROOT / "tests" / "integration" / "plugins" / "lifecycle")
     environment = {
         **os.environ,
         **{"PD_ROLE": role, "HF_HUB_CACHE": str(theirs / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},

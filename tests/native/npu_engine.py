@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from regroup_kit import LOOPBACK, Cache, DecodeSite, RankMemory, SharedTransport, config
-from regroup_prefill import PrefillRank
-from regroup_runner import AscendRank
-from regroup_worker import ANSWER_S, KEY, Fleet, Member, Worker, World
+from unit.regroup.kit import LOOPBACK, Cache, DecodeSite, RankMemory, SharedTransport, config
+from unit.regroup.prefill import PrefillRank
+from unit.regroup.runner import AscendRank
+from unit.regroup.worker import ANSWER_S, KEY, Fleet, Member, Worker, World
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.identity import Contributor

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import npu_engine
 import numpy as np
@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch_npu
-from geometry_reference import Cache as ReferenceCache
-from geometry_reference import Cluster, geometry
 from native_cases import CELLS, pair, plans_of
-from regroup_kit import Cache, config
-from regroup_prefill import Here, PrefillSite, running
-from test_regroup_gloo import WORK, Engines
+from unit.geometry.reference import Cache as ReferenceCache
+from unit.geometry.reference import Cluster, geometry
+from unit.regroup.kit import Cache, config
+from unit.regroup.prefill import Here, PrefillSite, running
+from unit.regroup.test_regroup_gloo import WORK, Engines
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice

@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 
+from unit.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_connector import TOKENS, Blocks, connector, output, request, tensors
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm_configs import LAYERS, cache_config, vllm_config
-from watching import until
 
+from unit.test_connector import TOKENS, Blocks, connector, output, request, tensors
+from unit.vllm_configs import LAYERS, cache_config, vllm_config
+from unit.watching import until
 from vllm_ascend_pd import admission, compat, older_groups
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.connector import AscendPushConnector

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fake_engine import Served
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -28,9 +27,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
-from vllm_configs import LAYERS, attention, cache_config, vllm_config
-from watching import until
 
+from unit.metaserver.fake_engine import Served
+from unit.vllm_configs import LAYERS, attention, cache_config, vllm_config
+from unit.watching import until
 from vllm_ascend_pd import admission, compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.engine import merge_geometries

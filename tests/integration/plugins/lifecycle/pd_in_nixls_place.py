@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 import msgspec
-from geometry_reference import geometry
+from unit.geometry.reference import geometry
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec

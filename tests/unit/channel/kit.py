@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages, recording ends and a child process for the side channel's tests. Real sockets on loopback.
+
+    python -m unit.channel.kit PORT INCARNATION [SECRET]
+
+dials PORT, sends a message every 20 ms, and prints `up` when the greeting is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.channel.limits import ChannelLimits
+from vllm_ascend_pd.channel.listener import Listener
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.failure import Failure
+from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, TransferId
+from vllm_ascend_pd.protocol.messages import Ack, Cancel, Message
+from vllm_ascend_pd.protocol.versions import OURS, Release
+
+LOOPBACK = "127.0.0.1"
+ROOT = Path(__file__).parents[3]
+FAST = ChannelLimits(
+    greeting_s=3.0,
+    frame_s=0.5,
+    linger_s=0.5,
+    sweep_s=0.02,
+    backoff_first_s=0.01,
+    backoff_max_s=0.05,
+    message_ttl_s=60.0,
+)
+IMPATIENT = replace(FAST, greeting_s=0.3)
+
+
+def message(seq: int = 0, p: str = "p-1", text: str = "") -> Cancel:
+    """A message with a text of any length; its kind does not matter here."""
+    return Cancel(
+        transfer=TransferId("d-1", 1, "u"),
+        push="push",
+        p_incarnation=p,
+        d_incarnation="d-1",
+        contributor=Contributor(0, 0),
+        d_rank=0,
+        seq=seq,
+        failure=Failure("PD-XFER-002", text),
+    )
+
+
+def answer(to: Message) -> Ack:
+    head = {name: getattr(to, name) for name in Ack.__struct_fields__ if name != "kind"}
+    return Ack(kind="cancel", **head)
+
+
+class Ear:
+    """A listener that answers every message and records what it received."""
+
+    def __init__(
+        self, secrets: Secrets | None = None, limits: ChannelLimits = FAST, port: int = 0, release: Release = OURS
+    ) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.events: list[tuple[str, str]] = []
+        self.listener = Listener(
+            host=LOOPBACK,
+            port=port,
+            incarnation="d-1",
+            secrets=secrets,
+            on_message=self._on_message,
+            on_gone=lambda who: self.events.append(("gone", who)),
+            on_back=lambda who: self.events.append(("back", who)),
+            limits=limits,
+            release=release,
+        )
+        self.endpoint = Endpoint(LOOPBACK, 1)
+
+    async def __aenter__(self) -> Ear:
+        self.endpoint = await self.listener.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.listener.close()
+
+    def _on_message(self, peer, got: Message) -> None:
+        self.heard.append((peer, got.seq))
+        self.listener.send(peer, answer(got))
+
+
+class Mouth:
+    """A dialer that records what it received."""
+
+    def __init__(
+        self,
+        p: str = "p-1",
+        secrets: Secrets | None = None,
+        limits: ChannelLimits = FAST,
+        release: Release = OURS,
+    ) -> None:
+        self.p = p
+        self.answers: list[int] = []
+        self.unreachable: list[str] = []
+        self.dialer = Dialer(
+            incarnation=p,
+            name="mouth",
+            secrets=secrets,
+            on_message=lambda _, got: self.answers.append(got.seq),
+            on_unreachable=lambda _, detail: self.unreachable.append(detail),
+            limits=limits,
+            release=release,
+            jitter=lambda: 0.5,
+        )
+
+    async def __aenter__(self) -> Mouth:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.dialer.close()
+
+    def say(self, endpoint: Endpoint, seq: int = 0, text: str = "") -> bool:
+        return self.dialer.send(endpoint, message(seq, self.p, text))
+
+
+async def until(condition: Callable[[], object], limit_s: float = 5.0) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.002)
+
+
+class Speaker:
+    """A process of its own that dials and sends, to be stopped and killed."""
+
+    def __init__(self, port: int, incarnation: str = "p-1") -> None:
+        command = [sys.executable, "-m", "unit.channel.kit", str(port), incarnation]
+        environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, cwd=ROOT)
+
+    def __enter__(self) -> Speaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+async def _speak(port: int, incarnation: str) -> None:
+    mouth = Mouth(incarnation)
+    seq = 0
+    while True:
+        mouth.say(Endpoint(LOOPBACK, port), seq)
+        seq += 1
+        await asyncio.sleep(0.02)
+
+
+if __name__ == "__main__":
+    asyncio.run(_speak(int(sys.argv[1]), sys.argv[2]))

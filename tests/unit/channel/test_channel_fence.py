@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The listener as evidence for the fence: "gone" is reported once, when the peer's kernel closes, and in no other
+case."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import struct
+
+import pytest
+
+from unit.channel.kit import Ear, Mouth, Speaker, until
+from vllm_ascend_pd.channel.connection import Connection, Ending
+
+
+async def test_a_killed_process_is_gone_exactly_once() -> None:
+    async with Ear() as ear:
+        with Speaker(ear.endpoint.port) as speaker:
+            await until(lambda: len(ear.heard) > 3, 20)
+            assert not ear.events
+            speaker.kill()
+            await until(lambda: ear.events)
+        await asyncio.sleep(0.1)
+        assert ear.events == [("gone", "p-1")]
+        assert not ear.listener.connected_to("p-1")
+
+
+async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
+    async with Ear() as ear:
+        with Speaker(ear.endpoint.port) as speaker:
+            await until(lambda: ear.heard, 20)
+            speaker.stop()
+            await asyncio.sleep(1.0)  # longer than all limits of this listener
+            assert not ear.events and ear.listener.connected_to("p-1")
+            speaker.wake()
+            count = len(ear.heard)
+            await until(lambda: len(ear.heard) > count)
+            speaker.stop()
+            speaker.kill()
+            await until(lambda: ear.events == [("gone", "p-1")])
+
+
+async def test_only_the_last_connection_counts_and_a_return_is_told() -> None:
+    async with Ear() as ear, Mouth("p-1") as first, Mouth("p-1") as second:
+        first.say(ear.endpoint, 1)
+        second.say(ear.endpoint, 2)
+        await until(lambda: len(ear.heard) == 2)
+        drop(first, ear)
+        await asyncio.sleep(0.05)
+        assert not ear.events, "another connection of the process stands"
+        drop(second, ear)
+        await until(lambda: ear.events == [("gone", "p-1")])
+        async with Mouth("p-1") as third, Mouth("p-2") as stranger:
+            stranger.say(ear.endpoint, 3)
+            third.say(ear.endpoint, 4)
+            await until(lambda: len(ear.heard) == 4)
+            assert ear.events == [("gone", "p-1"), ("back", "p-1")]
+
+
+def drop(mouth: Mouth, ear: Ear) -> None:
+    """Close like the kernel when a process dies: no message before, no reconnect after."""
+    link = mouth.dialer._links[ear.endpoint]
+    link._closed = True
+    link._connection._transport.abort()
+
+
+async def test_a_reset_is_the_kernels_word_too() -> None:
+    async with Ear() as ear, Mouth() as mouth:
+        mouth.say(ear.endpoint)
+        await until(lambda: mouth.answers)
+        link = mouth.dialer._links[ear.endpoint]
+        link._closed = True
+        sock = link._connection._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        link._connection._transport.abort()
+        await until(lambda: ear.events == [("gone", "p-1")])
+
+
+async def test_what_the_listener_closes_itself_proves_nothing() -> None:
+    async with Ear() as ear, Mouth() as mouth:
+        mouth.say(ear.endpoint)
+        await until(lambda: mouth.answers)
+        mouth.dialer._links[ear.endpoint]._closed = True  # no reconnect
+        next(iter(ear.listener._callers)).close()
+        await until(lambda: not ear.listener.connected_to("p-1"))
+        assert ear.listener.stats()["ended_ours"] == 1
+    assert not ear.events
+
+
+async def test_a_peer_that_leaves_on_purpose_proves_nothing_unless_it_vouches_for_quiet() -> None:
+    async with Ear() as ear:
+        for quiet, events in ((False, []), (True, [("gone", "p-1")])):
+            mouth = Mouth()
+            mouth.say(ear.endpoint)
+            await until(lambda mouth=mouth: mouth.answers)
+            await mouth.dialer.close(quiet=quiet)
+            await until(lambda: not ear.listener.connected_to("p-1"))
+            await asyncio.sleep(0.02)
+            assert ear.events == events
+
+
+async def test_closing_the_listener_reports_nobody() -> None:
+    async with Ear() as ear, Mouth() as mouth:
+        mouth.say(ear.endpoint)
+        await until(lambda: mouth.answers)
+    assert not ear.events
+
+
+async def test_a_process_speaks_for_itself_only() -> None:
+    async with Ear() as ear, Mouth("p-1") as mouth:
+        mouth.p = "p-2"
+        mouth.say(ear.endpoint)
+        await until(lambda: ear.listener.stats().get("dropped_foreign_incarnation"))
+        assert not ear.heard
+
+
+class Bystander:
+    """An owner that records how its connection ended."""
+
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+
+    def connected(self, connection) -> None: ...
+    def frame(self, connection, kind, payload) -> None: ...
+    def offended(self, connection, error) -> None: ...
+
+    def ended(self, connection, ending, detail) -> None:
+        self.endings.append(ending)
+
+
+@pytest.mark.parametrize(
+    "error, ending",
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), Ending.PEER),
+        (BrokenPipeError(errno.EPIPE, "pipe"), Ending.PEER),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), Ending.LOST),
+        (OSError(errno.EHOSTUNREACH, "no route"), Ending.LOST),
+        (None, Ending.LOST),
+    ],
+)
+def test_only_the_peers_kernel_can_say_that_it_is_gone(error, ending) -> None:
+    owner = Bystander()
+    connection = Connection(owner, lambda: 0.0, 100)
+    connection.connection_lost(error)
+    assert owner.endings == [ending]
+
+
+def test_a_reset_that_answers_our_own_closing_is_ours() -> None:
+    owner = Bystander()
+    connection = Connection(owner, lambda: 0.0, 100)
+    connection.abort()
+    connection.connection_lost(ConnectionResetError())
+    assert owner.endings == [Ending.OURS]
+
+
+def test_an_end_that_the_peer_began_stays_the_peers() -> None:
+    owner = Bystander()
+    connection = Connection(owner, lambda: 0.0, 100)
+    connection.eof_received()
+    connection.abort()  # the peer does not read our last bytes, and we do not wait without limit
+    connection.connection_lost(None)
+    assert owner.endings == [Ending.PEER]
+
+
+async def test_what_is_remembered_about_the_gone_is_bounded() -> None:
+    from dataclasses import replace
+
+    from unit.channel.kit import FAST
+
+    async with Ear(limits=replace(FAST, remembered_gone=10)) as ear:
+        for n in range(15):
+            ear.listener._report_gone(f"p-{n}")
+        assert len(ear.listener._gone) == 10 and len(ear.events) == 15

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's client for the metaserver, against real HTTP servers with and without faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from unit.metaserver.fake_engine import Served
+from vllm_ascend_pd.config import MetaserverConfig
+from vllm_ascend_pd.decode import metaserver as client_module
+from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome, origin
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol.reports import LoadReport
+from vllm_ascend_pd.shared.loop import LoopThread
+
+
+class Scripted:
+    """A metaserver that answers each POST by the next step of its script, and then always by the last one."""
+
+    def __init__(self, *script: Callable[[Any], Any]) -> None:
+        self.script = list(script)
+        self.posts: list[dict[str, Any]] = []
+        self.open = 0
+        self.closed_by_client = 0
+        self.served = Served(self._app, "scripted")
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.posts.append(json.loads(body))
+        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        work, left = asyncio.ensure_future(step(send)), asyncio.ensure_future(receive())
+        self.open += 1
+        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        self.open -= 1
+        self.closed_by_client += not work.done()
+        left.cancel()
+        work.cancel()
+        for result in await asyncio.gather(work, left, return_exceptions=True):
+            if isinstance(result, ConnectionAbortedError):
+                raise result
+
+
+def lines(*events: dict[str, Any] | float, tear: bool = False) -> Callable[[Any], Any]:
+    """A streamed answer; numbers are pauses."""
+
+    async def step(send: Any) -> None:
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
+        )
+        for event in events:
+            if isinstance(event, int | float):
+                await asyncio.sleep(event)
+            else:
+                await send(
+                    {"type": "http.response.body", "body": json.dumps(event).encode() + b"\n", "more_body": True}
+                )
+        if tear:
+            raise ConnectionAbortedError
+        await send({"type": "http.response.body", "body": b""})
+
+    return step
+
+
+def status(code: int, body: bytes = b"", *headers: tuple[bytes, bytes]) -> Callable[[Any], Any]:
+    async def step(send: Any) -> None:
+        kind = (b"content-type", b"application/json")
+        await send({"type": "http.response.start", "status": code, "headers": [kind, *headers]})
+        await send({"type": "http.response.body", "body": body})
+
+    return step
+
+
+WELL = lines({"event": "accepted", "prefill": "p:1"}, {"event": "heartbeat"}, {"event": "prefilled"})
+
+
+class Told:
+    """Collect outcomes, and the names of the threads that report them."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[Any, Outcome]] = []
+        self.threads: set[str] = set()
+        self.changed = threading.Condition()
+
+    def __call__(self, key: Any, outcome: Outcome) -> None:
+        with self.changed:
+            self.threads.add(threading.current_thread().name)
+            self.outcomes.append((key, outcome))
+            self.changed.notify_all()
+
+    def final(self, key: Any, timeout: float = 20) -> Outcome:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self._finals(key), timeout), f"no outcome for {key}"
+            (only,) = self._finals(key)
+            return only
+
+    def _finals(self, key: Any) -> list[Outcome]:
+        return [o for k, o in self.outcomes if k == key and o.final]
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread("client-loop")
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., Scripted]]:
+    made: list[Scripted] = []
+
+    def make(*script: Callable[[Any], Any]) -> Scripted:
+        made.append(Scripted(*script))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.served.stop()
+
+
+def client(loop: LoopThread, told: Told, *urls: str, **config: Any) -> MetaserverClient:
+    return MetaserverClient(MetaserverConfig(metaserver_urls=urls, **config), loop, told)
+
+
+def test_accepted_then_prefilled_comes_on_the_loop_thread(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
+    server, told = scripted(WELL), Told()
+    mine = client(loop, told, server.served.url)
+    mine.reserve("k", server.served.url, {"ticket": "t"}, 10)
+    assert told.final("k").kind == "prefilled"
+    assert [o.kind for _, o in told.outcomes] == ["accepted", "prefilled"]
+    assert told.outcomes[0][1].prefill == "p:1"
+    assert told.threads == {"client-loop"}
+    assert server.posts == [{"ticket": "t"}] and mine.open_count() == 0
+
+
+def test_each_post_is_a_stage_of_its_transfer(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
+    server, told = scripted(status(503), WELL), Told()
+    stages: list[tuple[str, Any]] = []
+    unsubscribe = trace.subscribe(lambda stage, facts: stages.append((stage, dict(facts))))
+    try:
+        client(loop, told, server.served.url).reserve("t/1", server.served.url, {}, 10)
+        assert told.final("t/1").kind == "prefilled"
+    finally:
+        unsubscribe()
+    assert stages == [("posted", {"transfer": "t/1", "attempt": n}) for n in (1, 2)]
+
+
+def test_a_failure_carries_the_servers_code_and_words(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
+    server, told = scripted(lines({"event": "failed", "code": "PD-META-006", "detail": "P is gone"})), Told()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 10)
+    outcome = told.final("k")
+    assert (outcome.kind, outcome.code, outcome.detail) == ("failed", "PD-META-006", "P is gone")
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b'{"message": "prefilled"}'])
+def test_a_plain_answer_at_the_end_is_accepted(loop: LoopThread, scripted: Any, body: bytes) -> None:
+    server, told = scripted(status(200, body)), Told()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 10)
+    assert told.final("k").kind == "prefilled"
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_what_was_refused_is_posted_again(loop: LoopThread, scripted: Any, code: int) -> None:
+    server, told = scripted(status(code, b"", (b"retry-after", b"0")), status(code), WELL), Told()
+    mine = client(loop, told, server.served.url)
+    mine.reserve("k", server.served.url, {}, 20)
+    assert told.final("k").kind == "prefilled"
+    assert len(server.posts) == 3 and mine.stats.repeated == 2
+
+
+@pytest.mark.parametrize("code", [400, 404, 409, 500, 502, 504])
+def test_what_may_have_been_executed_is_not_posted_again(loop: LoopThread, scripted: Any, code: int) -> None:
+    server, told = scripted(status(code, b'{"error": {"message": "why"}}')), Told()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 20)
+    outcome = told.final("k")
+    assert outcome.code == "PD-META-003" and "why" in outcome.detail and str(code) in outcome.detail
+    assert len(server.posts) == 1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lines({"event": "accepted"}, tear=True),
+        lines({"event": "accepted"}),
+        lines({"event": "x" * 100_000}),
+        status(200, b"{"),
+    ],
+)
+def test_an_answer_that_breaks_off_fails_once_and_is_not_posted_again(
+    loop: LoopThread, scripted: Any, step: Any
+) -> None:
+    server, told = scripted(step), Told()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 20)
+    assert told.final("k").code == "PD-META-002"
+    assert len(server.posts) == 1
+
+
+def test_a_metaserver_that_comes_up_late_is_still_reached(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(WELL), Told()
+    server.served.kill()
+    mine = client(loop, told, server.served.url)
+    mine.reserve("k", server.served.url, {}, 20)
+    while not mine.stats.repeated:
+        time.sleep(0.01)
+    server.served.start()
+    assert told.final("k").kind == "prefilled"
+
+
+def test_nobody_there_fails_within_the_deadline(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(WELL), Told()
+    server.served.kill()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 0.5)
+    assert told.final("k", 5).code in ("PD-META-002", "PD-XFER-001")
+
+
+def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("vllm_ascend_pd.decode.metaserver.HEARTBEAT_S", 0.1)
+    heard = lines({"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 30)
+    server, told = scripted(heard), Told()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 60)
+    assert "ReadTimeout" in told.final("k", 10).detail
+
+
+def test_the_deadline_ends_a_call_that_beats_for_ever(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(lines(*([{"event": "heartbeat"}, 0.05] * 1000))), Told()
+    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 0.4)
+    assert told.final("k", 10).code == "PD-XFER-001"
+
+
+def test_forget_closes_the_call_and_tells_nothing_more(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(lines({"event": "accepted"}, 30)), Told()
+    mine = client(loop, told, server.served.url)
+    mine.reserve("k", server.served.url, {}, 60)
+    while not told.outcomes:
+        time.sleep(0.01)
+    mine.forget("k")
+    mine.forget("k")
+    while not server.closed_by_client:
+        time.sleep(0.01)
+    assert mine.open_count() == 0 and [o.kind for _, o in told.outcomes] == ["accepted"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:1", "https://127.0.0.1:{port}", "http://localhost:{port}", "http://127.0.0.1:{port}/x"),
+        *("http://127.0.0.1:{port}@evil", "http://u@127.0.0.1:{port}", "ftp://127.0.0.1:{port}", "", "http://[", "file:///etc/passwd"),
+        "http://127.0.0.1:99999",
+    ],
+)  # fmt: skip
+def test_only_the_allow_list_is_called(loop: LoopThread, scripted: Any, url: str) -> None:
+    server, told = scripted(WELL), Told()
+    mine = client(loop, told, server.served.url)
+    mine.reserve("k", url.format(port=server.served.port), {}, 5)
+    assert told.final("k").code == "PD-META-001"
+    assert not server.posts
+
+
+def test_an_empty_allow_list_allows_nothing(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(WELL), Told()
+    client(loop, told).reserve("k", server.served.url, {}, 5)
+    assert told.final("k").code == "PD-META-001"
+
+
+def test_origin_knows_default_ports() -> None:
+    assert origin("http://h") == origin("http://H:80/") != origin("https://h")
+
+
+def test_more_than_connections_and_queue_fails_at_once(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(lines({"event": "accepted"}, 30)), Told()
+    mine = client(loop, told, server.served.url, metaserver_max_connections=2, metaserver_max_queue=3)
+    for key in range(6):
+        mine.reserve(key, server.served.url, {}, 60)
+    assert told.final(5).code == "PD-META-004"
+    while server.open < 2:
+        time.sleep(0.01)
+    assert mine.open_count() == 5 and server.open == 2
+
+
+def test_a_forgotten_call_makes_room_for_one_that_waits(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(lines({"event": "accepted"}, 30), WELL), Told()
+    mine = client(loop, told, server.served.url, metaserver_max_connections=1)
+    mine.reserve("first", server.served.url, {}, 60)
+    while not server.open:
+        time.sleep(0.01)
+    mine.reserve("second", server.served.url, {}, 60)
+    mine.forget("first")
+    assert told.final("second").kind == "prefilled"
+
+
+def test_closing_ends_every_open_call(loop: LoopThread, scripted: Any) -> None:
+    server, told = scripted(lines({"event": "accepted"}, 30)), Told()
+    mine = client(loop, told, server.served.url)
+    for key in range(5):
+        mine.reserve(key, server.served.url, {}, 60)
+    loop.call(mine.close(), 10)
+    mine.reserve("late", server.served.url, {}, 60)
+    assert {told.final(key).code for key in (*range(5), "late")} == {"PD-XFER-002"}
+    assert mine.open_count() == 0
+
+
+def test_a_key_that_is_open_cannot_be_reserved_again(loop: LoopThread, scripted: Any) -> None:
+    server = scripted(lines({"event": "accepted"}, 30))
+    mine = client(loop, Told(), server.served.url)
+    mine.reserve("k", server.served.url, {}, 60)
+    with pytest.raises(ValueError, match="already open"):
+        mine.reserve("k", server.served.url, {}, 60)
+    loop.call(mine.close(), 10)
+
+
+REPORT = LoadReport("d/1/u", "ticket", "d" * 16, received=7, prefill="p" * 16)
+
+
+def until_reported(mine: MetaserverClient, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while mine.stats.reports + mine.stats.reports_lost < count:
+        assert time.monotonic() < deadline, mine.stats
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("code", "lost"), [(204, 0), (404, 0), (500, 1)])
+def test_a_report_is_posted_once_whatever_is_answered(loop: LoopThread, scripted: Any, code: int, lost: int) -> None:
+    server = scripted(status(code))
+    mine = client(loop, Told(), server.served.url)
+    mine.report(server.served.url, REPORT)
+    until_reported(mine, 1)
+    assert server.posts == [json.loads(msgspec.json.encode(REPORT))]
+    assert (mine.stats.reports, mine.stats.reports_lost) == (1 - lost, lost)
+    loop.call(mine.close(), 10)
+
+
+def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_runs(
+    loop: LoopThread, scripted: Any
+) -> None:
+    server, other = scripted(status(204)), scripted(status(204))
+    mine = client(loop, Told(), server.served.url)
+    mine.report(other.served.url, REPORT)
+    mine.report(server.served.url, REPORT)
+    until_reported(mine, 1)
+    loop.call(mine.close(), 10)
+    mine.report(server.served.url, REPORT)
+    assert (len(other.posts), len(server.posts)) == (0, 1)
+
+
+def test_reports_that_nobody_takes_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(client_module, "_MAX_REPORTS", 20)
+    server = scripted(lines(30))
+    mine = client(loop, Told(), server.served.url)
+    for _ in range(50):
+        mine.report(server.served.url, REPORT)
+    assert mine.stats.reports_lost == 30
+    loop.call(mine.close(), 10)
+    assert mine.stats.reports_lost == 50 and not mine._reports, "closing ends those under way too"

@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples as far as a machine without NPUs and without a cluster can check them: flags, keys, ports, schemas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012
+
+from vllm_ascend_pd.cli.__main__ import parser
+from vllm_ascend_pd.cli.metaserver import settings_of
+from vllm_ascend_pd.config import PushConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples"
+MANIFESTS = sorted(
+    path for folder in ("gateway", "kubernetes", "large-ep") for path in (EXAMPLES / folder).glob("*.yaml")
+)
+PREFILL_HOSTS, DECODE_HOSTS = [f"10.0.1.{n}" for n in range(4)], [f"10.0.2.{n}" for n in range(2)]
+HOSTS = {
+    "PREFILL_HOST": "10.0.0.1",
+    "DECODE_HOST": "10.0.0.2",
+    "PREFILL_HOSTS": " ".join(PREFILL_HOSTS),
+    "DECODE_HOSTS": " ".join(DECODE_HOSTS),
+}
+SCRIPTS = [
+    ("1p1d/run.sh", ["--model", "m"]),
+    ("2p2d/run.sh", ["--model", "m"]),
+    ("unequal-tp/gqa.sh", ["--model", "m"]),
+    ("unequal-tp/mla.sh", ["--model", "m"]),
+    ("two-hosts/prefill.sh", ["--model", "m"]),
+    ("two-hosts/decode.sh", ["--model", "m"]),
+    ("two-hosts/metaserver.sh", []),
+    *(("large-ep/prefill.sh", [node, "--model", "m"]) for node in "0123"),
+    *(("large-ep/decode.sh", [node, "--model", "m"]) for node in "01"),
+    ("large-ep/metaserver.sh", []),
+]
+TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
+IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
+
+
+def dry(script: str, words: list[str], **told: str) -> list[list[str]]:
+    """Return the command lines that a script would run."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS | told
+    made = subprocess.run(
+        [EXAMPLES / script, *words, "--dry-run"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    return [shlex.split(line) for line in made.stdout.splitlines()]
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def commands_of_containers() -> Iterator[tuple[str, str]]:
+    """Shell commands of containers, with their places."""
+    for name, service in documents(EXAMPLES / "docker-compose" / "compose.yaml")[0]["services"].items():
+        yield f"compose {name}", service["command"][-1]
+    for path in MANIFESTS:
+        for document in documents(path):
+            for container in _containers(document):
+                yield f"{_name(path)} {container['name']}", container["args"][-1]
+
+
+def _name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def _containers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = document.get("spec", {})
+    pod = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+    return pod["spec"]["containers"] if pod else []
+
+
+def check(words: list[str], where: str) -> None:
+    """Check one of our command lines: the flags exist, the configuration is accepted, ports are outside Mooncake's
+    range."""
+    if "--kv-transfer-config" in words:
+        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        assert config["kv_connector"] == "AscendPushConnector", where
+        keys = config["kv_connector_extra_config"]
+        push = PushConfig.parse(keys)
+        assert not push.ignored, where
+        assert push.channel.side_channel_port not in TAKEN, where
+        assert (config["kv_role"] == "kv_consumer") == bool(push.metaserver.metaserver_urls), where
+    elif started := {"metaserver", "sidecar"}.intersection(words):
+        start = words.index(started.pop())
+        assert settings_of(
+            parser().parse_args([w for w in words[start:] if "/run/secrets" not in w and "token" not in w])
+        )
+    else:
+        raise AssertionError(f"{where}: {words}")
+    ports = [int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-port") or word == "--port"]
+    assert ports and all(port not in TAKEN for port in ports), where
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), SCRIPTS, ids=[" ".join((script, *words[:1])) for script, words in SCRIPTS]
+)
+def test_a_script_starts_what_our_commands_accept(script: str, words: list[str]) -> None:
+    commands = dry(script, words)
+    assert commands
+    for command in commands:
+        check(command, script)
+
+
+def test_a_scripts_engines_have_ports_of_their_own_and_the_metaserver_names_them() -> None:
+    for script, words in SCRIPTS[:4]:
+        first, *engines = dry(script, words)
+        ports = [engine[engine.index("--port") + 1] for engine in engines]
+        assert len(ports) == len(set(ports))
+        named = re.findall(r"http://127\.0\.0\.1:(\d+)", " ".join(first))
+        assert sorted(named) == sorted(ports), script
+
+
+def test_unequal_sizes_are_unequal_and_not_configured_twice() -> None:
+    for script, sizes in (("unequal-tp/gqa.sh", ["4", "2"]), ("unequal-tp/mla.sh", ["2", "1"])):
+        _, *engines = dry(script, ["--model", "m"])
+        assert [engine[engine.index("--tensor-parallel-size") + 1] for engine in engines] == sizes
+        assert "tp_size" not in str(engines)
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_readmes_own_commands_are_accepted_and_find_each_other(readme: str) -> None:
+    text = (ROOT / readme).read_text()
+    (block,) = (part for part in text.split("```") if "--model MODEL --port" in part)
+    words = shlex.split(block, comments=True)
+    starts = [i for i, word in enumerate(words) if word in ("python", "vllm-ascend-pd")] + [len(words)]
+    prefill, decode, front = (words[a:b] for a, b in itertools.pairwise(starts))
+    for command, where in ((prefill, "P"), (decode, "D"), (front, "META")):
+        check(command, f"{readme}: {where}")
+    for command, host in ((prefill, "P"), (decode, "D")):
+        assert f"http://{host}:{command[command.index('--port') + 1]}" in front
+        assert f"VLLM_HOST_IP={host}" in words and '"secret_file"' in " ".join(command)
+
+
+@pytest.mark.parametrize(("where", "command"), list(commands_of_containers()), ids=lambda value: value[:24])
+def test_a_container_starts_what_our_commands_accept(where: str, command: str) -> None:
+    installed, _, started = command.partition("exec ")
+    assert "pip install --no-deps" in installed
+    check(shlex.split(started), where)
+
+
+def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it() -> None:
+    """With vLLM's default, 0, SIGTERM cuts answers off, however long the container would wait."""
+    graces = {
+        f"compose {name}": int(service["stop_grace_period"].removesuffix("s"))
+        for name, service in documents(EXAMPLES / "docker-compose" / "compose.yaml")[0]["services"].items()
+    }
+    for path in MANIFESTS:
+        for document in documents(path):
+            for container in _containers(document):
+                graces[f"{_name(path)} {container['name']}"] = _pod(document)["terminationGracePeriodSeconds"]
+    engines = {where: shlex.split(command) for where, command in commands_of_containers() if "vllm serve" in command}
+    assert len(engines) == 8
+    for where, words in engines.items():
+        own = int(words[words.index("--shutdown-timeout") + 1])
+        assert 30 <= own <= graces[where] - 20, where
+
+
+def test_every_container_and_the_npu_job_use_one_image() -> None:
+    texts = [path.read_text() for path in (*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml")]
+    texts.append((ROOT / ".github" / "workflows" / "npu.yml").read_text())
+    assert {image for text in texts for image in re.findall(r"image: (\S+)", text)} == {IMAGE}
+
+
+SCHEMAS = {path.name: json.loads(path.read_text()) for path in (EXAMPLES / "schemas").glob("*.json")}
+KUBERNETES = {
+    ("v1", "ConfigMap"): "core.v1.ConfigMap",
+    ("v1", "Service"): "core.v1.Service",
+    ("apps/v1", "Deployment"): "apps.v1.Deployment",
+}
+
+
+def wrong(document: dict[str, Any], where: str) -> list[str]:
+    """Errors of the document by the schema of its kind."""
+    if where == "compose":
+        schema: dict[str, Any] = {"$ref": "compose.json"}
+    elif document["kind"] in ("LeaderWorkerSet", "InferencePool"):
+        schema = {"$ref": f"{document['kind'].lower()}.json"}
+    else:
+        schema = {"$ref": "kubernetes.json#/$defs/io.k8s.api." + KUBERNETES[document["apiVersion"], document["kind"]]}
+    registry: Registry[Any] = Registry().with_resources(
+        (name, DRAFT202012.create_resource(contents)) for name, contents in SCHEMAS.items()
+    )
+    validator = jsonschema.Draft202012Validator(schema, registry=registry)
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
+
+
+def test_the_pools_port_is_ps_server_and_ds_sidecar_whose_d_calls_it() -> None:
+    pool, picker = documents(EXAMPLES / "gateway" / "pool.yaml")
+    (port,) = (one["number"] for one in pool["spec"]["targetPorts"])
+    commands = {where: shlex.split(text.partition("exec ")[2]) for where, text in commands_of_containers()}
+    prefill, decode, beside = (
+        commands[f"gateway/{name}"] for name in ("prefill.yaml engine", "decode.yaml engine", "decode.yaml sidecar")
+    )
+
+    def flag(words: list[str], name: str) -> str:
+        return words[words.index(name) + 1]
+
+    assert flag(prefill, "--port") == flag(beside, "--port") == str(port)
+    assert flag(beside, "--decode").endswith(f":{flag(decode, '--port')}")
+    assert flag(beside, "--prefill-allowed").endswith(f":{port}")
+    keys = json.loads(flag(decode, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert keys["metaserver_urls"] == [f"http://{flag(beside, '--advertise-host')}:{port}"]
+    named = yaml.safe_load(picker["data"]["config.yaml"])
+    known = {plugin["type"] for plugin in named["plugins"]}
+    used = {plugin["pluginRef"] for profile in named["schedulingProfiles"] for plugin in profile["plugins"]}
+    assert used <= known and [profile["name"] for profile in named["schedulingProfiles"]] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=_name)
+def test_a_manifest_fits_the_schema(path: Path) -> None:
+    for document in documents(path):
+        assert wrong(document, path.name) == []
+        assert re.fullmatch("[a-z0-9-]+", document["metadata"]["name"])
+        for container in _containers(document):
+            names = {port.get("name") for port in container.get("ports", ())}
+            probes = [container[key] for key in container if key.endswith("Probe")]
+            assert {probe["httpGet"]["port"] for probe in probes} <= names
+
+
+def test_the_compose_file_fits_the_schema() -> None:
+    (document,) = documents(EXAMPLES / "docker-compose" / "compose.yaml")
+    assert wrong(document, "compose") == []
+    document["services"]["decode"]["stop_grace_time"] = "60s"
+    assert any("stop_grace_time" in words for words in wrong(document, "compose"))
+
+
+def _pod(document: dict[str, Any]) -> Any:
+    spec = document["spec"]
+    return (spec.get("template") or spec["leaderWorkerTemplate"]["workerTemplate"])["spec"]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "spoil", "says"),
+    [
+        ("prefill", "LeaderWorkerSet", lambda d: _pod(d).update(hostNetwrk=True), "hostNetwrk"),
+        ("prefill", "LeaderWorkerSet", lambda d: _pod(d).update(terminationGracePeriodSeconds="2m"), "'2m'"),
+        ("decode", "LeaderWorkerSet", lambda d: _pod(d)["containers"][0].update(envFrom=[{"configMap": {}}]), "configMap"),
+        ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(replicas=1), "replicas"),
+        ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(restartPolicy="Never"), "Never"),
+        ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(volumeClaimTemplates=[{"spec": {"accessMode": []}}]), "accessMode"),
+        ("metaserver", "Deployment", lambda d: d["spec"].update(strategy="Recreate"), "'Recreate'"),
+        ("metaserver", "Deployment", lambda d: d["spec"].pop("selector"), "selector"),
+        ("metaserver", "Deployment", lambda d: d["spec"]["template"]["spec"]["volumes"][0].update(configmap={}), "configmap"),
+        ("metaserver", "Service", lambda d: d["spec"]["ports"][0].update(port="http"), "'http'"),
+        ("metaserver", "ConfigMap", lambda d: d["data"].update(HCCL_BUFFSIZE=256), "256"),
+        ("pool", "InferencePool", lambda d: d["spec"].update(targetPort=8000), "targetPort"),
+        ("pool", "InferencePool", lambda d: d["spec"]["targetPorts"].append({"number": 0}), "0 is less"),
+        ("pool", "InferencePool", lambda d: d["spec"]["selector"].update(matchLabels={}), "{}"),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_what_a_cluster_would_refuse(
+    file: str, kind: str, spoil: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    folder = "gateway" if file == "pool" else "kubernetes"
+    document = next(d for d in documents(EXAMPLES / folder / f"{file}.yaml") if d["kind"] == kind)
+    spoil(document)
+    assert any(says in words for words in wrong(document, file))
+
+
+def test_the_schemas_say_where_they_are_from_and_their_licence() -> None:
+    for name, schema in SCHEMAS.items():
+        comment = schema["$comment"]
+        assert "by hand" in comment or ("Apache-2.0" in comment and re.search(r"\d+\.\d+", comment)), name
+        assert f"schemas/{name}" in (EXAMPLES / "README.md").read_text()
+
+
+def test_what_a_pod_mounts_and_refers_to_is_there() -> None:
+    all_documents = [document for path in MANIFESTS for document in documents(path)]
+    maps = {document["metadata"]["name"] for document in all_documents if document["kind"] == "ConfigMap"}
+    for document in all_documents:
+        spec = document.get("spec", {})
+        pod = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
+        if pod is None:
+            continue
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        containers = pod["spec"]["containers"]
+        assert {mount["name"] for container in containers for mount in container["volumeMounts"]} == volumes
+        for container in containers:
+            assert {source["configMapRef"]["name"] for source in container.get("envFrom", ())} <= maps
+
+
+def settings() -> dict[str, str]:
+    lines = (EXAMPLES / "ascend.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_the_ascend_settings_are_the_same_everywhere_and_keep_their_own_rule() -> None:
+    shared = settings()
+    (of_the_cluster,) = [
+        document["data"]
+        for document in documents(EXAMPLES / "kubernetes" / "metaserver.yaml")
+        if document["metadata"]["name"] == "pd-ascend"
+    ]
+    assert of_the_cluster == shared
+    both_ms = int(shared["ASCEND_CONNECT_TIMEOUT"]) + int(shared["ASCEND_TRANSFER_TIMEOUT"])
+    assert 2 * both_ms < PushConfig().wire.transfer_timeout_s * 1000
+    assert int(shared["ASCEND_BASE_PORT"]) == TAKEN.start
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "npu.yml").read_text())["jobs"]["selfcheck"]
+    assert {key: value for key, value in job["env"].items() if key in shared}.items() <= shared.items()
+
+
+def test_workflows_run_what_is_there() -> None:
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        assert all("timeout-minutes" in job for job in jobs.values()), path.name
+    assert (ROOT / ".ci" / "run").is_file()
+
+
+ACTIONLINT = ROOT / ".github" / "actionlint" / "run.sh"
+
+
+def actionlint(*files: Path, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [ACTIONLINT, *files], env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_actionlint_finds_nothing_in_our_workflows_and_something_in_a_broken_one(tmp_path: Path) -> None:
+    code, said = actionlint()
+    if code == 77:
+        pytest.skip(said.strip())
+    assert (code, said) == (0, "")
+    workflows = ROOT / ".github" / "workflows"
+    broken = [tmp_path / "npu.yml", tmp_path / "release.yml"]
+    broken[0].write_text((workflows / "npu.yml").read_text().replace("matrix.npus }} NPU", "matrix.cards }} NPU"))
+    broken[1].write_text((workflows / "release.yml").read_text().replace("ubuntu-24.04-arm", "ubunut-24.04-arm"))
+    code, said = actionlint(*broken)
+    assert code == 1 and len(said.splitlines()) == 2
+    assert f"{broken[0]}:" in said and "cards" in said and f"{broken[1]}:" in said and "ubunut-24.04-arm" in said
+
+
+def test_ci_runs_actionlint_and_says_why_where_it_cannot(tmp_path: Path) -> None:
+    assert ".github/actionlint/run.sh" in (ROOT / ".ci" / "run").read_text()
+    for tool in ("bash", "dirname", "cmp"):
+        found = shutil.which(tool)
+        assert found
+        (tmp_path / tool).symlink_to(found)
+    code, said = actionlint(PATH=str(tmp_path), ACTIONLINT_DIR=str(tmp_path / "cache"))
+    assert code == 77 and said.startswith("actionlint is skipped: there is no node")
+
+
+def test_what_never_ran_says_so() -> None:
+    for path in (*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml"):
+        assert "NEVER RUN" in path.read_text().split("apiVersion")[0], path.name
+    for path in EXAMPLES.glob("*/README.md"):
+        assert "**Never run" in path.read_text(), path
+
+
+def test_decode_engines_of_the_manifests_allow_the_address_that_requests_carry() -> None:
+    commands = dict(commands_of_containers())
+    (front,) = (command for where, command in commands.items() if "/metaserver.yaml" in where)
+    words = shlex.split(front[front.index("metaserver --") :])
+    told = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
+    carried = f"http://{told.advertise_host}:{told.worker_port or told.port}"
+    decodes = [command for where, command in commands.items() if "/decode.yaml" in where and "gateway/" not in where]
+    assert len(decodes) == 2 and all(f'"metaserver_urls": ["{carried}"]' in decode for decode in decodes)
+
+
+# -- the large engines: what each host's command line says, as vLLM reads it
+
+
+def understood_by_vllm(words: list[str]) -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+
+
+def of_a_script(role: str, node: int) -> Any:
+    (words,) = dry(f"large-ep/{role}.sh", [str(node), "--model", "m"], PD_PYTHON="/some/python", PD_DEVICE="npu")
+    return understood_by_vllm(words[words.index("vllm.entrypoints.openai.api_server") + 1 :])
+
+
+STUBS = """
+pip() { :; }
+getent() { [ "$2" = leader ] && printf '%s\\n' '10.9.9.9 STREAM leader' '10.9.9.9 DGRAM'; }
+exec() { printf '%s\\0' "$@"; }
+"""
+
+
+def of_a_pod(role: str, index: int) -> Any:
+    """Return the container's command as its shell expands it, with the values that Kubernetes and LeaderWorkerSet
+    set in a pod."""
+    command = dict(commands_of_containers())[f"large-ep/{role}.yaml engine"].replace(
+        "$(VLLM_HOST_IP)", f"10.9.9.{index}"
+    )
+    environment = os.environ | {"LWS_LEADER_ADDRESS": "leader", "LWS_WORKER_INDEX": str(index)}
+    made = subprocess.run(
+        ["bash", "-c", STUBS + command], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    words = made.stdout.split("\0")[:-1]
+    assert words[:3] == ["vllm", "serve", "/model"]
+    return understood_by_vllm(words[3:])
+
+
+@pytest.mark.parametrize("told", [of_a_script, of_a_pod], ids=["scripts", "manifests"])
+@pytest.mark.parametrize(("role", "dp", "tp"), [("prefill", 4, 8), ("decode", 32, 1)])
+def test_the_hosts_of_a_large_engine_have_all_its_ranks_once_and_meet_at_its_first(
+    told: Callable[[str, int], Any], role: str, dp: int, tp: int
+) -> None:
+    scripts = told is of_a_script
+    nodes = [told(role, node) for node in range(4 if scripts and role == "prefill" else 2)]
+    for first, second in zip(nodes[::2], nodes[1::2], strict=True):
+        ranks = [
+            rank
+            for node in (first, second)
+            for rank in range(
+                node.data_parallel_start_rank, node.data_parallel_start_rank + node.data_parallel_size_local
+            )
+        ]
+        assert ranks == list(range(dp))
+        assert {node.data_parallel_address for node in (first, second)} == {first.host if scripts else "10.9.9.9"}
+        assert first.host != second.host and first.data_parallel_rpc_port == second.data_parallel_rpc_port
+        for node in (first, second):
+            assert (node.data_parallel_size, node.tensor_parallel_size) == (dp, tp)
+            assert node.data_parallel_hybrid_lb and node.enable_expert_parallel and not node.headless
+            assert tp * node.data_parallel_size_local == 16
+            assert node.enforce_eager == (role == "prefill")
+            mode = node.compilation_config.cudagraph_mode
+            assert role == "prefill" or mode.name == "FULL_DECODE_ONLY"
+
+
+def test_the_metaserver_of_the_large_engines_names_the_server_of_each_host() -> None:
+    (words,) = dry("large-ep/metaserver.sh", [])
+    told = settings_of(parser().parse_args(words[words.index("metaserver") :]))
+    for role, hosts in (("prefill", PREFILL_HOSTS), ("decode", DECODE_HOSTS)):
+        named = told.prefill if role == "prefill" else told.decode
+        assert list(named) == [f"http://{host}:{of_a_script(role, n).port}" for n, host in enumerate(hosts)]
+    (instances,) = documents(EXAMPLES / "large-ep" / "instances.yaml")
+    listed = yaml.safe_load(instances["data"]["instances.yaml"])
+    for role, count in (("prefill", 4), ("decode", 2)):
+        assert {url.rpartition(":")[2] for url in listed[role]} == {str(of_a_pod(role, 0).port)} and len(
+            listed[role]
+        ) == count
+
+
+@pytest.mark.parametrize("words", [[], ["4"], ["one"], ["--model", "m"]])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_host_without_a_right_number_starts_nothing(role: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [EXAMPLES / "large-ep" / f"{role}.sh", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "usage:" in done.stderr and not done.stdout

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regroup plans executed in numpy, exchange included: every wanted byte once, even shares, consistent plans on all
+ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from unit.geometry.reference import Cluster, geometry, owner_share, range_of
+from unit.geometry.test_geometry_plan import clusters, jobs_of
+from vllm_ascend_pd.geometry import ownership
+from vllm_ascend_pd.geometry.ownership import granule
+from vllm_ascend_pd.geometry.plan import Job
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Slot
+from vllm_ascend_pd.geometry.shard import contributors
+
+SETTINGS = settings(max_examples=900, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_granules() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ownership, "GRANULE_BYTES", 16)
+        yield
+
+
+def box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int) -> np.ndarray:
+    """Byte places of a box, (head, token, byte)."""
+    starts = offset + np.arange(heads)[:, None] * head + np.arange(tokens)[None, :] * token
+    return starts[:, :, None] + np.arange(cell)
+
+
+def gather(cluster: Cluster, rank: int, rows: np.ndarray, out: np.ndarray, filled: np.ndarray) -> None:
+    """Execute the gather op with a table of cache rows."""
+    cache = cluster.ranks[rank]
+    for region, block, head, token, heads, tokens, offset, head_stride, token_stride in rows.tolist():
+        shape = cache.geometry.regions[region]
+        assert 0 <= block < cache.blocks
+        assert 0 <= head < head + heads <= len(cache.heads)
+        assert 0 <= token < token + tokens <= (1 if shape.opaque else cache.geometry.block_size)
+        source = block * shape.block_stride + head * shape.head_stride + token * shape.token_stride
+        places = box(source, heads, shape.head_stride, tokens, shape.token_stride, shape.cell_bytes)
+        target = box(offset, heads, head_stride, tokens, token_stride, shape.cell_bytes)
+        out[target] = cache.memory[region][places]
+        np.add.at(filled, target, 1)
+
+
+def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np.ndarray, used: np.ndarray) -> None:
+    """Execute the assemble op with a table of buffer rows."""
+    for cell, heads, tokens, source, source_head, source_token, target, target_head, target_token in rows.tolist():
+        places = box(source, heads, source_head, tokens, source_token, cell)
+        image = box(target, heads, target_head, tokens, target_token, cell)
+        out[image] = received[places]
+        np.add.at(used, places, 1)
+        np.add.at(filled, image, 1)
+
+
+def staged(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> Iterator[tuple[Slot, np.ndarray]]:
+    """Run one step of all ranks: gather, all-to-all, assemble, write. Every buffer byte is used exactly once."""
+    outgoing = []
+    for plan in plans:
+        buffer, filled = np.zeros(sum(plan.send_splits), np.uint8), np.zeros(sum(plan.send_splits), int)
+        gather(cluster, plan.rank, plan.send, buffer, filled)
+        assert (filled == 1).all()
+        outgoing.append(np.split(buffer, np.cumsum(plan.send_splits)[:-1]))
+    for plan in plans:
+        received = np.concatenate([splits[plan.rank] for splits in outgoing])
+        assert [len(splits[plan.rank]) for splits in outgoing] == plan.receive_splits
+        used = np.zeros(len(received), int)
+        for slot in plan.slots:
+            memory, filled = np.zeros(slot.nbytes, np.uint8), np.zeros(slot.nbytes, int)
+            gather(cluster, plan.rank, slot.own, memory, filled)
+            assemble(received, slot.received, memory, filled, used)
+            assert (filled == 1).all()
+            write(cluster, slot, jobs, memory)
+            yield slot, memory
+        assert (used == 1).all()
+
+
+def write(cluster: Cluster, slot: Slot, jobs: list[Job], memory: np.ndarray) -> None:
+    written = np.zeros(slot.nbytes, int)
+    for member, regions in slot.writes.items():
+        assert jobs[member].instance == slot.instance
+        for region, spans in enumerate(regions):
+            for src, dst, size in zip(spans.src.tolist(), spans.dst.tolist(), spans.size.tolist(), strict=True):
+                cluster.write(slot.instance, slot.d_rank, region, memory, src, dst, size)
+                written[src : src + size] += 1
+    assert (written == 1).all()
+
+
+def exchange(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
+    for _ in staged(cluster, jobs, plans):
+        pass
+
+
+def check_shares(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
+    p = cluster.p
+    owned: Counter[tuple[object, ...]] = Counter()
+    for plan in plans:
+        for slot in plan.slots:
+            d = cluster.ds[slot.instance]
+            layout = (d.tp_size, d.block_size, d.regions)
+            for member, part in slot.parts.items():
+                assert jobs[member].lo <= part.lo < part.hi <= jobs[member].hi
+                assert list(range(*part.heads)) == range_of(d.kv_heads, d.tp_size, slot.d_rank)
+                owned[layout, slot.d_rank, plan.rank] += part.hi - part.lo
+    totals: Counter[tuple[object, ...]] = Counter()
+    for job in jobs:
+        totals[job.d.tp_size, job.d.block_size, job.d.regions] += job.hi - job.lo
+    for d in cluster.ds:
+        layout = (d.tp_size, d.block_size, d.regions)
+        for d_rank in range(d.tp_size):
+            for rank in range(p.tp_size):
+                ideal = owner_share(p, d, rank, d_rank) * totals[layout]
+                assert abs(owned[layout, d_rank, rank] - ideal) <= granule(d)
+                if owned[layout, d_rank, rank]:
+                    assert rank in contributors(p, d, d_rank)
+
+
+def run(cluster: Cluster, steps: list[list[int]], rotation: int = 0) -> None:
+    planners = [RegroupPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
+    for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
+        jobs = jobs_of(cluster, advances)
+        plans = [planner.plan(jobs, rotation + number) for planner in planners]
+        assert all((plan.matrix == plans[0].matrix).all() for plan in plans)
+        exchange(cluster, jobs, plans)
+        check_shares(cluster, jobs, plans)
+    cluster.check()
+
+
+@SETTINGS
+@given(clusters())
+def test_each_wanted_byte_is_written_once_and_nothing_else(drawn: tuple[Cluster, list[list[int]]]) -> None:
+    run(*drawn)
+
+
+@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
+@pytest.mark.parametrize(
+    ("heads", "p_tp", "d_tp"),
+    [
+        (8, 2, 1),
+        (8, 4, 1),
+        (8, 4, 2),
+        (8, 8, 2),
+        (6, 3, 2),
+        (6, 6, 4),
+        (2, 8, 1),
+        (4, 16, 2),
+        (8, 4, 8),
+        (1, 4, 2),
+        (3, 4, 1),
+    ],
+)
+def test_every_ratio_of_ranks(kind: str, heads: int, p_tp: int, d_tp: int) -> None:
+    p = geometry(kind, heads=heads, tp=p_tp, block=8)
+    d = geometry(kind, heads=heads, tp=d_tp, block=8)
+    other = geometry(kind, heads=heads, tp=p_tp, block=8)
+    prompts = [(0, 0, 30), (1, 8, 17), (0, 16, 64), (2, 0, 1), (2, 0, 64)]
+    run(Cluster(p, [d, d, other], prompts, seed=5), [[8, 9, 20, 0, 7], [3, 9, 20, 0, 33]])
+
+
+def test_nothing_is_exchanged_where_ranks_hold_all_that_they_own() -> None:
+    for heads, p_tp, d_tp in ((8, 4, 8), (1, 16, 4), (4, 4, 4), (4, 1, 2)):
+        p, d = (geometry("token", heads=heads, tp=tp, block=8) for tp in (p_tp, d_tp))
+        table = np.arange(8, dtype=np.int32)
+        plan = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)])
+        assert not plan.exchanges
+        assert not len(plan.send)
+        assert all(len(slot.own) and not len(slot.received) for slot in plan.slots)
+
+
+def test_replicas_share_the_sending() -> None:
+    """16 -> 2 with 4 heads: each rank lacks one head, and gets it from the replica in its own place."""
+    p, d = geometry("token", heads=4, tp=16, block=8), geometry("token", heads=4, tp=2, block=8)
+    table = np.arange(8, dtype=np.int32)
+    matrix = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)]).matrix
+    assert (matrix.sum(axis=0) == matrix.sum(axis=1)).all()
+    assert {(int(a), int(b)) for a, b in np.argwhere(matrix)} == {(rank, rank ^ 4) for rank in range(16)}
+
+
+def test_own_bytes_go_through_the_exchange_only_where_that_makes_splits_equal() -> None:
+    p, d = geometry("token", heads=4, tp=4, block=8), geometry("token", heads=4, tp=1, block=8)
+    table = np.arange(8, dtype=np.int32)
+    even = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 64, table, table)])
+    assert even.equal_splits
+    assert even.send_splits == [4 * 16] * 4
+    assert not len(even.slots[0].own)
+    uneven = RegroupPlanner(p, 0).plan([Job(d, 0, 0, 50, table, table)])
+    assert not uneven.equal_splits
+    assert uneven.send_splits[0] == 0
+    assert len(uneven.slots[0].own)
+
+
+def test_a_slot_is_written_in_long_spans() -> None:
+    """8 -> 2 over token-major blocks: a rank's cells are 2 bytes apart, its writes are whole blocks of D."""
+    p, d = geometry("token", heads=8, tp=8, block=8), geometry("token", heads=8, tp=2, block=8)
+    table = np.arange(0, 32, 2, dtype=np.int32)
+    plan = RegroupPlanner(p, 1).plan([Job(d, 0, 0, 128, table, table)])
+    [slot] = plan.slots
+    assert (slot.instance, slot.d_rank) == (0, 0)
+    assert [spans.size.tolist() for spans in slot.writes[0]] == [[8 * 4 * 2] * 4] * 2
+    assert len(slot.received) == 3 * 2  # one box for each other rank and region
+    jobs = [Job(d, 0, 0, 128, table, table, instance) for instance in (0, 0, 1, 0)]
+    first, second = RegroupPlanner(p, 1).plan([*jobs[:2], jobs[0]]).slots, RegroupPlanner(p, 2).plan(jobs).slots
+    assert [len(slot.received) for slot in first] == [6]  # adjacent jobs share the boxes
+    assert [(slot.instance, len(slot.received)) for slot in second] == [(1, 6)]
+
+
+def test_slots_for_a_head_major_cache_are_written_in_whole_blocks_too() -> None:
+    p, d = geometry("token", heads=8, tp=8, block=8), geometry("head", heads=8, tp=2, block=8)
+    table = np.arange(0, 32, 2, dtype=np.int32)
+    [slot] = RegroupPlanner(p, 1).plan([Job(d, 0, 0, 128, table, table)]).slots
+    assert [spans.size.tolist() for spans in slot.writes[0]] == [[8 * 4 * 2] * 4] * 2
+
+
+def test_instances_have_slots_of_their_own() -> None:
+    p, d = geometry("token", heads=4, tp=4, block=8), geometry("token", heads=4, tp=2, block=8)
+    table = np.arange(8, dtype=np.int32)
+    jobs = [Job(d, 0, 0, 32, table, table, instance) for instance in (3, 1, 3)]
+    found = Counter(
+        (slot.instance, slot.d_rank) for rank in range(4) for slot in RegroupPlanner(p, rank).plan(jobs).slots
+    )
+    assert set(found) == {(3, 0), (3, 1), (1, 0), (1, 1)}
+
+
+@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
+def test_jobs_of_two_instances_may_alternate(kind: str) -> None:
+    p, d = geometry(kind, heads=4, tp=2, block=8), geometry(kind, heads=4, tp=1, block=8)
+    run(Cluster(p, [d, d], [(0, 0, 5), (1, 0, 4), (0, 0, 7), (1, 8, 40), (0, 0, 9)], seed=2), [])

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' answers when engines fail, hang, refuse, come back, and when there is overload."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from unit.metaserver.cluster import Cluster, asked_until, cluster, events, streamed, texts, until
+from unit.metaserver.fake_engine import words
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
+from vllm_ascend_pd.metaserver.service.front import AdmissionQueue
+
+
+def condition(c: Cluster, name: str) -> Condition:
+    instance = c.worker.fleet.get(name)
+    assert instance is not None
+    return instance.condition()
+
+
+def test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back() -> None:
+    with cluster(prefill=2, probe_every_s=0.2) as c:
+        for engine in c.prefill:
+            engine.manner.prefill_s = 0.3
+        c.decode[0].manner.gap_s = 0.01
+        with ThreadPoolExecutor(50) as clients:
+            asked = [clients.submit(c.complete, f"p{i}", stream=True) for i in range(50)]
+            until(lambda: len(c.prefill[0].generations()) > 10)
+            c.prefill[0].served.kill()
+            for i, answer in enumerate(asked):
+                assert streamed(answer.result()) == "".join(words(f"p{i}", 3))
+        until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
+        before = len(c.prefill[0].generations())
+        for engine in c.prefill:
+            engine.manner.prefill_s = 0.0
+        c.prefill[0].served.start()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.READY)
+        for i in range(20):
+            assert c.complete(f"q{i}").status_code == 200
+        assert len(c.prefill[0].generations()) > before
+
+
+def test_d_killed_under_load_loses_no_request_that_had_no_byte_yet() -> None:
+    with cluster(decode=2) as c:
+        for engine in c.decode:
+            engine.manner.hold = True
+        with ThreadPoolExecutor(20) as clients:
+            asked = [clients.submit(c.complete, f"p{i}", stream=True) for i in range(20)]
+            until(lambda: len(c.decode[0].generations()) > 5)
+            c.decode[0].served.kill()
+            c.decode[1].manner.hold = False
+            for i, answer in enumerate(asked):
+                assert streamed(answer.result()) == "".join(words(f"p{i}", 3))
+
+
+def test_a_refusing_d_is_left_for_another_one() -> None:
+    with cluster(decode=2) as c:
+        c.decode[0].manner.status = 503
+        for i in range(10):
+            assert c.complete(f"p{i}").status_code == 200
+        assert condition(c, c.decode[0].address) is Condition.READY  # a refusal is not a failure
+
+
+def test_the_last_no_is_passed_on_with_its_status_and_words() -> None:
+    with cluster() as c:
+        for status in (429, 500, 503):
+            c.decode[0].manner.status = status
+            answer = c.complete("x")
+            assert answer.status_code == status and answer.json()["error"]["message"] == "as told"
+            assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_a_stream_that_fails_before_its_first_token_is_an_error_not_a_200() -> None:
+    with cluster() as c:
+        c.decode[0].manner.policy = "fail"
+        c.prefill[0].manner.status = 500
+        answer = c.complete("x", stream=True)
+        assert answer.status_code in (500, 503) and "error" in answer.json()
+        decode = c.worker.fleet.get(c.decode[0].address)
+        assert decode is not None and decode.broke == 0  # the failure was P's
+
+
+def test_a_client_error_is_no_evidence_and_is_not_repeated() -> None:
+    with cluster() as c:
+        assert c.complete(model="another").status_code == 404
+        assert len(c.decode[0].generations()) == 1
+        assert condition(c, c.decode[0].address) is Condition.READY
+
+
+def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:
+    with cluster(prefill=2) as c:
+        c.prefill[0].manner.status = 503
+        count = asked_until(c, c.prefill[0].generations, least=10)
+        assert len(c.decode[0].generations()) == count  # no new attempt on D
+        assert c.decode[0].local_prefills == 0
+
+
+def test_d_hears_when_p_answered_well_but_refused_to_push() -> None:
+    with cluster() as c:
+        c.prefill[0].manner.refuses_push = "PD-META-005"
+        assert c.complete("x").status_code == 200
+        failed = c.decode[0].outcomes[-1]
+        assert (failed.kind, failed.code) == ("failed", "PD-META-005") and "not mine" in failed.detail
+        assert c.decode[0].local_prefills == 1
+
+
+def test_d_that_posts_a_transfer_twice_is_refused() -> None:
+    with cluster() as c:
+        c.prefill[0].manner.hold = True
+        asking = threading.Thread(target=c.complete, args=("x",), name="client")
+        asking.start()
+        until(c.legs)
+        ticket = next(iter(c.worker.front.journal.tickets.values()))
+        body = {"ticket": ticket.ticket, "transfer": next(iter(ticket.seen)), "reservation": ""}
+        assert c.http.post("/v1/metaserver", json=body).status_code == 409
+        c.prefill[0].manner.hold = False
+        asking.join()
+
+
+def test_a_wedged_d_is_left_out_and_tried_again_by_one_request_at_a_time() -> None:
+    with cluster(decode=2, circuit=CircuitPolicy(threshold=3, wedged_s=0.3)) as c:
+        wedged = c.worker.fleet.get(c.decode[0].address)
+        assert wedged is not None
+        c.decode[0].manner.status = 500
+        asked_until(c, lambda: wedged.circuit.open)  # although /health answers 200
+        for i in range(12):
+            assert c.complete(f"q{i}").status_code == 200
+        assert len(c.decode[0].generations()) == 3 + wedged.circuit.trials
+        c.decode[0].manner.status = 200
+        until(lambda: c.complete("again").status_code == 200 and wedged.circuit.state is CircuitState.CLOSED)
+
+
+def test_one_poisonous_request_does_not_shut_the_door_for_all() -> None:
+    with cluster() as c:
+        c.decode[0].manner.status = 500
+        for _ in range(4):
+            c.complete("poison")
+        c.decode[0].manner.status = 200
+        assert c.complete("food").status_code == 200
+
+
+def test_an_engine_that_says_it_is_ill_gets_nothing() -> None:
+    with cluster(decode=2) as c:
+        c.decode[0].manner.health = 503
+        until(lambda: condition(c, c.decode[0].address) is Condition.DOWN)
+        for i in range(6):
+            assert c.complete(f"p{i}").status_code == 200
+        assert not c.decode[0].generations()
+
+
+def test_a_d_that_hangs_is_given_up_in_time() -> None:
+    with cluster(first_byte_timeout_s=0.5, retry=RetryPolicy(attempts=1)) as c:
+        c.decode[0].manner.hang = True
+        while not c.decode[0].generations():  # unless it timed out before D had read it
+            answer = c.complete("x")
+            assert answer.status_code == 504 and answer.json()["error"]["code"] == "PD-META-007"
+        until(lambda: c.decode[0].generations()[0].aborted)
+
+
+def test_a_stream_that_falls_silent_ends_with_an_error_frame() -> None:
+    with cluster(idle_timeout_s=0.5) as c:
+        c.decode[0].manner.gap_s = 30
+        *_, error, done = events(c.complete("x", stream=True))
+        assert "silent" in json.loads(error)["error"]["message"] and done == "[DONE]"
+
+
+def test_a_p_that_hangs_is_cancelled_when_d_gives_up() -> None:
+    with cluster() as c:
+        c.prefill[0].manner.hang = True
+        asking = threading.Thread(target=c.complete, args=("x",), name="client")
+        asking.start()
+        until(c.legs)
+        (key,) = list(c.decode[0]._waiting)
+        c.decode[0]._client.forget(key)
+        until(lambda: c.prefill[0].generations()[0].aborted)
+        c.decode[0].served.kill()
+        asking.join()
+
+
+def test_a_client_that_leaves_cancels_the_prefill_though_d_keeps_its_post_open() -> None:
+    with cluster() as c:
+        c.decode[0].manner.deaf = c.prefill[0].manner.hang = True
+        with c.leaving("x"):
+            until(c.legs)
+        until(lambda: c.prefill[0].generations()[0].aborted)
+        until(lambda: c.decode[0].outcomes and c.decode[0].outcomes[-1].code == "PD-XFER-002")
+
+
+def test_another_p_beats_ds_own_prefill() -> None:
+    with cluster(prefill=2) as c:
+        c.prefill[0].manner.status = 500
+        c.decode[0].manner.recompute_s = 60
+
+        def a_bad_one_was_asked() -> bool:  # the choice of an engine is random
+            assert texts(c.complete("p")) == ["".join(words("p", 3))]
+            return bool(c.prefill[0].generations())
+
+        until(a_bad_one_was_asked, 30)
+        failed = len(c.prefill[0].generations())
+        until(lambda: sum(s.aborted for s in c.decode[0].generations()) == failed)
+
+
+async def test_a_turn_that_comes_in_the_moment_of_leaving_is_passed_on() -> None:
+    turnstile = AdmissionQueue(Gatekeeper(1, 5))
+    assert await turnstile.enter(1.0)
+    waits = asyncio.create_task(turnstile.enter(10.0))
+    await asyncio.sleep(0)
+    turnstile.leave()
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    assert (turnstile.keeper.running, turnstile.keeper.waiting) == (0, 0)
+
+
+def test_a_d_that_dies_cancels_its_prefill() -> None:
+    with cluster(retry=RetryPolicy(attempts=1)) as c:
+        c.prefill[0].manner.hang = True
+        asking = threading.Thread(target=c.complete, args=("x",), name="client")
+        asking.start()
+        until(c.legs)
+        c.decode[0].served.kill()
+        until(lambda: c.prefill[0].generations()[0].aborted)
+        asking.join()
+
+
+def test_overload_waits_then_says_when_to_come_back() -> None:
+    with cluster(max_running=2, max_waiting=2, max_wait_s=20) as c:
+        c.decode[0].manner.hold = True
+        with ThreadPoolExecutor(6) as clients:
+            asked = [clients.submit(c.complete, f"p{i}") for i in range(6)]
+            until(lambda: sum(a.done() for a in asked) == 2)
+            c.decode[0].manner.hold = False
+        answers = [a.result() for a in asked]
+        statuses = sorted(a.status_code for a in answers)
+        assert statuses == [200, 200, 200, 200, 429, 429]
+        refused = next(a for a in answers if a.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1 and refused.json()["error"]["type"] == "RateLimitError"
+
+
+@pytest.mark.parametrize("max_wait_s", [0.3, 600.0], ids=["waits too long", "leaves"])
+def test_who_waits_too_long_or_leaves_the_queue_keeps_no_place(max_wait_s: float) -> None:
+    with cluster(max_running=1, max_waiting=5, max_wait_s=max_wait_s) as c:
+        keeper = c.worker.front.turnstile.keeper
+        c.decode[0].manner.hold = True
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(c.complete, "first")
+            until(c.decode[0].generations)
+            if max_wait_s < 600.0:
+                assert c.complete("waits").status_code == 429
+            else:
+                with c.leaving("leaves"):
+                    until(lambda: keeper.waiting)
+                until(lambda: not keeper.waiting)
+            c.decode[0].manner.hold = False
+            assert first.result().status_code == 200
+        until(lambda: (keeper.running, keeper.waiting) == (0, 0))
+        assert c.complete("then").status_code == 200
+
+
+def test_nothing_is_left_after_all_sorts_of_ends() -> None:
+    with cluster(prefill=2, decode=2) as c:
+        c.decode[0].manner.break_after = 1
+        c.prefill[0].manner.status = 500
+        with ThreadPoolExecutor(10) as clients:
+            for i in range(40):
+                clients.submit(c.complete, f"p{i}", stream=bool(i % 2))
+        front = c.worker.front
+        until(lambda: not front.journal.tickets and not front.journal.exchanges)
+        until(lambda: all(i.load == 0 and i.requests == 0 for i in c.worker.fleet))
+        until(lambda: not c.worker._heart._open)
+
+
+def test_readiness_needs_a_block_that_moved_and_again_after_an_engine_came_back() -> None:
+    with cluster(canary=True) as c:
+        assert c.http.get("/readiness").json()["ready"] is True
+        canary = c.decode[0].generations()
+        assert len(canary) == 1 and canary[0].body["max_tokens"] == 1 and len(c.legs()) == 1
+        time.sleep(0.6)
+        assert len(c.legs()) == 1  # not repeated without a reason
+        c.prefill[0].served.kill()
+        until(lambda: c.http.get("/readiness").status_code == 503)
+        assert c.http.get("/health").status_code == 200
+        c.prefill[0].served.start()
+        until(lambda: c.http.get("/readiness").status_code == 200)
+        assert len(c.legs()) == 2
+
+
+def test_readiness_outlives_one_of_two_engines_because_each_was_proven() -> None:
+    with cluster(prefill=2, canary=True) as c:
+        until(lambda: all(engine.generations() for engine in c.prefill))
+        until(lambda: len(c.http.get("/readiness").json()["proven_pairs"]) == 2)
+        c.prefill[0].served.kill()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
+        assert c.http.get("/readiness").status_code == 200
+        assert len(c.legs()) == 2  # each engine once, no other pairs
+
+
+def test_an_engine_that_cannot_be_proven_keeps_no_other_from_it() -> None:
+    with cluster(prefill=2, canary=True) as c:
+        until(lambda: len(c.http.get("/readiness").json()["proven_pairs"]) == 2)
+        c.prefill[0].served.kill()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
+        c.prefill[0].manner.refuses_push = "PD-META-005"
+        c.prefill[0].served.start()
+        until(lambda: len(c.prefill[0].generations()) > 1)  # its canary, which fails
+        c.prefill[1].served.kill()
+        until(lambda: c.http.get("/readiness").status_code == 503)
+        c.prefill[1].served.start()
+        until(lambda: c.http.get("/readiness").status_code == 200)
+
+
+def test_readiness_is_denied_when_no_kv_arrives() -> None:
+    with cluster(canary=True) as c:
+        c.prefill[0].served.kill()
+        until(lambda: c.http.get("/readiness").status_code == 503)
+        c.prefill[0].manner.push = False
+        c.decode[0].manner.policy = "fail"
+        c.prefill[0].served.start()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.READY and len(c.legs()) > 1)
+        until(lambda: c.http.get("/readiness").json()["last_error"])
+        assert c.http.get("/readiness").status_code == 503
+
+
+def test_shutdown_lets_requests_finish_and_takes_no_new_ones() -> None:
+    with cluster(grace_s=10) as c:
+        c.decode[0].manner.hold = True
+        with ThreadPoolExecutor(1) as clients:
+            running = clients.submit(c.complete, "x", stream=True)
+            until(c.decode[0].generations)
+            drained = c.served.loop.submit(c.worker.front.drain())
+            until(lambda: c.worker.front.closing)
+            assert c.complete("late").status_code == 503
+            assert c.http.get("/readiness").status_code == 503
+            c.decode[0].manner.hold = False
+            assert streamed(running.result()) == "".join(words("x", 3))
+        drained.result(5)
+
+
+def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
+    with cluster(grace_s=0.5) as c:
+        c.decode[0].manner.gap_s = 30
+        with ThreadPoolExecutor(2) as clients:
+            streams = clients.submit(c.complete, "x", stream=True)
+            waits = clients.submit(c.complete, "y")
+            until(lambda: len(c.decode[0].generations()) == 2)
+            until(lambda: any(exchange.committed for exchange in c.worker.front.journal.exchanges))
+            c.served.loop.call(c.worker.front.drain(), 10)
+            *_, error, done = events(streams.result())
+            assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
+            assert waits.result().status_code == 503
+        until(lambda: all(s.aborted for s in c.decode[0].generations()))
+
+
+def test_load_is_counted_in_tokens_not_in_requests() -> None:
+    with cluster(prefill=2) as c:
+        for engine in c.prefill:
+            engine.manner.hold = True
+        with ThreadPoolExecutor(5) as clients:
+            clients.submit(c.complete, "long " * 20_000)
+            until(c.legs)
+            for i in range(4):
+                clients.submit(c.complete, f"short {i}")
+            until(lambda: len(c.legs()) == 5)
+            for engine in c.prefill:
+                engine.manner.hold = False
+        assert sorted(len(p.generations()) for p in c.prefill) == [1, 4]
+        assert {i.role for i in c.worker.fleet} == set(Role)

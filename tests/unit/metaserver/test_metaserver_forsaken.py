@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that never answer open requests, and close no connection.
+
+One that shuts down: seen on a real one that got a request at the moment in which its scheduler ended. Its HTTP
+server then waits for that request without limit, and so would the client. One that is frozen, or whose host is gone:
+it sends nothing at all.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from unit.metaserver.cluster import Cluster, cluster, events, streamed, texts, until
+from unit.metaserver.fake_engine import FakeEngine, words
+from vllm_ascend_pd.metaserver.decisions import CircuitState
+
+PROMPT = "a prompt"
+FROZEN = {"vanished_s": 0.5, "probe_timeout_s": 0.3}
+
+
+def state(c: Cluster, engine: FakeEngine) -> CircuitState:
+    found = c.worker.fleet.get(engine.address)
+    assert found is not None
+    return found.circuit.state
+
+
+def test_a_prefill_that_will_never_come_is_given_up() -> None:
+    with cluster(forsaken_s=0.3) as c, ThreadPoolExecutor(1) as client:
+        p, d = c.prefill[0], c.decode[0]
+        p.manner.hang = True
+        asking = client.submit(c.complete, PROMPT)
+        until(p.generations)
+        p.served.shut()
+        answer = asking.result(20)
+        assert answer.status_code == 200 and texts(answer) == ["".join(words(PROMPT, 3))]
+        assert d.local_prefills == 1 and d.outcomes[-1].kind == "failed"
+
+
+def test_a_stream_that_will_never_go_on_ends_with_an_error() -> None:
+    with cluster(forsaken_s=0.3) as c, ThreadPoolExecutor(1) as client:
+        d = c.decode[0]
+        d.manner.gap_s = 600.0
+        asking = client.submit(c.complete, PROMPT, stream=True)
+        until(lambda: any(e.committed for e in c.worker.front.journal.exchanges))
+        d.served.shut()
+        said = events(asking.result(20))
+        assert "error" in said[-2] and said[-1] == "[DONE]"
+
+
+def test_a_stream_that_goes_on_meanwhile_is_whole() -> None:
+    with cluster(forsaken_s=3.0) as c, ThreadPoolExecutor(1) as client:
+        d = c.decode[0]
+        d.manner.gap_s = 0.25
+        asking = client.submit(c.complete, PROMPT, stream=True, max_tokens=16)
+        until(lambda: any(e.committed for e in c.worker.front.journal.exchanges))
+        d.served.shut()
+        assert streamed(asking.result(20)) == "".join(words(PROMPT, 16))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_frozen_engine_has_is_done_by_another(role: str) -> None:
+    with cluster(prefill=2, decode=2, **FROZEN) as c, ThreadPoolExecutor(1) as client:
+        pair = c.prefill if role == "prefill" else c.decode
+        for engine in c.decode:
+            engine.manner.recompute_s = 60.0  # exceeds the test's time: no D may compute by itself
+        for engine in pair:
+            engine.manner.hold = True
+        asking = client.submit(c.complete, PROMPT)
+        until(lambda: any(engine.generations() for engine in pair))
+        frozen, other = sorted(pair, key=lambda engine: -len(engine.generations()))
+        frozen.manner.frozen, other.manner.hold = True, False
+        answer = asking.result(20)
+        assert answer.status_code == 200 and texts(answer) == ["".join(words(PROMPT, 3))]
+        assert state(c, frozen) is CircuitState.UNREACHABLE
+        assert len(frozen.generations()) == 1 and other.generations()
+        frozen.manner.frozen = frozen.manner.hold = False
+
+
+def test_an_engine_that_thaws_finishes_what_it_has() -> None:
+    with cluster(vanished_s=1.5, probe_timeout_s=0.3) as c, ThreadPoolExecutor(1) as client:
+        d = c.decode[0]
+        d.manner.hold = True
+        asking = client.submit(c.complete, PROMPT)
+        until(d.generations)
+        d.manner.frozen = True
+        until(lambda: state(c, d) is CircuitState.UNREACHABLE)
+        d.manner.frozen = False
+        until(lambda: state(c, d) is CircuitState.CLOSED)
+        end = time.monotonic() + 2.5  # longer than the limit for a vanished engine
+        until(lambda: time.monotonic() > end)
+        d.manner.hold = False
+        answer = asking.result(20)
+        assert answer.status_code == 200 and texts(answer) == ["".join(words(PROMPT, 3))]
+        assert len(d.generations()) == 1

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observation never affects what it observes: a full disk ends the trace, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from unit.metaserver.cluster import cluster
+from unit.runtime.caches import Model
+from unit.runtime.pair import DecodeSite, PrefillSite, sites
+from unit.test_connector import connected_pair, output
+from unit.watching import until
+from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.observe.trace import TraceFile
+
+FULL = Path("/dev/full")
+STAGES = (
+    "bound",
+    "gate_open",
+    "ready",
+    "layer_computed",
+    "step",
+    "layer_submitted",
+    "layer_pushed",
+    "push_closed",
+    "closed",
+)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[TraceFile]:
+    """A trace file on a full disk: writes fail at the first flush."""
+    if not FULL.exists():
+        pytest.skip("this system has no /dev/full")
+    made = TraceFile(str(tmp_path), "test")
+    made._file.close()
+    made._file = FULL.open("a", buffering=1)
+    yield made
+    made.close()
+
+
+def test_a_full_disk_ends_the_trace_with_one_line(full: TraceFile, caplog: pytest.LogCaptureFixture) -> None:
+    assert trace.enabled()
+    for _ in range(3):
+        trace.emit("bound", transfer="t")
+    assert full not in trace._subscribers
+    assert [r.levelno for r in caplog.records if r.name == trace.__name__] == [logging.ERROR]
+    assert "No space left" in caplog.text and "restart" in caplog.text
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> None:
+    """Each stage is reported in the middle of other work: the engine's, the writer's or the loop's."""
+    raised: list[str] = []
+
+    def broken(name: str, facts: Any) -> None:
+        if name == stage:
+            raised.append(name)
+            raise OSError(28, "No space left on device")
+
+    unsubscribe = trace.subscribe(broken)
+    model = Model("opaque")
+    p, d = PrefillSite(model, 1), DecodeSite(model, 1)
+    try:
+        with sites(p, d):
+            first, second = d.reserve("first", 30), d.reserve("second", 9)
+            d.step()  # both are bound in one step
+            p.prefill(first)
+            p.prefill(second)
+            assert all(report.ok for report in d.received(first, second))
+            d.check(first, second)
+    finally:
+        unsubscribe()
+    assert raised == [stage], "it happened, once, and the subscriber was dropped"
+
+
+def _broken(stages: tuple[str, ...]) -> tuple[Callable[[], None], list[str]]:
+    """Subscribe one failing subscriber for each of these stages; return a function that removes them, and their
+    failures."""
+    raised: list[str] = []
+
+    def breaking(wanted: str) -> trace.Subscriber:
+        def broken(stage: str, facts: Any) -> None:
+            if stage == wanted:
+                raised.append(stage)
+                raise OSError(28, "No space left on device")
+
+        return broken
+
+    removers = [trace.subscribe(breaking(stage)) for stage in stages]
+
+    def remove() -> None:
+        for each in removers:
+            each()
+
+    return remove, raised
+
+
+def test_the_schedulers_go_on_when_their_trace_fails() -> None:
+    stages = ("reserved", "posted", "attached", "prefilled", "reported", "released")
+    remove, raised = _broken(stages)
+    try:
+        with connected_pair() as pair:
+            asked = pair.load()
+            pair.prefilled(asked)
+            until(pair.results, "the load")
+            told = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
+            pair.decode.update_connector_output(told)
+            pair.metaserver.end = b'{"event":"prefilled"}\n'
+            held, _ = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
+            pair.decode.request_finished_all_groups(asked, ([3, 5],))
+            sent: list[str] = []
+            finished = frozenset({"r-p"})
+            until(lambda: sent.extend(pair.prefill_step(output(), finished=finished).finished_sending) or sent, "sent")
+            pair.prefill.update_connector_output(KVConnectorOutput(finished_sending=set(sent)))
+            assert held and told.finished_recving == {"r"} and sent == ["r-p"]
+    finally:
+        remove()
+    assert {"posted", "attached", "reported", "released"} <= set(raised)
+
+
+def test_the_metaserver_goes_on_when_its_trace_fails() -> None:
+    remove, raised = _broken(("meta.decode", "meta.reserved", "meta.prefill", "meta.prefilled", "meta.first_byte"))
+    try:
+        with cluster() as c:
+            assert [c.complete(f"p{n}", stream=bool(n % 2)).status_code for n in range(3)] == [200] * 3
+    finally:
+        remove()
+    assert len(raised) == len(set(raised)) == 5, raised
+
+
+@pytest.mark.parametrize("most", [0, 100, 5000])
+def test_a_file_that_takes_no_more_stops_no_process(most: int, tmp_path: Path) -> None:
+    """A limit on the size of files, which the kernel enforces like a full disk; 0: full before the start."""
+    program = (
+        "import resource\n"
+        "from vllm_ascend_pd.observe import trace\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
+        f"file = trace.TraceFile({str(tmp_path)!r}, 'test')\n"
+        "for n in range(3000):\n"
+        "    trace.emit('bound', transfer='t' * 60)\n"
+        "print(trace.enabled())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert done.stderr.count("the trace ends here") == 1
+    (written,) = tmp_path.iterdir()
+    assert written.stat().st_size == most
+
+
+def test_the_end_of_a_process_is_not_disturbed_by_a_full_disk() -> None:
+    program = (
+        "import pathlib, sys, tempfile\n"
+        "from vllm_ascend_pd.observe import trace\n"
+        "file = trace.TraceFile(tempfile.mkdtemp(), 'test')\n"
+        "file._file = pathlib.Path('/dev/full').open('a', buffering=1 << 16)\n"
+        "trace.emit('bound', transfer='t')\n"  # stays in the buffer until the end
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

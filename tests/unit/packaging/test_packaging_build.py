@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pip install .`: finds the installed torch without importing it, names what is missing, builds one abi3 wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD_ENVIRONMENT = ("ASCEND_HOME_PATH", "SOC_VERSION", "VLLM_ASCEND_PD_NPU", "VLLM_ASCEND_PD_TORCH", "PYTHONPATH")
+
+
+HIDE_SITE_PACKAGES = """
+import sys, sysconfig
+hidden = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+sys.path[:] = [folder for folder in sys.path if folder not in hidden]
+"""
+
+
+@pytest.fixture(scope="module")
+def isolated(tmp_path_factory):
+    """Environment that pip's build isolation sets: setuptools, without the interpreter's own packages."""
+    folder = tmp_path_factory.mktemp("isolated")
+    (folder / "sitecustomize.py").write_text(HIDE_SITE_PACKAGES)
+    site_packages = Path(setuptools.__file__).parent.parent
+    for part in ("setuptools", "_distutils_hack", f"setuptools-{setuptools.__version__}.dist-info"):
+        (folder / part).symlink_to(site_packages / part)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """An interpreter in which nothing is installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    return folder / "bin/python"
+
+
+def copy_of_tree(folder):
+    """Copy the files that a build reads to a folder, so that nothing is written into the repository."""
+    copy = folder / "tree"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    for name in ("csrc", "vllm_ascend_pd"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return copy
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return copy_of_tree(tmp_path)
+
+
+def build(python, isolated, tree, *command, **environment):
+    env = {k: v for k, v in os.environ.items() if k not in BUILD_ENVIRONMENT} | environment
+    done = subprocess.run(
+        [python, "setup.py", *command],
+        cwd=tree,
+        env=env | {"PYTHONPATH": str(isolated)},
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout
+
+
+def test_build_isolation_really_hides_torch(isolated):
+    """Otherwise the tests below would prove nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"],
+        env=os.environ | {"PYTHONPATH": str(isolated)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "No module named 'torch'" in done.stderr
+
+
+def test_without_torch_the_build_says_that_torch_is_missing_and_what_to_do(bare_python, isolated, tree):
+    code, output = build(bare_python, isolated, tree, "build_ext", "--inplace")
+    assert code != 0
+    assert "torch is missing" in output
+    assert "Install torch >= 2.10" in output
+    assert str(bare_python.parent.parent) in output, "it should say where it looked"
+    assert "Traceback" not in output
+
+
+def test_metadata_needs_no_torch(bare_python, isolated, tree):
+    code, output = build(bare_python, isolated, tree, "--version")
+    assert code == 0, output
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", output.split()[-1])
+
+
+def test_an_old_torch_is_named_with_its_version(isolated, tree, tmp_path):
+    old = tmp_path / "torch"
+    old.mkdir()
+    (old / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    code, output = build(sys.executable, isolated, tree, "build_ext", VLLM_ASCEND_PD_TORCH=str(old))
+    assert code != 0
+    assert "torch 2.9.1+cpu" in output
+    assert "too old" in output
+
+
+def test_a_missing_compiler_is_named(isolated, tree):
+    code, output = build(sys.executable, isolated, tree, "build_ext", CXX="no-such-compiler")
+    assert code != 0
+    assert "'no-such-compiler' is missing" in output
+
+
+def test_npu_kernels_that_are_demanded_fail_loudly_and_name_everything_that_is_missing(isolated, tree):
+    code, output = build(sys.executable, isolated, tree, "build_ext", VLLM_ASCEND_PD_NPU="1")
+    assert code != 0
+    assert "ASCEND_HOME_PATH" in output
+    assert "SOC_VERSION" in output
+    assert "torch_npu" in output
+
+
+def test_a_misspelt_npu_choice_is_refused(isolated, tree):
+    code, output = build(sys.executable, isolated, tree, "build_ext", VLLM_ASCEND_PD_NPU="yes")
+    assert code != 0
+    assert "auto, 0 or 1" in output
+
+
+@pytest.fixture(scope="module")
+def wheel(isolated, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    code, output = build(sys.executable, isolated, copy_of_tree(folder), "bdist_wheel", "--dist-dir", str(folder))
+    assert code == 0, output
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_one_wheel_serves_every_python_from_3_10(wheel):
+    assert re.search(r"-cp310-abi3-linux_\w+\.whl$", wheel.name)
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "vllm_ascend_pd/_C.abi3.so" in names
+    assert "vllm_ascend_pd/py.typed" in names
+    strays = [n for n in names if not n.startswith(("vllm_ascend_pd/", "vllm_ascend_pd-"))]
+    assert not strays
+    entry_points = next(n for n in names if n.endswith("entry_points.txt"))
+    assert "ascend_pd = vllm_ascend_pd.plugin:register" in zipfile.ZipFile(wheel).read(entry_points).decode()
+
+
+def test_the_extension_asks_torch_for_nothing_but_its_stable_c_functions(wheel, tmp_path):
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed")
+    library = zipfile.ZipFile(wheel).extract("vllm_ascend_pd/_C.abi3.so", tmp_path)
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True, timeout=60
+    )
+    wanted = [line.split()[-1] for line in listed.stdout.splitlines() if "@" not in line and line.split()[0] == "U"]
+    assert wanted
+    unstable = [name for name in wanted if not re.match(r"(aoti_)?torch_[a-z0-9_]+$", name)]
+    assert not unstable

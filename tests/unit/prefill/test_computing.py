@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of a cached prefix that are ready, and those that the same step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from unit.schedulers.test_decisions_scheduler import CACHE, engine, output, remote_decode, request, reservation
+from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.geometry.layout import STATE, Group
+from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.protocol.auth import seal
+
+SIZE = 4
+PLAIN = (Group(SIZE),)
+
+
+def chunk(name: str, computed: int, count: int, *new: Sequence[int], replaces: bool = True) -> Chunk:
+    return Chunk(name, computed, count, new, replaces)
+
+
+def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: Computing | None = None) -> int:
+    """Run a step; return how many computed tokens of the last chunk's request are ready."""
+    computing = known or Computing()
+    computing.step(chunks, over)
+    return computing.ready(chunks[-1], groups)
+
+
+def test_what_nobody_computes_now_is_there() -> None:
+    assert ready(chunk("a", 0, 8, [1, 2]), chunk("b", 8, 2, [3, 4, 5])) == 8
+
+
+@pytest.mark.parametrize(("beside", "there"), [((0, 8), 0), ((4, 4), 4), ((7, 1), 4), ((8, 4), 8)], ids=str)
+def test_what_another_request_of_the_step_computes_is_not_there(beside: tuple[int, int], there: int) -> None:
+    """`a` computes blocks 1 and 2, which `b` has before its own."""
+    assert ready(chunk("a", *beside, [1, 2, 9]), chunk("b", 8, 2, [1, 2, 3])) == there
+
+
+def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one() -> None:
+    computing = Computing()
+    computing.step([chunk("a", 0, 6, [1, 2])], ())
+    more = chunk("a", 6, 2, replaces=False)
+    assert ready(more, chunk("b", 8, 2, [1, 2, 3]), known=computing) == 4
+    assert ready(Chunk("a", 8, 1, ([9],), False), chunk("c", 8, 2, [1, 2, 4]), known=computing) == 8
+
+
+def test_blocks_of_requests_that_are_over_are_nobodys() -> None:
+    computing = Computing()
+    computing.step([chunk("a", 0, 6, [1, 2])], ())
+    assert ready(chunk("b", 8, 2, [1, 2, 3]), over=["a"], known=computing) == 8
+    assert computing.open_count() == 1
+
+
+def test_a_request_that_comes_back_has_other_blocks() -> None:
+    computing = Computing()
+    computing.step([chunk("a", 0, 8, [1, 2])], ())
+    assert ready(chunk("a", 0, 8, [6, 7]), chunk("b", 8, 2, [1, 2, 3]), known=computing) == 8
+    assert ready(chunk("a", 4, 4, replaces=False), chunk("c", 8, 2, [6, 7, 3]), known=computing) == 4
+
+
+def test_the_group_that_lacks_most_decides_and_states_do_not() -> None:
+    groups = (Group(SIZE), Group(2 * SIZE), Group(SIZE, STATE))
+    states = [0, 0, 0, 7]
+    beside = chunk("a", 8, 8, [1, 2, 3, 4], [5, 6], states)
+    assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 4, 10], [11, 14, 12], states), groups=groups) == 12
+    assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 4, 10], [11, 6, 12], states), groups=groups) == 8
+    assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 9, 10], [11, 13, 12], states), groups=groups) == 16
+
+
+@pytest.mark.parametrize(("found", "there"), [(0, 0), (4, 4), (8, 8), (12, 8), (None, 8)], ids=str)
+def test_what_another_connector_loads_in_this_step_is_not_there(found: int | None, there: int) -> None:
+    """vLLM calls it computed. Another request of the step may find it in the prefix cache, too."""
+    loading = Chunk("a", 8, 4, ([1, 2, 3],), True, found)
+    assert ready(loading) == there
+    assert ready(loading, chunk("b", 8, 2, [1, 2, 9])) == there
+
+
+@pytest.mark.parametrize(
+    ("found", "beside", "early"), [(4, [9, 9], 4), (None, [9, 9], 4), (4, [1, 9], 0), (0, [9, 9], 0)], ids=str
+)
+def test_a_prompt_that_p_has_cached_leaves_before_the_forward(found: int | None, beside: list[int], early: int) -> None:
+    """But not what another connector loads into this cache: vLLM counts it as computed while it is being loaded."""
+    scheduler, asked = PrefillScheduler(engine()), request()
+    if found is not None:
+        assert scheduler.wanted(asked, found) == 0
+    scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked), None))
+    scheduler.allocated(asked)
+    step = scheduler.build_step(output([("beside", 0, 8, beside), ("r", 4, 6, [1, 2, 3])]))
+    assert [(piece.before, piece.after) for piece in step.computed] == [(0, early)] * bool(early)
+    assert [(piece.before, piece.after) for piece in step.slices] == [(early, 10)]

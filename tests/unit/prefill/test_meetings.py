@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's book of sources and targets: every order of arrival, and the fate of those that find no counterpart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from unit.geometry.reference import geometry
+from unit.prefill.test_decisions_push import reservation
+from vllm_ascend_pd.metadata import PrefillStep
+from vllm_ascend_pd.prefill.core.meetings import Holding, MeetingEvent, Meetings, MeetingState
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, SourceId, Waits
+
+D = geometry("token", heads=2, tp=2, block=4)
+HOLDING = Holding(sources=2, blocks=10, hold_s=120.0, meet_s=30.0)
+PROMPT = (10, "h")
+
+
+class House:
+    """A book, and one D that sends offers."""
+
+    def __init__(self, holding: Holding = HOLDING) -> None:
+        self.book = PushBook(model="m")
+        self.meetings = Meetings(self.book, "p", holding)
+        self.meetings.engine = D
+
+    def offer(self, n: int = 1, now: float = 0.0, **offer: Any) -> list[Any]:
+        made = reservation(10, n=n)
+        self.meetings.offer(now, "d", Offer(made.transfer, b"", **offer), made)
+        return self.said()
+
+    def said(self) -> list[Any]:
+        return [message for _, message in self.meetings.take()]
+
+    def source(self, request: str = "r", now: float = 0.0, meets: str = "name", prompt: Any = PROMPT) -> SourceId:
+        return self.meetings.source(now, request, f"push-{request}", meets, "u", prompt, 1)
+
+    def compute(self, request: str = "r", begin: int = 0, count: int = 10, blocks: Any = (1, 2, 3)) -> None:
+        if self.book.tracks(request):
+            self.book.scheduled(request, begin, count, blocks, replaces=begin == 0)
+        elif self.meetings.collects(request):
+            self.meetings.computes(request, begin + count, [blocks], replaces=begin == 0)
+
+    def end(self, request: str = "r", now: float = 0.0, well: bool = True) -> bool:
+        held = self.meetings.finished(now, request, well=well)
+        return self.book.finished(request, holds_blocks=True, why="it ended") or held
+
+    def step(self) -> PrefillStep:
+        return self.book.take_step(D)
+
+
+def code(message: Any) -> str:
+    assert isinstance(message, Gone)
+    return message.failure.code
+
+
+def pushed(step: PrefillStep) -> list[tuple[int, int, bool, list[int]]]:
+    return [(p.before, p.after, p.final, p.new_blocks[0].tolist()) for p in (*step.computed, *step.slices)]
+
+
+# -- the three orders
+
+
+def test_a_source_that_has_ended_is_pushed_whole_and_its_blocks_go_back_once() -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    assert house.end() and house.meetings.told("r").source == source  # type: ignore[union-attr]
+    assert house.step().empty
+    assert house.offer(source=source) == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
+    step = house.step()
+    assert [(start.request_id, start.ended) for start in step.starts] == [("r", True)]
+    assert pushed(step) == [(0, 10, True, [1, 2, 3])] and step.before == step.number - 1 > 0
+    assert house.book.released("r") and not house.book.released("r")
+    assert house.step().ended == ("push-r",) and not any(house.meetings.counts().values())
+
+
+def test_a_source_that_runs_is_pushed_as_far_as_it_is_and_then_layer_by_layer() -> None:
+    house = House()
+    house.source()
+    house.compute(count=4, blocks=(1,))
+    assert house.offer(meets="name") == [Bound(TransferId("d", 1, "u1"), "push-r", ended=False)]
+    house.compute(begin=4, count=6, blocks=(2, 3))
+    step = house.step()
+    assert pushed(step) == [(0, 4, False, [1]), (4, 10, True, [2, 3])]
+    assert len(step.starts) == 1 and not step.starts[0].ended
+    assert house.end() and house.said() == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
+    assert house.book.released("r")
+
+
+def test_a_target_waits_for_its_source_and_nothing_is_computed_without_it() -> None:
+    house = House()
+    assert house.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]
+    assert house.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]
+    house.source()
+    assert house.said() == [Bound(TransferId("d", 1, "u1"), "push-r", ended=False)]
+    house.compute()
+    step = house.step()
+    assert pushed(step) == [(0, 10, True, [1, 2, 3])] and not step.computed and len(step.starts) == 1
+
+
+# -- asked again, taken, never
+
+
+def test_who_asks_again_hears_the_same_also_when_all_is_over() -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    house.end()
+    first = house.offer(source=source)
+    house.step()
+    house.book.released("r")
+    assert house.offer(source=source) == first
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_source_is_bound_once(ended: bool) -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    if ended:
+        house.end()
+    house.offer(source=source)
+    (answer,) = house.offer(n=2, source=source)
+    assert code(answer) == "PD-META-027"
+    assert len(house.step().starts) == 1
+
+
+def test_a_source_of_another_incarnation_is_gone() -> None:
+    house = House()
+    house.source()
+    (answer,) = house.offer(source=SourceId("p of before", 1, "u"))
+    assert code(answer) == "PD-META-027" and house.step().empty
+
+
+def test_what_nobody_fetches_goes_back_by_itself() -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    house.end(now=5.0)
+    house.meetings.tick(124.9)
+    assert house.step().empty and house.meetings.next_wake() == 125.0
+    house.meetings.tick(125.0)
+    assert house.step().freed == ("r",) and house.book.released("r") and not house.book.released("r")
+    (answer,) = house.offer(source=source)
+    assert code(answer) == "PD-META-027"
+
+
+@pytest.mark.parametrize("by", ["source", "name"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_d_does_not_want_is_not_held(by: str, ended: bool) -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    held = ended and house.end()
+    house.meetings.unwanted(1.0, source if by == "source" else None, "name")
+    if not ended:
+        assert not house.end(), "nothing is held then"
+    assert house.step().freed == (("r",) if held else ())
+    house.meetings.unwanted(2.0, source, "")
+    assert not any(house.meetings.counts().values()) and house.book.released("r") is held
+
+
+def test_what_is_bound_is_wanted() -> None:
+    house = House()
+    source = house.source()
+    house.compute()
+    house.offer(source=source)
+    house.meetings.unwanted(1.0, source, "")
+    assert len(house.step().starts) == 1
+
+
+def test_a_target_that_nobody_meets_is_told_so() -> None:
+    house = House()
+    house.offer(now=1.0, meets="name")
+    house.meetings.tick(31.0)
+    (answer,) = house.said()
+    assert code(answer) == "PD-META-026" and not any(house.meetings.counts().values())
+
+
+def test_a_source_that_does_not_fit_is_kept_for_one_that_does() -> None:
+    house = House()
+    house.source(prompt=(10, "another"))
+    house.compute()
+    (answer,) = house.offer(meets="name")
+    assert code(answer) == "PD-META-005"
+    assert house.end() and house.meetings.counts()["held"] == 1
+
+
+def test_a_target_that_waited_for_another_prompt_is_told_and_the_source_kept() -> None:
+    house = House()
+    house.offer(meets="name")
+    house.source(prompt=(11, "h"))
+    (answer,) = house.said()
+    assert code(answer) == "PD-META-005" and house.meetings.counts()["targets"] == 0
+    house.compute(count=11)
+    assert house.end()
+
+
+def test_a_name_is_used_once() -> None:
+    house = House()
+    first, second = house.source("r"), house.source("s")
+    house.compute("r")
+    house.compute("s")
+    house.offer(meets="name")
+    assert [start.request_id for start in house.step().starts] == ["r"]
+    house.end("s")
+    assert isinstance(house.offer(n=2, source=second)[0], Bound) and first != second
+
+
+# -- bounds
+
+
+def test_no_more_is_held_than_is_allowed_and_all_of_it_comes_back() -> None:
+    house = House()
+    for request in "abc":
+        house.source(request, meets="")
+        house.compute(request)
+    assert [house.end(request) for request in "abc"] == [True, True, False]
+    assert house.meetings.told("c") is None
+    house.meetings.tick(120.0)
+    assert house.step().freed == ("a", "b")
+    assert house.book.released("a") and house.book.released("b") and house.book.open_count() == 0
+
+
+def test_blocks_are_bounded_too() -> None:
+    house = House(Holding(sources=100, blocks=5))
+    for request in "ab":
+        house.source(request, meets="")
+        house.compute(request)
+    assert [house.end(request) for request in "ab"] == [True, False]
+
+
+def test_no_more_targets_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ascend_pd.prefill.core.meetings.MAX_WAITING", 2)
+    house = House()
+    answers = [house.offer(n=n, meets=f"name-{n}")[0] for n in (1, 2, 3)]
+    assert [type(answer) for answer in answers] == [Waits, Waits, Gone]
+    assert code(answers[2]) == "PD-META-028"
+
+
+# -- ends of either side
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_request_that_is_aborted_takes_its_push_with_it(told: bool) -> None:
+    house = House()
+    house.source()
+    house.compute(count=4)
+    house.offer(meets="name")
+    if told:
+        house.step()
+    assert house.end(well=False) is told, "blocks that no worker reads are free at once"
+    assert code(house.said()[0]) == "PD-XFER-002"
+    step = house.step()
+    assert not step.starts and not step.computed and len(step.aborts) == told
+
+
+def test_blocks_lost_before_a_step_told_of_the_push_are_not_read() -> None:
+    house = House()
+    house.source()
+    house.compute(count=4, blocks=(1,))
+    house.offer(meets="name")
+    house.book.preempted("r")
+    step = house.step()
+    assert step.empty
+    house.compute(blocks=(7, 8, 9))
+    step = house.step()
+    assert pushed(step) == [(0, 10, True, [7, 8, 9])] and len(step.starts) == 1 and not step.preempted
+
+
+def test_a_source_that_was_preempted_forgets_its_blocks() -> None:
+    house = House()
+    house.source()
+    house.compute(count=4, blocks=(1,))
+    house.meetings.preempted("r")
+    house.compute(blocks=(7, 8, 9))
+    house.offer(meets="name")
+    assert pushed(house.step()) == [(0, 10, True, [7, 8, 9])]
+
+
+def test_a_source_that_is_met_while_it_is_preempted_has_nothing_to_push() -> None:
+    house = House()
+    house.source()
+    house.compute(count=4, blocks=(1,))
+    house.meetings.preempted("r")
+    house.offer(meets="name")
+    assert house.step().empty
+    house.compute(blocks=(7, 8, 9))
+    assert pushed(house.step()) == [(0, 10, True, [7, 8, 9])]
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "dead"])
+def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
+    house = House()
+    house.offer(meets="name")
+    if how == "dead":
+        house.meetings.gone(1.0, "d")
+    else:
+        house.meetings.withdrawn(1.0, "another d", TransferId("d", 1, "u1"))
+        assert house.meetings.counts()["waiting"] == 1, "only who offered may withdraw"
+        house.meetings.withdrawn(1.0, "d", TransferId("d", 1, "u1"))
+    assert not any(house.meetings.counts().values())
+    house.source()
+    house.compute()
+    assert house.step().empty
+
+
+def test_every_state_but_over_has_a_cell_for_every_offer() -> None:
+    """No state may raise on anything that a message can cause."""
+    e, s = MeetingEvent, MeetingState
+    two = {e.OFFER_AGAIN, e.OFFER_TAKEN}
+    one = {e.OFFER, e.OFFER_UNFIT}
+    offers = {s.OVER: {e.OFFER, e.OFFER_UNKNOWN, e.OFFER_TOO_MANY}, s.WAITING: two, s.BOUND: two}
+    for state in MeetingState:
+        assert offers.get(state, one) <= set(Meetings.table[state])
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """In any order of events a source goes to one target at most, and blocks are released once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.house = House()
+        self.now = 0.0
+        self.sources: dict[str, SourceId] = {}
+        self.running: set[str] = set()
+        self.held: set[str] = set()
+        self.bound: dict[str, str] = {}
+        self.n = 0
+
+    @rule(name=st.sampled_from(["x", "y", ""]))
+    def scheduled(self, name: str) -> None:
+        request = f"r{len(self.sources)}"
+        self.sources[request] = self.house.source(request, self.now, name)
+        self.running.add(request)
+        self._heard()
+
+    @rule(data=st.data())
+    def computed(self, data: st.DataObject) -> None:
+        if self.running:
+            request = data.draw(st.sampled_from(sorted(self.running)))
+            self.house.compute(request)
+            self._step()
+
+    @rule(data=st.data())
+    def preempted(self, data: st.DataObject) -> None:
+        if self.running:
+            request = data.draw(st.sampled_from(sorted(self.running)))
+            self.house.meetings.preempted(request)
+            self.house.book.preempted(request)
+
+    @rule(data=st.data(), well=st.booleans())
+    def ended(self, data: st.DataObject, well: bool) -> None:
+        if self.running:
+            request = data.draw(st.sampled_from(sorted(self.running)))
+            self.running.discard(request)
+            if self.house.end(request, self.now, well):
+                self.held.add(request)
+            self._heard()
+
+    @rule(data=st.data(), again=st.booleans())
+    def offered(self, data: st.DataObject, again: bool) -> None:
+        self.n += not again
+        names: list[dict[str, Any]] = [{"meets": "x"}, {"meets": "y"}]
+        names += [{"source": source} for source in self.sources.values()]
+        made = reservation(10, n=max(1, self.n))
+        offer = Offer(made.transfer, b"", **data.draw(st.sampled_from(names)))
+        self.house.meetings.offer(self.now, "d", offer, made)
+        self._heard()
+
+    @rule(data=st.data())
+    def unwanted(self, data: st.DataObject) -> None:
+        if self.sources:
+            self.house.meetings.unwanted(self.now, data.draw(st.sampled_from(list(self.sources.values()))), "")
+            self._step()
+
+    @rule(seconds=st.sampled_from([1.0, 31.0, 130.0]))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        self.house.meetings.tick(self.now)
+        self._heard()
+        self._step()
+
+    @rule(data=st.data())
+    def reported(self, data: st.DataObject) -> None:
+        """Report the end from the workers for everything that they were told has ended."""
+        self._step()
+        found = [r for r in sorted(self.held) if self.house.book.open_count() and r in self.house.book._holding]
+        if found:
+            request = data.draw(st.sampled_from(found))
+            assert self.house.book.released(request) and not self.house.book.released(request)
+            self.held.discard(request)
+
+    def _heard(self) -> None:
+        for message in self.house.said():
+            if isinstance(message, Bound):
+                transfer = str(message.transfer)
+                assert self.bound.setdefault(message.push, transfer) == transfer, "a source is bound once"
+        pushes = list(self.bound.values())
+        assert len(pushes) == len(set(pushes)), "and so is a target"
+
+    def _step(self) -> None:
+        step = self.house.step()
+        for request in step.freed:
+            assert request in self.held
+        for start in step.starts:
+            assert start.push in self.bound
+
+    @invariant()
+    def bounded(self) -> None:
+        counts = self.house.meetings.counts()
+        assert counts["held"] <= HOLDING.sources and counts["held_blocks"] <= HOLDING.blocks
+
+    def teardown(self) -> None:
+        for request in sorted(self.running):
+            if self.house.end(request, self.now, well=False):
+                self.held.add(request)
+        self.house.meetings.tick(self.now + 1000.0)
+        self._step()
+        for request in sorted(self.held):
+            assert self.house.book.released(request), "every block comes back"
+        assert not any(self.house.meetings.counts().values()) and not self.house.book.open_count()
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Catch-up exchanges: an exchange that found no staging slot is repeated in a later step, from the paged cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from unit.regroup.kit import Cache, DecodeSite, config
+from unit.regroup.prefill import PrefillSite, Wire, engine, running
+from unit.watching import Events, traced, until
+from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run
+from vllm_ascend_pd.prefill.core.push import Share, Unit
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
+from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
+
+LAYERS = 6
+SMALL = config(staging_slots=1, staging_destinations=1, verify="full")
+
+
+def slotless(cache: Cache, **keys: object) -> tuple[PrefillSite, list[Wire]]:
+    """P with one slot for each rank; its writes complete when the test releases them."""
+    wires = [Wire() for _ in range(cache.tp * cache.pp)]
+    return engine(cache, push=SMALL, transports=wires, **keys), wires  # type: ignore[arg-type]
+
+
+def hold(wires: list[Wire], *sites: DecodeSite) -> None:
+    for wire in wires:
+        wire.held = set().union(*(site.sessions for site in sites))
+
+
+def missing(p: PrefillSite) -> int:
+    return int(sum(stats["missing"] for stats in p.stats()))
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2), (2, 4)])
+def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
+    cache = Cache(tp=p_tp, heads=8, layers=LAYERS)
+    p, wires = slotless(cache)
+    d = DecodeSite(Cache(tp=d_tp, heads=8, layers=LAYERS), push=config(verify="full"))
+    with traced() as events, running(p, d):
+        hold(wires, d)
+        prompts = [d.reserve(60), d.reserve(90, first=8), d.reserve(33)]
+        d.step()
+        p.admit(*prompts)
+        p.compute((prompts[0], 30), (prompts[1], 40))
+        p.compute((prompts[0], 30), (prompts[1], 50), (prompts[2], 33))
+        until(lambda: all(stats["exchanges"] == 2 * LAYERS for stats in p.stats()))
+        assert missing(p) > LAYERS, "nothing was missed: the test shows nothing"
+        hold(wires)
+        assert p.ended(*prompts)
+        d.check(*prompts)
+        p.finished(*prompts)
+        p.holds_nothing()
+        assert repeated(p) == [p.catch_ups] + [0] * (p_tp - 1)
+    again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
+    assert len(again) == p.catch_ups * p_tp, "an exchange is made again on all ranks or on none"
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2)])
+def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: int) -> None:
+    """All want a slot in every layer at once; metrics show how many exchanges were repeated."""
+    layers, tokens, wires = 3, 32, [Wire() for _ in range(p_tp)]
+    push = config(verify="full", staging_slots=1)
+    p = engine(Cache(tp=p_tp, layers=layers), push=push, transports=wires, step_tokens=32 * tokens)
+    sites = [DecodeSite(Cache(tp=d_tp, layers=layers), blocks=6, push=push) for _ in range(32)]
+    with running(p, *sites):
+        hold(wires, *sites)
+        prompts = [d.reserve(tokens) for d in sites]
+        for d in sites:
+            d.step()
+        p.admit(*prompts)
+        p.compute(*((prompt, tokens) for prompt in prompts))
+        until(lambda: all(stats["exchanges"] == layers for stats in p.stats()))
+        assert [stats["slots_taken"] for stats in p.stats()] == [4] * p_tp
+        missed = 16 * layers - 4  # on each rank: 16 of the D's get their heads from it, and it owns all of those
+        assert [stats["missing"] for stats in p.stats()] == [missed] * p_tp
+        hold(wires)
+        assert p.ended(*prompts)
+        for d, prompt in zip(sites, prompts, strict=True):
+            d.check(prompt)
+        p.finished(*prompts)
+        p.holds_nothing()
+        assert repeated(p) == [p.catch_ups] + [0] * (p_tp - 1)
+        assert p.catch_ups >= missed / 4
+
+
+def repeated(p: PrefillSite) -> list[int]:
+    """Return how many repeated exchanges each worker reports."""
+    told = [rank.runtime.tally.take() or {"sums": {}} for rank in p.ranks]
+    return [data["sums"].get("exchanges_repeated", 0) for data in told]
+
+
+def closed(events: Events) -> list[int]:
+    """Bytes of the pairs that P has closed."""
+    return [facts["bytes"] for stage, facts in list(events) if stage == "closed" and "d_rank" in facts]
+
+
+def test_the_owners_are_those_of_the_first_time() -> None:
+    """Each rank writes as many bytes as without a catch-up."""
+    totals = []
+    for slots in (1, LAYERS):
+        push = config(staging_slots=slots, staging_destinations=1)
+        wires = [Wire(), Wire()]
+        p = engine(Cache(tp=2, layers=LAYERS), push=push, transports=wires)
+        d = DecodeSite(Cache(layers=LAYERS))
+        with traced() as events, running(p, d):
+            hold(wires, d)
+            prompt = d.reserve(51)
+            d.step()
+            p.admit(prompt)
+            p.compute((prompt, 51))
+            until(lambda p=p: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+            hold(wires)
+            assert p.ended(prompt)
+            assert bool(p.catch_ups) == (slots == 1)
+            p.finished(prompt)
+            # A push that closes releases its blocks before the trace event.
+            until(lambda events=events: len(closed(events)) == 2)
+        totals.append(sorted(closed(events)))
+    assert totals[0] == totals[1]
+
+
+class Short(Staging):
+    """Staging without a slot while `short`."""
+
+    short = True
+
+    def take(self, destination: Hashable, nbytes: int) -> StagingSlot | None:
+        return None if self.short else super().take(destination, nbytes)
+
+
+def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
+    """One rank asks for an exchange, and another one for the same a step later, before the first is done."""
+
+    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+        made.staging.__class__ = Short
+        return made
+
+    p = engine(Cache(tp=2, layers=LAYERS), push=config(staging_slots=3 * LAYERS), parts=replaced)
+    d = DecodeSite(Cache(layers=LAYERS))
+    with traced() as events, running(p, d):
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 64))
+        until(lambda: missing(p) == 2 * LAYERS)
+        for rank in p.ranks:
+            rank.device.busy = True
+            assert isinstance(rank.parts, RegroupParts)
+            assert isinstance(rank.parts.staging, Short)
+            rank.parts.staging.short = False
+        for _ in range(3):
+            p.book.missed([(1, layer, 1) for layer in range(LAYERS)])
+            p.idle()
+        until(lambda: all(stats["exchanges"] == 4 * LAYERS for stats in p.stats()))
+        assert [stats["slots_taken"] for stats in p.stats()] == [LAYERS, LAYERS]
+        for rank in p.ranks:
+            rank.device.busy = False
+        assert p.ended(prompt)
+        d.check(prompt)
+        p.finished(prompt)
+        p.holds_nothing()
+    pushed = [facts["bytes"] for stage, facts in events if stage == "layer_pushed"]
+    assert sum(pushed) == LAYERS * 64 * 4 * 64, "a byte was written twice"
+
+
+@pytest.mark.parametrize("when", ["before anything is exchanged again", "while it is exchanged again"])
+def test_a_preemption_forgets_what_was_missed(when: str) -> None:
+    p, _ = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
+    with running(p, d):
+        prompt, other = d.reserve(64), d.reserve(64)
+        p.admit(prompt, other)
+        p.compute((prompt, 40), (other, 40))  # D's workers do not have them yet: their slots stay taken
+        until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+        assert missing(p) > 0
+        if when.startswith("while"):
+            p.book.missed([(1, layer, 1) for layer in range(LAYERS)])
+        p.preempt(prompt)
+        d.step()
+        p.compute((other, 24))
+        p.compute((prompt, 50))
+        p.compute((prompt, 14))
+        assert p.ended(prompt, other)
+        d.check(prompt, other)
+        p.finished(prompt, other)
+        p.holds_nothing()
+
+
+def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_two_divisions() -> None:
+    """Rank 0 has said DONE; what rank 1 misses is lost, and a second run would be divided otherwise."""
+    p, wires = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d):
+        wires[1].held = d.sessions
+        prompt = d.reserve(51)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 51))
+        until(lambda: p.stats()[1]["missing"] == LAYERS - 1)
+
+        def rank_0_is_done() -> bool:
+            p.idle()
+            return not any(p.stats()[0][name] for name in ("missing", "pieces", "unsealed"))
+
+        until(rank_0_is_done)
+        assert p.stats()[1]["missing"] == LAYERS - 1
+        wires[1].held = set()
+        p.preempt(prompt)
+        for _ in range(3):  # changes the owners
+            p.idle()
+        p.compute((prompt, 51))
+        if p.ended(prompt):
+            d.check(prompt)
+
+
+class Late(Exchange):
+    """Exchange that gathers only when the test allows it, so that it lags behind the engine."""
+
+    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
+        assert MAY_GATHER.wait(20)
+        return super().run(rows, layer, slots)
+
+
+MAY_GATHER = threading.Event()
+
+
+def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
+    """It gathers contents of the blocks' next owner."""
+
+    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+        made.exchange.__class__ = Late
+        return made
+
+    MAY_GATHER.clear()
+    p = engine(Cache(tp=2, layers=LAYERS), push=config(verify="full"), parts=replaced)
+    d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
+    with traced() as events, running(p, d):
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        until(lambda: [stage for stage, _ in events].count("ready") >= 2)
+        p.preempt(prompt)
+        MAY_GATHER.set()
+        p.compute((prompt, 64))
+        assert p.ended(prompt), "a checksum of the wrong bytes was counted"
+        d.check(prompt)
+        p.finished(prompt)
+        p.holds_nothing()
+
+
+@pytest.mark.parametrize("how", ["preempted", "aborted"])
+def test_what_was_missed_is_forgotten_with_its_push_at_once(how: str) -> None:
+    p, _ = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d):
+        prompt = d.reserve(64)
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+        assert missing(p) > 0
+        if how == "preempted":
+            p.preempt(prompt)
+        else:
+            p.finish(prompt, aborted=True)
+            p.idle()
+        until(lambda: missing(p) == 0, seconds=10)
+        assert p.catch_ups == 0
+
+
+def test_nothing_is_exchanged_again_for_pushes_that_have_ended() -> None:
+    p, _ = slotless(Cache(tp=2, layers=LAYERS))
+    d = DecodeSite(Cache(layers=LAYERS))
+    with running(p, d):
+        prompt = d.reserve(64)
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        until(lambda: all(stats["exchanges"] == LAYERS for stats in p.stats()))
+        assert missing(p) > 0
+        p.finish(prompt, aborted=True)
+        p.let_go(prompt)
+        before = p.catch_ups
+        for _ in range(5):
+            p.idle()
+        assert p.catch_ups == before
+        p.holds_nothing()
+
+
+def test_a_stage_makes_only_its_own_layers_again() -> None:
+    """Two stages of 3 and 2 layers: an exchange is named by its layer in the whole engine."""
+    p, wires = slotless(Cache(tp=2, pp=2, layers=5))
+    d = DecodeSite(Cache(layers=5))
+    with traced() as events, running(p, d):
+        hold(wires, d)
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 64))
+        until(lambda: [stats["exchanges"] for stats in p.stats()] == [3, 3, 2, 2])
+        assert missing(p) > 0
+        hold(wires)
+        assert p.ended(prompt)
+        d.check(prompt)
+        p.finished(prompt)
+        p.holds_nothing()
+        told = repeated(p)
+        assert told[0] + told[2] == p.catch_ups and told[1] == told[3] == 0, "each stage tells of its own, once"
+        assert told[2], "nothing was made again there: the test shows nothing"
+    again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
+    assert len(again) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
+
+
+def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> None:
+    book = PushBook(model="a model")
+    assert not book.must_step()
+    book.missed([(1, 0, 1)])
+    assert book.must_step()
+    assert book.take_step(None).catch_ups == ((1, 0, 1),)
+    looks = 0
+    while book.must_step():
+        assert book.take_step(None).empty
+        looks += 1
+        assert looks < 100
+    assert looks > 1
+
+
+# ---- the ledger
+
+
+def push_of(name: str) -> Any:
+    """Stand-in for a push, with the fields that the ledger uses."""
+    return SimpleNamespace(name=name, owed=set())
+
+
+def of_layers(count: int, destination: Endpoint) -> tuple[dict[int, Endpoint], dict[int, bool]]:
+    """Return the destination of each layer, and that no layer is exchanged yet."""
+    return dict.fromkeys(range(count), destination), dict.fromkeys(range(count), False)
+
+
+class Ledger(RuleBasedStateMachine):
+    """Shares not yet exchanged, compared with plain sets of (share, layer) by state."""
+
+    shares = Bundle("shares")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pushes = {name: push_of(name) for name in "abc"}
+        self.exchanges = Exchanges(cast("Any", None), LAYERS, cast("Any", None), cast("Any", None))
+        self.owed: dict[Share, set[str]] = {}
+        self.here: set[tuple[Share, int]] = set()
+        self.coming: set[tuple[Share, int]] = set()
+        self.waiting: set[tuple[Share, int]] = set()
+        self.asked: set[Unit] = set()
+        self.room = False
+        self.exchanges.staging = cast("Any", self)
+
+    def take(self, destination: Hashable, nbytes: int) -> object:
+        """Stand-in for the staging's method."""
+        return object() if self.room else None
+
+    @rule(target=shares, step=st.integers(1, 2), slot=st.integers(0, 1), names=st.sets(st.sampled_from("abc")))
+    def plan(self, step: int, slot: int, names: set[str]) -> Share:
+        wanting = [self.pushes[name] for name in sorted(names)]
+        share = Share(step, 1, wanting, *of_layers(LAYERS, Endpoint("d", slot)))
+        for push in wanting:
+            push.owed.add(share)
+        self.owed[share] = names
+        return share
+
+    @rule(share=shares, layer=st.integers(0, LAYERS - 1), room=st.booleans())
+    def run(self, share: Share, layer: int, room: bool) -> None:
+        """Run an exchange, in whichever step it was ordered."""
+        self.room = room
+        part = SimpleNamespace(shares=[share], plan=SimpleNamespace(slots=[SimpleNamespace(nbytes=1)]))
+        made = Run(share.unit(layer), cast("Any", part))
+        slot = self.exchanges.slot(made, 0)
+        self.exchanges.made(made)
+        self.asked.discard(share.unit(layer))
+        assert (slot is not None) <= bool(self.owed[share]), "a slot for what nobody wants"
+        at = share, layer
+        if not self.owed[share] or at in self.here | self.coming:
+            assert slot is None, "fetched twice"
+        elif slot is None:
+            self.waiting.add(at)
+        else:
+            self.waiting.discard(at)
+            self.coming.add(at)
+
+    @rule()
+    def arrive(self) -> None:
+        for share, layer in self.coming:
+            self.exchanges.arrived(share, layer)
+        self.here |= self.coming
+        self.coming.clear()
+
+    @rule(name=st.sampled_from("abc"))
+    def forget(self, name: str) -> None:
+        self.exchanges.forget(self.pushes[name])
+        for names in self.owed.values():
+            names.discard(name)
+        self.waiting = {at for at in self.waiting if self.owed[at[0]]}
+
+    @rule(step=st.integers(1, 2))
+    def forget_step(self, step: int) -> None:
+        self.exchanges.missed.forget_step(step)
+        self.asked = {unit for unit in self.asked if unit.step != step}
+
+    @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), most=st.integers(1, 40))
+    def wanted(self, room: list[int], most: int) -> None:
+        found = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], most)  # type: ignore[attr-defined]
+        assert len(found) == len(set(found)) <= most
+        waiting = {
+            slot: {share.unit(layer) for share, layer in self.waiting if share.destinations[layer].port == slot}
+            for slot in (0, 1)
+        }
+        for unit in found:
+            assert unit not in self.asked, "asked for twice"
+            assert any(unit in units and room[slot] for slot, units in waiting.items())
+        for slot, units in waiting.items():
+            if room[slot] > len(units) and most == 40:
+                left = units - self.asked - set(found)
+                assert not left or len(found) == most, "there was room, and nobody asked"
+        self.asked.update(found)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.exchanges.missed) == len(self.waiting)
+        for name, push in self.pushes.items():
+            theirs = {share for share, names in self.owed.items() if name in names}
+            lacking = {share for share in theirs if any((share, layer) not in self.here for layer in range(LAYERS))}
+            assert push.owed == lacking
+
+
+TestLedger = Ledger.TestCase
+
+
+def test_thousands_of_missed_exchanges_cost_no_more_per_question() -> None:
+    """A destination that is stalled for minutes leaves tens of thousands behind: no query iterates over them."""
+    exchanges = Exchanges(cast("Any", None), 80, cast("Any", None), cast("Any", None))
+    missed, one = exchanges.missed, push_of("one")
+    for step in range(500):
+        share = Share(step, 1, [one], *of_layers(80, Endpoint("stalled", 1)))
+        one.owed.add(share)
+        for layer in range(80):
+            missed.miss(share, layer)
+    missed.miss(Share(999, 1, [push_of("another")], *of_layers(1, Endpoint("well", 1))), 0)
+    asked: list[str] = []
+
+    def room(destination: object) -> int:
+        assert isinstance(destination, Endpoint)
+        asked.append(destination.host)
+        return 4 if destination.host == "well" else 0
+
+    assert missed.wanted(room, 64) == [Unit(999, 0, 1)]
+    assert sorted(asked) == ["stalled", "well"]
+    exchanges.forget(one)
+    assert len(missed) == 1

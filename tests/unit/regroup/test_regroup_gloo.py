@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regroup exchange among real processes over gloo: every ratio and layout, D's memory right to the last byte."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unit.regroup.kit import Cache, DecodeSite, Prompt, config
+from unit.regroup.prefill import Share
+from unit.regroup.worker import Fleet, There
+from unit.watching import until
+
+pytestmark = pytest.mark.timeout(240)
+
+MAX_RANKS = 8
+# heads of the model, ranks of P, ranks of D
+RATIOS = [(4, 2, 1), (8, 4, 1), (8, 4, 2), (8, 8, 2), (6, 3, 2), (12, 6, 4), (2, 8, 1)]
+# layout of P, layout of D, K and V in one tensor, dtype
+FORMS = [
+    ("token", "token", False, "bfloat16"),
+    ("token", "token", True, "float16"),
+    ("token", "head", False, "int8"),
+    ("head", "token", True, "float8_e4m3fn"),
+    ("head", "head", False, "float8_e5m2"),
+    ("plane", "plane", True, "bfloat16"),
+]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet(MAX_RANKS)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+class Engines:
+    """A prefill engine of processes and its decode engines."""
+
+    def __init__(self, fleet: Fleet, p: Cache, *ds: Cache, folder: Path, kind: str = "plain", **keys: Any) -> None:
+        self._fleet = fleet
+        self.d = [DecodeSite(d, folder=folder, push=config(**keys)) for d in ds]
+        self.p = fleet.engine(p, kind=kind, **keys)
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fleet.shut(self.p)
+        for site in self.d:
+            site.close()
+
+    def push(self, work: Sequence[tuple[int, int, int, list[int]]], hook: str = "name") -> list[Prompt]:
+        """Push (decode engine, first token, tokens, chunks) of each prompt. Chunk by chunk, all prompts in the same
+        steps."""
+        prompts = [self.d[site].reserve(tokens, first=first) for site, first, tokens, _ in work]
+        for site in self.d:
+            site.step()
+        self.p.admit(*prompts)
+        for counts in itertools.zip_longest(*(chunks for *_, chunks in work)):
+            self.p.compute(
+                *[(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count], hook=hook
+            )
+        assert self.p.ended(*prompts)
+        return prompts
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        for site in self.d:
+            site.check(*[prompt for prompt in prompts if prompt.site is site])
+        self.p.finished(*prompts)
+        self.p.holds_nothing()
+
+    def exchanges(self) -> list[tuple[int, int, int]]:
+        """Return (step, layer, sub-step) of all exchanges without repeated ones, after checking that all ranks
+        agree."""
+        workers = [worker for worker in self.p.workers if isinstance(worker, There)]
+
+        def alike() -> bool:
+            """Wait for ranks that received nothing, which may report later."""
+            told = [worker.exchanges()[0] for worker in workers]
+            counts = [stats["exchanges"] for stats in self.p.stats()]
+            return all(exchanges == told[0] for exchanges in told) and counts == [len(told[0])] * len(told)
+
+        until(alike, "the ranks are not of one mind")
+        made = [worker.exchanges() for worker in workers]
+        first, called = made[0]
+        assert all(each == called for _, each in made), "a rank called a collective alone"
+        assert [stats["collectives"] for stats in self.p.stats()] == [called] * len(made)
+        assert called in (0, len(first)), "not one collective for each exchange"
+        found = list(dict.fromkeys(first))
+        assert len(first) == len(found) + self.p.catch_ups, "an exchange was made twice, and nobody had ordered it"
+        return found
+
+
+WORK = [
+    (0, 0, 3, [3]),  # less than a block: one owner, the others own nothing
+    (0, 0, 40, [11, 29]),  # whole blocks
+    (0, 16, 61, [20, 21, 20]),  # a prefix hit on D, a partial last chunk
+    (0, 0, 97, [33, 1, 63]),  # blocks that no number of ranks divides
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]} to {form[1]}, {form[3]}")
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio[1]} to {ratio[2]} with {ratio[0]} heads")
+def test_every_ratio_and_layout(
+    fleet: Fleet, tmp_path: Path, ratio: tuple[int, int, int], form: tuple[str, str, bool, str]
+) -> None:
+    heads, p_tp, d_tp = ratio
+    p_layout, d_layout, packed, dtype = form
+    p = Cache(p_layout, p_tp, heads, 8 if p_layout != "head" else 16, packed, dtype)
+    d = Cache(d_layout, d_tp, heads, 8 if d_layout != "head" else 16, packed, dtype)
+    with Engines(fleet, p, d, folder=tmp_path) as pair:
+        pair.check(pair.push(WORK))
+        assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+MIXED = [
+    (4, 2, (1, 2)),
+    (8, 4, (2, 1)),
+    (8, 8, (2, 4)),
+    (12, 6, (4, 3)),
+    (2, 8, (1, 2)),
+    (6, 3, (2, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("mixed", MIXED, ids=lambda m: f"{m[1]} to {' and '.join(map(str, m[2]))}")
+def test_one_exchange_serves_decode_engines_of_different_tp(
+    fleet: Fleet, tmp_path: Path, mixed: tuple[int, int, tuple[int, ...]]
+) -> None:
+    heads, p_tp, d_tps = mixed
+    ds = [Cache("token", tp, heads, block) for tp, block in zip(d_tps, (8, 16, 4), strict=False)]
+    with Engines(fleet, Cache("token", p_tp, heads), *ds, folder=tmp_path, verify="full") as engines:
+        work = [(site, first, tokens, chunks) for site in range(len(ds)) for _, first, tokens, chunks in WORK]
+        engines.check(engines.push(work))
+        assert engines.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("ratio", RATIOS, ids=lambda ratio: f"{ratio[1]} to {ratio[2]} with {ratio[0]} heads")
+def test_ranks_that_own_nothing_or_send_nothing_take_part(
+    fleet: Fleet, tmp_path: Path, ratio: tuple[int, int, int]
+) -> None:
+    """A prompt of one short block has one owner for each D rank: the others receive nothing, and it sends nothing."""
+    heads, p_tp, d_tp = ratio
+    with Engines(fleet, Cache("token", p_tp, heads), Cache("token", d_tp, heads), folder=tmp_path) as pair:
+        for tokens in (3, 8, 9):
+            prompts = pair.push([(0, 0, tokens, [tokens])])
+            pair.d[0].check(*pair.d[0].prompts)
+            pair.p.finished(*prompts)
+        assert {layer for _, layer, _ in pair.exchanges()} == {0, 1}
+
+
+def test_nothing_is_called_where_nothing_crosses(fleet: Fleet, tmp_path: Path) -> None:
+    """Every rank writes from slots what it holds itself: P of TP 2 to D of TP 4."""
+    with Engines(fleet, Cache(tp=2), Cache(tp=4), folder=tmp_path) as pair:
+        pair.check(pair.push(WORK))
+        assert pair.exchanges()
+        assert all(worker.exchanges()[1] == 0 for worker in pair.p.workers)
+
+
+def test_a_prefix_hit_much_longer_than_a_step_is_cut_into_sub_steps(fleet: Fleet, tmp_path: Path) -> None:
+    """Slots are sized for steps of 256 tokens; 900 are pushed at once."""
+    with Engines(fleet, Cache(tp=4), Cache(tp=2), folder=tmp_path) as pair:
+        pair.check(pair.push([(0, 0, 900, [900]), (0, 0, 30, [30])]))
+        found = pair.exchanges()
+        assert len({part for _, _, part in found}) > 2
+        assert found == [(1, layer, part) for layer in (0, 1) for part in range(1, 1 + len(found) // 2)]
+
+
+def test_the_order_of_exchanges_is_not_that_of_the_hooks(fleet: Fleet, tmp_path: Path) -> None:
+    with Engines(fleet, Cache(tp=4, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
+        pair.check(pair.push(WORK, "shuffled"))
+        assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in range(5)]
+
+
+@pytest.mark.parametrize("hook", ["no name", "none", "all but one"])
+def test_what_no_hook_said_was_computed_is_exchanged_and_not_pushed(fleet: Fleet, tmp_path: Path, hook: str) -> None:
+    """Other ranks wait for the exchange; its data is not used."""
+    with Engines(fleet, Cache(tp=4, layers=3), Cache(tp=1, layers=3), folder=tmp_path, quiet_s=0.2) as pair:
+        prompt = pair.d[0].reserve(40)
+        pair.d[0].step()
+        pair.p.admit(prompt)
+        pair.p.compute((prompt, 40), hook=hook)
+        until(lambda: pair.d[0].ended(prompt), "D hears of it")
+        (report,) = pair.d[0].reports[prompt.name]
+        assert not report.ok and report.code == "PD-GEO-004", report
+        pair.p.finished(prompt)
+        pair.p.holds_nothing()
+        until(lambda: all(stats["exchanges"] == 3 for stats in pair.p.stats()), "every rank comes to every exchange")
+        assert pair.exchanges() == [(1, layer, 1) for layer in range(3)]
+
+
+def test_stages_exchange_by_themselves(fleet: Fleet, tmp_path: Path) -> None:
+    with Engines(fleet, Cache(tp=2, pp=2, layers=5), Cache(tp=1, layers=5), folder=tmp_path) as pair:
+        pair.check(pair.push(WORK))
+
+
+@pytest.mark.parametrize("slots", [4, 1])
+def test_exchanges_may_be_launched_from_the_hook(fleet: Fleet, tmp_path: Path, slots: int) -> None:
+    """As on an NPU: no thread, no waiting for slots, so layers without one are exchanged in a later step."""
+    with Engines(fleet, Cache(tp=4), Cache(tp=2), folder=tmp_path, kind="inline", staging_slots=slots) as pair:
+        pair.check(pair.push(WORK))
+        assert pair.exchanges() == [(step, layer, 1) for step in (1, 2, 3) for layer in (0, 1)]
+
+
+def test_a_rank_that_was_stopped_for_a_while_holds_up_and_breaks_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    with Engines(fleet, Cache(tp=4), Cache(tp=1), folder=tmp_path) as pair:
+        stopped = fleet.members[2].pid
+        d, p = pair.d[0], pair.p
+        prompt = d.reserve(64)
+        d.step()
+        p.admit(prompt)
+        os.kill(stopped, signal.SIGSTOP)
+        waker = threading.Timer(1.0, os.kill, (stopped, signal.SIGCONT))
+        waker.start()
+        try:
+            p.compute((prompt, 64))
+            assert p.ended(prompt)
+        finally:
+            waker.join()
+        pair.check([prompt])
+
+
+def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> None:
+    """The engine is lost; but the others fail their pushes at once, with a code, and go on answering."""
+    fleet = Fleet(3)
+    timers = {"lease_s": 5.0, "margin_s": 1.0, "quiet_s": 1.0}  # time for which D holds the dead rank's blocks
+    d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(**timers))
+    p = fleet.engine(Cache(tp=3, heads=6), **timers)
+    try:
+        prompt = d.reserve(90)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        victim = fleet.members[1]
+        os.kill(victim.pid, signal.SIGSTOP)
+        new = p.pool.take(7)
+        p.book.scheduled(p.name_of(prompt), 40, 50, new, replaces=False)
+        step, table = p.book.take_step(p.geometry), [*prompt.p_blocks, *new]
+        for index in (0, 2):
+            fleet.members[index].ask("step", step, [Share(prompt.seed, prompt.tokens, table, 40, 90)], "name", [])
+        os.kill(victim.pid, signal.SIGKILL)
+        until(lambda: d.ended(prompt), "D hears of it")
+        [report] = d.reports[prompt.name]
+        assert not report.ok
+        assert "PD-XFER-006" in (report.code, report.detail.split()[0]), report
+        stats = [fleet.members[index].ask("stats") for index in (0, 2)]
+        assert [facts["exchanges"] for facts in stats] == [4, 4], (
+            "two layers of two steps, as well as they could be made"
+        )
+    finally:
+        fleet.abandon()
+        d.close()
+
+
+def test_a_rank_whose_collective_raises_leaves_nobody_in_it(tmp_path: Path) -> None:
+    """No process dies, so no connection ends by itself: the rank must close its own, or the others wait for ten
+    minutes."""
+    fleet = Fleet(3)
+    d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(quiet_s=0.2))
+    p = fleet.engine(Cache(tp=3, heads=6), quiet_s=0.2)
+    try:
+        fleet.members[1].ask("break_collective", 3)
+        prompt = d.reserve(90)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        p.compute((prompt, 50))
+        assert not p.ended(prompt)
+        until(lambda: [facts["exchanges"] for facts in p.stats()] == [4] * 3, "every rank is out", seconds=20)
+        p.finished(prompt)
+        p.holds_nothing()
+    finally:
+        fleet.abandon()
+        d.close()

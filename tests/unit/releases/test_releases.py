@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of vLLM other than the newest CPU wheel, among them 0.23.0, which vllm-ascend 0.23.0.post1 pairs with.
+
+Their schedulers, aggregators and hooks call our connector. The scenarios are in program.py and run in an
+environment of their own, all in one process: importing vLLM takes longer than they do.
+`tests/integration/test_releases_real.py` starts real engines of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.support.environments import RELEASES, beside
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+SCENARIOS = (
+    "chunks_from_2_to_1",
+    "chunks_from_1_to_2",
+    "chunks_from_4_to_2",
+    "a_layer_in_a_graph",
+    "hooks_in_the_order_of_0_23",
+    "a_prefix_on_prefill_is_pushed_too",
+    "preempted_pushes_begin_again",
+    "aborted_on_prefill_fails_on_decode",
+    "aborted_on_decode_gives_the_blocks_back",
+    "failed_loads_fail_as_configured",
+    "failed_loads_are_recomputed_as_configured",
+    "first_tokens_are_p_s",
+    "a_worker_s_batch_takes_the_token_as_an_output",
+    "first_tokens_that_do_not_come_are_computed",
+    "aborted_while_held_gives_the_blocks_back",
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # creating an environment takes a minute
+
+
+def environment() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
+    return {**env, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_connector_on_another_vllm(release: str) -> None:
+    """Only its Python code: no kernel of vLLM's is called."""
+    done = subprocess.run(
+        [beside(release, "--python"), HERE / "program.py", release],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = {line["name"]: line["error"] for line in map(json.loads, filter(_is_told, done.stdout.splitlines()))}
+    assert results.keys() == {"version", *SCENARIOS}
+    assert not any(results.values()), "\n".join(f"{name}: {error}" for name, error in results.items() if error)
+
+
+def _is_told(line: str) -> bool:
+    return line.startswith("{")

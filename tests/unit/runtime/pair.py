@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill and a decode engine without vLLM: the real books, workers and runtimes of both sides in one process.
+
+The side channel is real (127.0.0.1); the transfer engine is the in-process one unless a test brings another. Caches
+are torch tensors in the layouts that vLLM and vllm-ascend register. A request's KV is random and known token by
+token, P computes it step by step as a model would, and D's memory is compared with it to the last byte, including
+bytes that must not change.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from unit.runtime.caches import Divided, Model, Pool, RankCache
+from unit.watching import parsed, until
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.core.loads import Loaded
+from vllm_ascend_pd.decode.decisions import LoadBook
+from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.engine import Engine, merge_geometries
+from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
+from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint
+from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.regroup.parts import Place
+from vllm_ascend_pd.roles import StepMetadata
+from vllm_ascend_pd.transport.base import Target, Wire
+from vllm_ascend_pd.transport.memory import MemoryTransport
+
+LOOPBACK = "127.0.0.1"
+NAME = "a model of the tests"
+DEADLINE_S = 20.0
+UNTOUCHED = -559038737
+FAST = {
+    "transport": "memory",
+    "verify": "full",
+    "regroup": "never",  # exchanges need a process for each rank
+    "resend_first_s": 0.05,
+    "resend_max_s": 0.2,
+    "transfer_timeout_s": 5,
+}
+
+Tensors = Mapping[str, Any]
+MakeTransport = Callable[[], MemoryTransport | Target | Wire]
+Hook = Callable[[PrefillWorker, str, Any], None]
+
+
+def config(*, quiet_s: float | None = None, **keys: Any) -> PushConfig:
+    return parsed({**FAST, "quiet_extra_s": 0.0, **keys}, quiet_s)
+
+
+@dataclass(frozen=True)
+class PairEngine(Engine):
+    """An engine with the transfer engine of the test."""
+
+    make_transport: MakeTransport = MemoryTransport
+
+    def create_target(self, *_: Any, **__: Any) -> Any:
+        return self.make_transport()
+
+    create_wire = create_target
+
+
+def engine_of(config: PushConfig, make_transport: MakeTransport, secrets: Secrets | None) -> PairEngine:
+    return PairEngine(
+        config, uuid.uuid4().hex[:16], "an engine", NAME, LOOPBACK, secrets, make_transport=make_transport
+    )
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on both sides."""
+
+    name: str
+    tokens: int
+    first: int
+    content: np.ndarray
+    reservation: Reservation
+    d_blocks: list[int]
+    p_blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def p_name(self) -> str:
+        return f"{self.name}-on-p"
+
+
+class DecodeSite:
+    """One decode engine: its book and its workers, stage by stage. `cuts`: numbers of layers after which a stage
+    ends; `hosts`: hosts of the stages, in turns."""
+
+    def __init__(
+        self,
+        model: Model,
+        tp: int,
+        *,
+        cuts: Sequence[int] = (),
+        hosts: Sequence[str] = (LOOPBACK,),
+        divided: Divided = Divided(),  # noqa: B008
+        block: int = 4,
+        blocks: int = 64,
+        push: PushConfig | None = None,
+        make_transport: MakeTransport = MemoryTransport,
+        device: Device | None = None,
+        secrets: Secrets | None = None,
+        seed: int = 2,
+    ) -> None:
+        self.model, self.tp, self.covers = model, tp, block * divided.world
+        self.config, self.secrets = push or config(), secrets
+        device = device or model.device()
+        self.engine = engine_of(self.config, make_transport, secrets)
+        self.book = LoadBook(self.engine.incarnation)
+        self.pool = Pool(blocks, seed)
+        self.firsts = [0, *cuts]  # first layer of each stage
+        self.stages = [model.names[a:b] for a, b in pairwise([*self.firsts, len(model.names)])]
+        self.places = [(stage, rank) for stage in range(len(self.stages)) for rank in range(tp)]
+        self.ranks = [
+            RankCache(model, self.stages[stage], tp, rank, blocks, block, divided) for stage, rank in self.places
+        ]
+        self.workers = []
+        for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
+            cache.fill(UNTOUCHED)
+            shape = model.shape(block, tp, rank, divided)
+            there = replace(engine_of(self.config, make_transport, secrets), host=hosts[stage % len(hosts)])
+            worker = DecodeWorker(there, shape, device, stage, rank)
+            worker.register_kv_caches(cache.tensors)
+            self.workers.append(worker)
+        facts = {place: worker.handshake() for place, worker in zip(self.places, self.workers, strict=True)}
+        self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
+        self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
+        self.requests: dict[str, Request] = {}
+        self.used: set[int] = set()  # blocks of requests that have ended
+        self.seen: list[Counter[str]] = [Counter() for _ in self.workers]
+        self.outcomes: dict[str, list[Loaded]] = {}
+        self.done: dict[str, list[Loaded]] = {}
+
+    def reserve(
+        self, name: str, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None
+    ) -> Request:
+        """Allocate blocks for [first, tokens) like D's scheduler; the workers get it in the next step."""
+        content = self.model.content(tokens, len(self.requests) if seed is None else seed)
+        before = first // self.covers
+        blocks = [0] * before + self.pool.take(-(-tokens // self.covers) - before)
+        assert self.book.wanted(name, tokens, first) == tokens - first
+        bind = self.book.reserve(name, tokens - first, [blocks], self.geometry.tables, deadline_s, uuid.uuid4().hex)
+        reservation = Reservation(
+            version=PROTOCOL_VERSION,
+            transfer=bind.transfer,
+            model=NAME,
+            first=bind.first,
+            end=bind.end,
+            blocks=tuple(ids.astype("<i4").tobytes() for ids in bind.blocks),
+            geometry=self.geometry,
+            endpoints=self.endpoints,
+            deadline_s=deadline_s,
+            prompt_length=tokens,
+            prompt_hash="the hash",
+        )
+        self.requests[name] = Request(name, tokens, first, content, reservation, blocks[before:])
+        return self.requests[name]
+
+    def step(self) -> DecodeStep:
+        """Run one engine step: the metadata goes to the workers, their reports come back."""
+        step = self.book.take_step(None, self.geometry)
+        for worker in self.workers:
+            worker.bind(StepMetadata(decode=step))
+        self.collect()
+        return step
+
+    def collect(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            for report in worker.reports():
+                self.seen[rank][report.request_id] += 1
+                assert self.seen[rank][report.request_id] == 1, f"{report} came twice from rank {rank}"
+                self.outcomes.setdefault(report.request_id, []).append(report)
+        for name, reports in list(self.outcomes.items()):
+            if len(reports) == len(self.workers):
+                del self.outcomes[name]
+                if self.book.received(name) is not None:
+                    self.done[name] = reports
+
+    def received(self, *requests: Request, seconds: float = DEADLINE_S) -> list[Loaded]:
+        """Step until every worker has reported these requests."""
+        names = [request.name for request in requests]
+
+        def all_done() -> bool:
+            self.step()
+            return all(name in self.done for name in names)
+
+        until(all_done, f"reports of {names}, so far {self.outcomes}", seconds)
+        self.step()  # nothing may be reported twice
+        return [report for name in names for report in self.done[name]]
+
+    def release(self, request: Request) -> None:
+        """End the request: its blocks return to the pool with their contents."""
+        del self.requests[request.name]
+        self.pool.give(request.d_blocks)
+        self.used.update(request.d_blocks)
+
+    def check(self, *requests: Request, layers: int | None = None) -> None:
+        """Check that these requests' KV is complete, and that nothing else changed but blocks of requests not named.
+        `layers`: only so many, from the first."""
+        for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
+            for own, views in enumerate(cache.views[:layers]):
+                for region, view in enumerate(views):
+                    where = f"stage {stage}, rank {rank}, layer {own}, region {region}"
+                    self._check(requests, where, view, self.firsts[stage] + own, own, region, cache)
+
+    def _check(
+        self,
+        requests: Sequence[Request],
+        where: str,
+        view: np.ndarray,
+        layer: int,
+        own: int,
+        region: int,
+        cache: RankCache,
+    ) -> None:
+        expected = np.full_like(view, UNTOUCHED)
+        free = np.zeros(view.shape, dtype=bool)
+        free[list(self.used.difference(*(request.d_blocks for request in requests)))] = True
+        for request in self.requests.values():
+            if request not in requests:
+                free[request.d_blocks] = True
+                continue
+            tokens, at, row = cache.own(request.first, request.tokens)
+            if self.used.intersection(request.d_blocks):  # used blocks may hold anything elsewhere
+                free[request.d_blocks] = True
+            ids = np.asarray(request.d_blocks)[at - request.first // self.covers]
+            wanted = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
+            expected[ids, :, row] = wanted
+            landed = view[ids, :, row]
+            assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
+            if self.model.layout == "opaque" and request.tokens % self.covers:
+                free[request.d_blocks[-1], :, request.tokens % self.covers :] = True  # a plane is written whole
+        touched = (view != expected) & ~free
+        assert not touched.any(), f"{where}: blocks {np.unique(np.argwhere(touched)[:, 0]).tolist()} were touched"
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def _wrong(differs: np.ndarray) -> list[int]:
+    return np.flatnonzero(differs.reshape(len(differs), -1).any(axis=1)).tolist()[:8]
+
+
+def by_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    worker.save_layer(name)
+
+
+def without_a_name(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    """Fire the hook without a name, as vllm-ascend does in some of its paths."""
+    worker.save_layer("")
+
+
+def no_hook(worker: PrefillWorker, name: str, tensor: Any) -> None:
+    """Fire no hook, as in a captured graph."""
+
+
+class PrefillSite:
+    """One prefill engine: its book and its workers, by (stage, rank). `cuts`: ends of its stages, if they differ in
+    size."""
+
+    def __init__(
+        self,
+        model: Model,
+        tp: int,
+        *,
+        pp: int = 1,
+        cuts: Sequence[int] = (),
+        divided: Divided = Divided(),  # noqa: B008
+        block: int = 4,
+        blocks: int = 64,
+        push: PushConfig | None = None,
+        make_transport: MakeTransport = MemoryTransport,
+        device: Device | Callable[[int], Device] | None = None,
+        secrets: Secrets | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.model, self.tp, self.covers = model, tp, block * divided.world
+        self.config = push or config()
+        device = device or model.device()
+        device_of = device if callable(device) else lambda _: device
+        self.book = PushBook(model=NAME)
+        self.pool = Pool(blocks, seed)
+        self.workers: dict[tuple[int, int], PrefillWorker] = {}
+        self.caches: dict[tuple[int, int], RankCache] = {}
+        self.stages = [tuple(map(str, part)) for part in np.array_split(np.array(model.names), cuts or pp)]
+        pp = len(self.stages)
+        for stage, names in enumerate(self.stages):
+            for rank in range(tp * divided.pcp):
+                cache = RankCache(model, names, tp, rank, blocks, block, divided)
+                cache.fill(7)
+                shape = model.shape(block, tp, rank, divided)
+                engine = engine_of(self.config, make_transport, secrets)
+                place = Place(stage * tp + rank, tp, pp, 8192)
+                worker = PrefillWorker(engine, shape, device_of(rank), Contributor(stage, rank), place)
+                worker.register_kv_caches(cache.tensors)
+                self.workers[stage, rank], self.caches[stage, rank] = worker, cache
+        self.geometry = merge_geometries({key: worker.handshake() for key, worker in self.workers.items()})  # type: ignore[misc]
+        self.known: set[str] = set()
+        self.ended: list[str] = []
+        self.seen: dict[tuple[int, int], Counter[str]] = {key: Counter() for key in self.workers}
+        self.sent: set[str] = set()
+        self.released: set[str] = set()
+
+    def admit(self, request: Request, **changes: Any) -> Any:
+        """Take the request's reservation like P's scheduler."""
+        reservation = request.reservation
+        return self.book.admit(request.p_name, reservation, request.tokens, reservation.prompt_hash, uuid.uuid4().hex)
+
+    def compute(self, *work: tuple[Request, int], hook: Hook = by_name) -> PrefillStep:
+        """Run one engine step that computes so many tokens of each request."""
+        ranges = []
+        for request, count in work:
+            new = self.pool.take(-(-(request.computed + count) // self.covers) - len(request.p_blocks))
+            request.p_blocks += new
+            whole = request.p_name not in self.known
+            self.known.add(request.p_name)
+            told = request.p_blocks if whole else new
+            self.book.scheduled(request.p_name, request.computed, count, told, replaces=whole)
+            ranges.append((request, request.computed, request.computed + count))
+            request.computed += count
+        return self._deliver(ranges, hook)
+
+    def prefill(self, request: Request, *chunks: int, hook: Hook = by_name) -> None:
+        """Compute a whole prompt, in chunks; one chunk if none are named."""
+        assert self.admit(request) is None
+        for chunk in chunks or (request.tokens,):
+            self.compute((request, chunk), hook=hook)
+
+    def cached_prefix(self, request: Request, tokens: int) -> None:
+        """Put the first tokens into P's cache beforehand, as an earlier request would."""
+        request.p_blocks, request.computed = self.pool.take(-(-tokens // self.covers)), tokens
+        for (stage, _), cache in self.caches.items():
+            for index, name in enumerate(self.stages[stage]):
+                self._write(cache, self.model.names.index(name), index, request, 0, tokens)
+
+    def idle(self) -> PrefillStep:
+        """Run a step without tokens."""
+        return self._deliver([], by_name)
+
+    def preempt(self, request: Request) -> PrefillStep:
+        """Take the request's blocks away in a step of others."""
+        self.book.preempted(request.p_name)
+        self.pool.give(request.p_blocks)
+        self.known.discard(request.p_name)
+        request.p_blocks, request.computed = [], 0
+        return self.idle()
+
+    def finish(self, request: Request, *, holds_blocks: bool = True) -> bool:
+        self.ended.append(request.p_name)
+        return self.book.finished(request.p_name, holds_blocks=holds_blocks, why="the test ended it")
+
+    def released_blocks_of(self, *requests: Request, seconds: float = DEADLINE_S) -> None:
+        """Step until every worker has reported these requests, so that their blocks are free."""
+        names = [request.p_name for request in requests]
+
+        def all_out() -> bool:
+            self.idle()
+            return all(name in self.sent for name in names)
+
+        until(all_out, f"{names} sent, seen {self.seen}", seconds)
+        self.idle()  # nothing may be reported twice
+
+    def _deliver(self, ranges: list[tuple[Request, int, int]], hook: Hook) -> PrefillStep:
+        step = self.book.take_step(self.geometry)
+        for worker in self.workers.values():
+            worker.preempt(StepMetadata(prefill=step))
+            assert worker._runtime is not None
+            worker._runtime.begin_step(step)  # `bind` would end an engine whose writer has died
+        for (stage, rank), worker in self.workers.items():
+            cache = self.caches[stage, rank]
+            for index, name in sorted(enumerate(self.stages[stage]), key=lambda each: ".indexer." not in each[1]):
+                for request, begin, end in ranges:  # an indexer's keys are written before the attention runs
+                    self._write(cache, self.model.names.index(name), index, request, begin, end)
+                if ranges:
+                    hook(worker, name, cache.tensors[name])
+            worker.end_step()
+        self.collect()
+        return step
+
+    def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
+        tokens, at, row = cache.own(begin, end)
+        ids = np.asarray(request.p_blocks)[at]
+        if layer >= len(request.content):
+            return  # layer of a draft model that D lacks
+        for region, view in enumerate(cache.views[own]):
+            content = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
+            view[ids, :, row] = content
+
+    def collect(self) -> None:
+        ended, self.ended = self.ended, []
+        for key, worker in self.workers.items():
+            for name in worker.ended(ended).sent:
+                self.seen[key][name] += 1
+                assert self.seen[key][name] == 1, f"{name} was reported twice by {key}"
+                if all(counts[name] for counts in self.seen.values()):
+                    self.sent.add(name)
+                    if self.book.released(name):
+                        self.released.add(name)
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+
+@contextmanager
+def sites(*made: PrefillSite | DecodeSite) -> Iterator[None]:
+    """Close every site; fail if a thread of theirs is left."""
+    try:
+        yield
+    finally:
+        for site in made:
+            site.close()
+    left = own_threads()
+    assert not left, f"threads that were not joined: {left}"
+
+
+def own_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))
+
+
+def free_port_is(endpoint: Endpoint) -> bool:
+    """Return whether this port can be bound again."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((endpoint.host, endpoint.port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both runtimes with the real Mooncake, one side in a process that is stopped or killed: the effects on the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
+    pytest.skip("Mooncake is not installed", allow_module_level=True)
+
+from unit.runtime.pair import DecodeSite, PrefillSite, Request, sites
+from unit.runtime.site_child import SiteChild, decode_site, packed, prefill_site, unpacked
+from unit.transport.mooncake_child import Stalls
+from unit.watching import traced, until
+from vllm_ascend_pd.transport.wire import MooncakeWire
+
+TOKENS = 600
+WATCHED_S = 9.0  # longer than lease, transfer timeout and the transport's timeout together
+DELAY_S = 1.0  # limit of the delay that a faulty peer may cause others
+
+
+@pytest.fixture
+def decode_child() -> Iterator[SiteChild]:
+    with SiteChild("decode") as child:
+        yield child
+
+
+def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
+    """Send one request to each, so that all have connected; the child's is request number 0, the next will be number
+    1."""
+    first = d.reserve("warm", 40)
+    d.step()
+    p.prefill(first)
+    assert d.received(first)[0].ok
+    other = unpacked("warm-child", 40, 0, child.ask("reserve", "warm-child", 40))
+    child.ask("step")
+    p.prefill(other)
+    until(lambda: "warm-child=True" in child.ask("step"), "the child's first request")
+    for request in (first, other):
+        p.finish(request)
+    p.released_blocks_of(first, other)
+
+
+@pytest.mark.parametrize(
+    ("fault", "met"),
+    [
+        ("stopped in a write", True),
+        ("killed in a write", True),
+        ("stopped before first contact", False),
+        ("stopped between its answer and first contact", False),  # the case that a probe cannot prevent
+    ],
+)
+def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_by_a_second(
+    fault: str, met: bool, decode_child: SiteChild
+) -> None:
+    """Small requests go to a healthy D one after another, while a large one is in progress to the faulty one."""
+    p, d = prefill_site(), decode_site()
+    with sites(p, d), Stalls() as stalls, traced() as events:
+        if met:
+            warm(p, d, decode_child)
+        else:
+            first = d.reserve("warm", 40)
+            d.step()
+            p.prefill(first)
+            assert d.received(first)[0].ok
+        text = decode_child.ask("reserve", "bad", TOKENS)
+        if fault.endswith("its answer and first contact"):
+            _answers_once(_wire(p))
+        if not met:  # READY is on its way: P will write to a stopped process
+            decode_child.ask("halt-at", "ready")
+        decode_child.ask("step")
+        bad = unpacked("bad", TOKENS, int(met), text)
+        assert p.admit(bad) is None
+        forward = _timed(lambda: p.compute((bad, TOKENS // 2)))
+        until(lambda: _submitted(events, bad), "a write to the bad one")
+        if fault == "killed in a write":
+            decode_child.kill()
+        else:
+            decode_child.stop()
+        forward = max(forward, _timed(lambda: p.compute((bad, TOKENS // 2))))
+        p.finish(bad)
+        begun, transfer, count = time.monotonic(), 0.0, 0
+        while time.monotonic() - begun < WATCHED_S:
+            count += 1
+            good = d.reserve(f"good-{count}", 40)
+            took, ahead = _transfer(p, d, good)
+            transfer, forward = max(transfer, took), max(forward, ahead)
+            p.finish(good)
+            p.released_blocks_of(good)
+            p.pool.give(good.p_blocks)
+            d.release(good)
+        print(f"{fault}: {count} transfers; slowest {transfer * 1e3:.0f} ms, slowest step {forward * 1e3:.0f} ms, "
+              f"machine stalled {stalls.worst * 1e3:.0f} ms")  # fmt: skip
+        assert transfer < DELAY_S + stalls.worst
+        assert forward < 0.5 + stalls.worst  # P's forward waits for no peer
+        p.released_blocks_of(bad)  # at P's own deadlines, whatever D does
+        failed = [facts for stage, facts in events if stage == "push_closed" and not facts["ok"]]
+        assert len(failed) == 1 and failed[0]["transfer"] == str(bad.reservation.transfer)
+
+
+def _answers_once(wire: MooncakeWire) -> None:
+    """The peer is probed, answers, and is stopped; a later probe meets the stopped process."""
+    introducer, answers = wire._contacts._introducer, iter([True])
+    probe = introducer._probe
+    introducer._probe = lambda address: next(answers, False) or probe(address)
+
+
+def _wire(p: PrefillSite) -> MooncakeWire:
+    (worker,) = p.workers.values()
+    assert worker._runtime is not None and isinstance(worker._runtime._wire, MooncakeWire)
+    return worker._runtime._wire
+
+
+def _timed(step) -> float:
+    begun = time.monotonic()
+    step()
+    return time.monotonic() - begun
+
+
+def _transfer(p: PrefillSite, d: DecodeSite, request: Request) -> tuple[float, float]:
+    """Return the seconds until D has it, and the longest of P's steps meanwhile."""
+    begun = time.monotonic()
+    d.step()
+    ahead = _timed(lambda: p.prefill(request))
+    assert d.received(request)[0].ok
+    return time.monotonic() - begun, ahead
+
+
+def _submitted(events, request: Request) -> bool:
+    transfer = str(request.reservation.transfer)
+    return any(stage == "layer_submitted" and transfer in facts["transfers"] for stage, facts in list(events))
+
+
+def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_again() -> None:
+    """Revocation with the real transfer engine: D fences, revokes, frees and goes on; the stopped process writes
+    nothing later."""
+    d, other = decode_site(), prefill_site()
+    with SiteChild("prefill") as sleeper, sites(d, other), traced() as events:
+        first = d.reserve("warm", 40)  # P has connected to D: its next write is issued at once
+        d.step()
+        sleeper.say("prefill", first.name, 40, 0, packed(first.reservation))
+        assert d.received(first)[0].ok
+        assert sleeper.line() == "ok"
+        bad = d.reserve("bad", TOKENS)
+        d.step()
+        sleeper.ask("halt-in-write", 3)
+        sleeper.say("prefill", bad.name, TOKENS, len(d.requests) - 1, packed(bad.reservation))
+        sleeper.halted()
+        assert d.book.request_finished(bad.name) is not None  # the client disconnects: D fences
+        slow = d.reserve("slow", 320)  # in progress from another P when access is revoked
+        d.step()
+        assert other.admit(slow) is None
+        other.compute((slow, 160))
+        until(lambda: _revoked(events), "the revocation", 30.0)
+        d.received(bad)
+        assert not d.done[bad.name][0].ok
+        other.compute((slow, 160))
+        (report,) = d.received(slow)
+        # Cut by the revocation, or by its lease if the machine stood still for as long.
+        assert not report.ok and report.code in ("PD-XFER-004", "PD-XFER-001"), "what is cut fails cleanly"
+        other.finish(slow)
+        other.released_blocks_of(slow)
+        other.pool.give(slow.p_blocks)
+        d.release(slow)
+        d.release(bad)  # the blocks have another owner from here on
+        again = d.reserve("again", 320)
+        d.step()
+        other.prefill(again)
+        assert d.received(again)[0].ok, "tried again under the new session"
+        d.check(again)
+        before = [view.copy() for views in d.ranks[0].views for view in views]
+        sleeper.wake()
+        assert sleeper.line() == "ok"
+        assert sleeper.ask("blocks") == "bad-on-p warm-on-p", "it gives its own blocks back"
+        time.sleep(0.5)
+        after = [view for views in d.ranks[0].views for view in views]
+        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "the sleeper wrote when it woke"
+        later = d.reserve("later", 100)
+        d.step()
+        sleeper.say("prefill", later.name, 100, len(d.requests) - 1, packed(later.reservation))
+        assert d.received(later)[0].ok, "the sleeper is used again, nobody was restarted"
+        d.check(later)
+
+
+def _revoked(events) -> bool:
+    return any(stage == "quiet" and facts["proof"] == "revoked" for stage, facts in list(events))
+
+
+def test_a_decode_engine_killed_and_started_again_is_used_without_a_restart_of_prefill() -> None:
+    p = prefill_site()
+    with sites(p):
+        for _ in range(2):
+            with SiteChild("decode") as child:
+                name = f"r-{child.process.pid}"
+                request = unpacked(name, 200, 0, child.ask("reserve", name, 200))
+                child.ask("step")
+                p.prefill(request)
+                until(lambda child=child, name=name: f"{name}=True" in child.ask("step"), "the child's request")
+                assert child.ask("check", name) == "ok"
+                p.finish(request)
+                p.released_blocks_of(request)
+    assert threading.active_count() < 50

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism with the real workers of both sides: tokens divided among ranks, equally and unequally.
+
+They arrive byte for byte in their places in the other engine, with checksums on, and a wrong assignment of tokens is
+detected.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from unit.runtime.caches import Divided, Model, TokenMajorDevice
+from unit.runtime.pair import DecodeSite, PrefillSite, config, sites
+from vllm_ascend_pd.geometry.context import Dealt
+
+ONE = Divided()
+# Heads, then TP and division of prefill and of decode.
+SHAPES = [
+    (1, (8, Divided(8, 1, 4)), (2, Divided(2, 1, 4))),
+    (1, (1, ONE), (4, Divided(4, 1, 4))),
+    (1, (4, Divided(4, 1, 1)), (4, Divided(2, 1, 2))),
+    (1, (2, Divided(1, 2, 4)), (2, Divided(2, 1, 4))),
+    (1, (2, Divided(2, 2, 4)), (2, ONE)),
+    (2, (4, Divided(2, 1, 4)), (2, ONE)),
+    (2, (2, ONE), (8, Divided(4, 1, 2))),
+    (2, (8, Divided(2, 2, 2)), (4, Divided(2, 1, 4))),
+    (2, (2, Divided(1, 3, 4)), (4, Divided(2, 1, 1))),
+]
+
+
+def model(heads: int, *, layers: int = 2) -> Model:
+    return Model("latent" if heads == 1 else "token", heads=heads, layers=layers)
+
+
+@pytest.mark.parametrize(("heads", "p_size", "d_size"), SHAPES)
+@pytest.mark.parametrize(("p_block", "d_block"), [(4, 4), (8, 4), (4, 8)])
+def test_every_byte_arrives_where_decode_has_its_token(
+    heads: int, p_size: tuple[int, Divided], d_size: tuple[int, Divided], p_block: int, d_block: int
+) -> None:
+    """Chunks that cut blocks and runs, a prefix hit on D, prompts shorter than a run."""
+    (p_tp, p_parts), (d_tp, d_parts), one = p_size, d_size, model(heads)
+    p = PrefillSite(one, p_tp, divided=p_parts, block=p_block, blocks=200, device=TokenMajorDevice())
+    d = DecodeSite(one, d_tp, divided=d_parts, block=d_block, blocks=200, device=TokenMajorDevice())
+    with sites(p, d):
+        made = [
+            d.reserve("long", 150),
+            d.reserve("with a prefix", 90, first=d.covers),
+            d.reserve("short", 3),
+            d.reserve("a block", d.covers),
+        ]
+        d.step()
+        for request, chunks in zip(made, ((37, 64, 49), (90,), (3,), (d.covers,)), strict=True):
+            p.prefill(request, *chunks)
+        reports = d.received(*made)
+        assert all(report.ok for report in reports), reports
+        d.check(*made)
+        for request in made:
+            p.finish(request)
+        p.released_blocks_of(*made)
+
+
+def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None:
+    """Push one prompt in these chunks; check it on D's ranks byte for byte, and that P's blocks are free again."""
+    with sites(p, d):
+        made = d.reserve("one", sum(chunks), first=first)
+        d.step()
+        p.prefill(made, *chunks)
+        assert all(report.ok for report in d.received(made))
+        d.check(made)
+        p.finish(made)
+        p.released_blocks_of(made)
+
+
+def test_layers_that_are_unlike() -> None:
+    """One more layer with other cells, whose tokens are divided alike."""
+    one = Model("token", heads=1, layers=2, drafts=1, draft_dim=8)
+    p = PrefillSite(one, 4, divided=Divided(4, 1, 4), blocks=60, device=TokenMajorDevice())
+    d = DecodeSite(one, 2, divided=Divided(2, 1, 2), blocks=60, device=TokenMajorDevice())
+    arrives(p, d, 30, 40, first=d.covers)
+
+
+@pytest.mark.parametrize(("p_pp", "d_cuts"), [(2, ()), (1, (1,)), (2, (1,))])
+def test_beside_pipeline_stages(p_pp: int, d_cuts: tuple[int, ...]) -> None:
+    one = model(1, layers=3)
+    p = PrefillSite(one, 2, pp=p_pp, divided=Divided(2, 2, 4), blocks=100, device=TokenMajorDevice())
+    d = DecodeSite(one, 4, cuts=d_cuts, divided=Divided(4, 1, 4), blocks=100, device=TokenMajorDevice())
+    arrives(p, d, 30, 70, first=d.covers)
+
+
+def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: prefill deals its tokens in another order than it reports."""
+    places = Dealt.places
+
+    def turned(self: Dealt, tokens):  # type: ignore[no-untyped-def]
+        block, place = places(self, tokens)
+        return block, (place + (self.block_size == 8)) % self.block_size
+
+    one = model(1)
+    p = PrefillSite(one, 2, divided=Divided(2, 1, 1), block=8, blocks=50, device=TokenMajorDevice())
+    d = DecodeSite(one, 1, block=4, blocks=50, device=TokenMajorDevice())
+    with sites(p, d):
+        made = d.reserve("one", 32)
+        d.step()
+        monkeypatch.setattr(Dealt, "places", turned)
+        p.prefill(made)
+        assert {report.code for report in d.received(made)} == {"PD-WIRE-004"}
+        p.finish(made)
+        p.released_blocks_of(made)
+
+
+def test_exchanges_are_not_made_for_tokens_that_are_divided() -> None:
+    """Exchanges are of heads: each rank writes what it holds, even if regroup is configured."""
+    for d_parts in (ONE, Divided(2, 1, 4)):
+        push = config(regroup="always")
+        p = PrefillSite(model(2), 4, divided=Divided(2, 1, 4), push=push, blocks=50, device=TokenMajorDevice())
+        d = DecodeSite(model(2), 4, divided=d_parts, push=push, blocks=50, device=TokenMajorDevice())
+        arrives(p, d, 40)

@@ -1,0 +1,635 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both scheduler adapters with vLLM's own requests and scheduler outputs: what they pass on, and which errors they
+survive."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+
+from unit.geometry.reference import geometry
+from unit.metaserver.fake_engine import Served
+from unit.protocol import rig
+from unit.watching import Steps, until
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
+from vllm_ascend_pd.metadata import Bind, LoadEnd
+from vllm_ascend_pd.patience import Patience
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
+from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reports import ROUTE, LoadReport, read_posted
+
+TOKENS = list(range(100, 110))
+CACHE = geometry("token", heads=2, tp=2, block=4)
+SECRETS = Secrets(b"s" * 32)
+ENDPOINTS = (Endpoint("127.0.0.1", 1), Endpoint("127.0.0.1", 2))
+
+
+def engine(secrets: Secrets | None = None, **keys: Any) -> Engine:
+    return Engine(PushConfig.parse(keys), "i" * 16, "engine", "m", "127.0.0.1", secrets)
+
+
+def request(name: str = "r", params: Any = None, tokens: Any = TOKENS, **more: Any) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(name, tokens, sampling, None, **more)
+
+
+def reservation(asked: Request, **changes: Any) -> Reservation:
+    facts = {
+        "transfer": TransferId("d", 1, "u"),
+        "model": "m",
+        "endpoints": ENDPOINTS,
+        "prompt_hash": request_hash(asked),
+    }
+    return rig.reservation(CACHE, len(TOKENS), **{**facts, **changes})
+
+
+def remote_decode(sealed: bytes) -> dict[str, Any]:
+    return {"do_remote_decode": True, "reservation": base64.b64encode(sealed).decode()}
+
+
+def prefill(secrets: Secrets | None = None) -> PrefillScheduler:
+    scheduler = PrefillScheduler(engine(secrets))
+    facts = {(0, rank): WorkerFacts(None, CACHE) for rank in range(2)}
+    scheduler.attach_workers(facts)
+    return scheduler
+
+
+def output(
+    new: list[tuple[str, int, int, list[int]]] = [],  # noqa: B006 (read only)
+    cached: list[tuple[str, int, int, list[int] | None]] = [],  # noqa: B006
+    *,
+    resumed: set[str] = frozenset(),  # type: ignore[assignment]
+    preempted: set[str] | None = None,
+) -> SchedulerOutput:
+    """One step's output: (request, computed, count, blocks) of new and of known requests."""
+    made = SchedulerOutput.make_empty()
+    made.preempted_req_ids = preempted
+    made.num_scheduled_tokens = {name: count for name, _, count, _ in (*new, *cached)}
+    made.scheduled_new_reqs = [
+        NewRequestData(name, TOKENS, [], None, None, (blocks,), computed, None) for name, computed, _, blocks in new
+    ]
+    made.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[name for name, *_ in cached],
+        resumed_req_ids=set(resumed),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None if blocks is None else (blocks,) for *_, blocks in cached],
+        num_computed_tokens=[computed for _, computed, *_ in cached],
+        num_output_tokens=[0 for _ in cached],
+    )
+    return made
+
+
+# -- prefill
+
+
+def admitted(secrets: Secrets | None = None) -> tuple[PrefillScheduler, Request]:
+    scheduler, asked = prefill(secrets), request()
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked), secrets))
+    scheduler.allocated(asked)
+    return scheduler, asked
+
+
+def test_chunks_of_a_request_become_slices() -> None:
+    scheduler, asked = admitted()
+    first = scheduler.build_step(output([("r", 0, 4, [7]), ("stranger", 0, 5, [1, 2])]))
+    second = scheduler.build_step(output(cached=[("r", 4, 3, [8]), ("stranger", 5, 1, None)]))
+    third = scheduler.build_step(output(cached=[("r", 7, 3, None)]))
+    assert len(first.starts) == 1 and first.engine is not None and first.engine.tp_size == 2
+    pieces = [step.slices for step in (first, second, third)]
+    assert [(p.before, p.after, p.new_blocks[0].tolist(), p.final) for (p,) in pieces] == [
+        (0, 4, [7], False),
+        (4, 7, [8], False),
+        (7, 10, [], True),
+    ]
+    held, answer = scheduler.finished(asked, True)
+    assert held and answer == {
+        "pd_push": {"prefill": scheduler._engine.incarnation, "fingerprint": scheduler._engine.fingerprint}
+    }
+    (start,) = first.starts
+    assert pushed_by(start.push) == scheduler._engine.incarnation, "D can say whose push it was"
+    assert scheduler.released("r") and not scheduler.released("r")
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_both_runners_ways_to_resume_a_request(runner: str) -> None:
+    scheduler, _ = admitted()
+    scheduler.build_step(output([("r", 0, 8, [1, 2])]))
+    assert scheduler.build_step(output(preempted={"r"})).preempted
+    back = ("r", 0, 10, [5, 6, 7])
+    again = output(cached=[back], resumed={"r"}) if runner == "V1" else output([back])
+    (piece,) = scheduler.build_step(again).slices
+    assert piece.restart and piece.new_blocks[0].tolist() == [5, 6, 7] and (piece.before, piece.after) == (0, 10)
+
+
+def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
+    scheduler, asked = admitted(SECRETS)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).starts
+    for secrets, sealed_with in ((SECRETS, None), (None, SECRETS), (SECRETS, Secrets(b"x" * 32))):
+        other = prefill(secrets)
+        asked.kv_transfer_params = remote_decode(seal(reservation(asked), sealed_with))
+        other.allocated(asked)
+        assert other.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+        held, answer = other.finished(asked, True)
+        assert not held and answer is not None and answer["pd_push"]["code"] == "PD-SEC-003"
+
+
+GARBAGE: list[Any] = [
+    None,
+    7,
+    [],
+    {},
+    "",
+    "not base64!",
+    "ümlaut",
+    "\ud800",
+    "AAAA",
+    base64.b64encode(b"PDR\x00").decode(),
+    base64.b64encode(b"PDR\x00" + b"\xff" * 100).decode(),
+    base64.b64encode(b"PDR\x00" + b"\x9f" * 5000).decode(),
+    "A" * (9 << 20),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda g: repr(g)[:16])
+def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> None:
+    scheduler = prefill()
+    asked = request(params={"do_remote_decode": True, "reservation": garbage})
+    scheduler.allocated(asked)
+    scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+    held, answer = scheduler.finished(asked, True)
+    assert not held and answer is not None
+    assert answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
+    assert scheduler.finished(asked, True) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *(
+            None,
+            {},
+            {"do_remote_decode": False},
+            {"do_remote_decode": 1},
+            {"remote_block_ids": [1], "remote_host": "x"},
+        ),
+        {"do_remote_decode": True, "do_virtual": True},  # a warm-up without a decode engine
+    ],
+    ids=str,
+)
+def test_other_parameters_are_a_plain_prefill(params: Any) -> None:
+    scheduler, asked = prefill(), request(params=params)
+    scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+    assert scheduler.finished(asked, True) == (False, None)
+
+
+def test_a_prompt_of_embeddings_is_not_pushed() -> None:
+    import torch
+
+    scheduler = prefill()
+    sealed = seal(reservation(request()), None)
+    asked = request(tokens=None, params=remote_decode(sealed), prompt_embeds=torch.zeros(10, 4))
+    scheduler.allocated(asked)
+    assert scheduler.finished(asked, True)[1] is not None
+
+
+def test_a_cache_that_does_not_fit_is_told_with_both_values_before_anything_is_pushed() -> None:
+    scheduler, asked = prefill(), request()
+    theirs = geometry("token", heads=4, tp=2, block=4)
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked, geometry=theirs), None))
+    scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
+    _, answer = scheduler.finished(asked, True)
+    assert answer is not None and answer["pd_push"]["code"] == "PD-GEO-001"
+    assert "2" in answer["pd_push"]["detail"] and "4" in answer["pd_push"]["detail"]
+
+
+def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("tune", 1, "/nowhere")
+    prompts = [
+        request(),
+        request(tokens=TOKENS[::-1]),
+        request(cache_salt="salt"),
+        request(cache_salt=""),
+        request(lora_request=lora),
+    ]
+    assert len({request_hash(each) for each in prompts}) == len(prompts)
+    assert request_hash(request("a")) == request_hash(request("b"))
+
+
+# -- decode
+
+
+class Metaserver:
+    """Metaserver that records what D posts and answers `prefilled`, at once or when `answers` is set."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.reports: list[LoadReport] = []
+        self.answers = answers
+        self.served = Served(self._app, "a metaserver")
+        self.url = f"http://{self.served.address}"
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        if scope["path"] == ROUTE:
+            self.reports.append(read_posted(body))
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        self.bodies.append(msgspec.json.decode(body))
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
+        )
+        while not self.answers:
+            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
+            await asyncio.sleep(0.5)
+        await send({"type": "http.response.body", "body": b'{"event":"prefilled"}\n'})
+
+
+def decode(*urls: str, secrets: Secrets | None = None, attach: bool = True) -> DecodeScheduler:
+    scheduler = DecodeScheduler(engine(secrets, metaserver_urls=list(urls)), Patience(lambda: 0))
+    if attach:
+        facts = {(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)}
+        scheduler.attach_workers(facts)
+    return scheduler
+
+
+def ticket(url: str, **more: Any) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "metaserver": url, "ticket": "t", **more}
+
+
+@pytest.mark.parametrize("answer", ["before the step with the bind", "after it"])
+def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: str) -> None:
+    server = Metaserver(answers=answer != "after it")
+    scheduler = decode(server.url, secrets=SECRETS)
+    steps = Steps(scheduler)
+    try:
+        asked = request(params=ticket(server.url, send_tokens=True))
+        assert scheduler.wanted(asked, 4) == 6
+        scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
+        if server.answers:
+            until(lambda: scheduler._outcomes, "the answer")
+        bind, step = steps.bound(), steps.taken[0]
+        assert bind.blocks[0].tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
+        assert step.settles == ((bind.transfer,) if server.answers else ())
+        until(lambda: server.bodies, "the POST")
+        (body,) = server.bodies
+        told = unseal(base64.b64decode(body["reservation"]), SECRETS)
+        assert (told.transfer, told.first, told.end) == (bind.transfer, 4, 10)
+        assert told.endpoints == ENDPOINTS and told.prompt_hash == request_hash(asked)
+        assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
+        assert body["decode"] == scheduler._engine.incarnation
+        assert body["fingerprint"] == scheduler._engine.fingerprint != ""
+        server.answers = True
+        steps.settled(bind.transfer)
+        assert scheduler.wanted(asked, 0) == 0
+        assert scheduler.received("r") and not scheduler.received("r") and scheduler.open_loads() == 0
+    finally:
+        scheduler.close()
+        scheduler.close()
+        server.served.stop()
+
+
+def loading(server: Metaserver) -> tuple[DecodeScheduler, Request, Bind]:
+    """A D scheduler that has asked for the tokens [4, 10) of request `r`."""
+    scheduler, asked = decode(server.url), request(params=ticket(server.url))
+    assert scheduler.wanted(asked, 4) == 6
+    scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
+    (bind,) = scheduler.build_step().binds
+    return scheduler, asked, bind
+
+
+PUSH = push_id("p" * 16, "u" * 32)
+
+
+@pytest.mark.parametrize(
+    ("codes", "counts"),
+    [
+        (("", ""), {"received": 6, "prefill": "p" * 16, "cached": 3}),
+        (("", "PD-XFER-004"), {"recomputed": 6, "code": "PD-XFER-004", "prefill": "p" * 16}),
+        (("PD-XFER-001", "PD-XFER-004"), {"recomputed": 6, "code": "PD-XFER-001", "prefill": "p" * 16}),
+    ],
+    ids=["received", "one rank failed", "both ranks failed, in two steps"],
+)
+def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
+    codes: tuple[str, str], counts: dict[str, Any]
+) -> None:
+    server = Metaserver(answers=False)  # the test does not wait for P's HTTP answer
+    scheduler, asked, bind = loading(server)
+    try:
+        for code in codes:  # one step per rank
+            scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("of nobody", "PD-XFER-001", "")}))
+        assert asked.prefill_stats is not None
+        asked.prefill_stats.set(len(TOKENS), 4, 6)
+        assert scheduler.received("r") and not scheduler.received("r")
+        cached = 4 if "code" in counts else 3
+        assert asked.prefill_stats.num_cached_tokens == cached, "what came from P was computed there, or in its cache"
+        engine = scheduler._engine
+        told = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
+        report = {"transfer": str(bind.transfer), "ticket": "t", **told, **counts}
+        assert scheduler.finished(asked.request_id) == {"pd_load": report}
+        assert scheduler.finished(asked.request_id) is None
+        until(lambda: server.reports, "the report")
+        assert [msgspec.to_builtins(each) for each in server.reports] == [report]
+        assert not scheduler._asked
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
+    server = Metaserver()
+    scheduler, asked, _ = loading(server)
+    try:
+        scheduler.ended([LoadEnd("r", "PD-XFER-001", "")])
+        assert scheduler.received("r")
+        answer = scheduler.finished(asked.request_id)
+        assert answer is not None and "prefill" not in answer["pd_load"] and answer["pd_load"]["recomputed"] == 6
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing() -> None:
+    server = Metaserver()
+    scheduler, asked, _ = loading(server)
+    try:
+        assert scheduler.finished(asked.request_id) is None
+        scheduler.ended([LoadEnd("r", "PD-XFER-002", PUSH)])
+        assert scheduler.received("r")
+        assert not scheduler._asked and not server.reports
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
+    """vllm-ascend's recompute scheduler does not report that such a request has finished."""
+    server = Metaserver()
+    scheduler, asked, _ = loading(server)
+    try:
+        assert scheduler.received("r") and scheduler.wanted(asked, 4) == 0
+        scheduler.metadata(SimpleNamespace(recomputed_reqs=None))
+        assert scheduler._asked
+        scheduler.metadata(SimpleNamespace(recomputed_reqs=[SimpleNamespace(request_id="r")]))
+        assert not scheduler._asked and scheduler.wanted(asked, 4) == 6, "the book has forgotten it, too"
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "heard"),
+    [
+        ("127.0.0.1", "http://10.0.0.9:8000", True),
+        ("127.0.0.1", "http://pd-metaserver:8001", True),
+        ("127.0.0.1", "http://localhost:8000", False),
+        ("127.0.0.1", "http://127.0.0.2:8000", False),
+        ("10.0.0.2", "http://10.0.0.9:8000", False),
+    ],
+)
+def test_a_d_on_loopback_whose_metaserver_is_elsewhere_says_so(
+    host: str, url: str, heard: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = decode(url, attach=False)
+    try:
+        with caplog.at_level("WARNING", logger="vllm_ascend_pd"):
+            scheduler.attach_workers({(0, 0): WorkerFacts(Endpoint(host, 1), CACHE)})
+        assert [f"cannot reach {host}" in r.getMessage() and url in r.getMessage() for r in caplog.records] == [
+            True
+        ] * heard
+    finally:
+        scheduler.close()
+
+
+def test_a_metaserver_that_is_down_cancels_the_load() -> None:
+    from scripts.support.process import free_port
+
+    url = f"http://127.0.0.1:{free_port()}"
+    scheduler = DecodeScheduler(
+        engine(metaserver_urls=[url], recv_deadline_s=0.7, ready_timeout_s=2), Patience(lambda: 0)
+    )
+    scheduler.attach_workers({(0, 0): WorkerFacts(ENDPOINTS[0], CACHE)})
+    try:
+        asked = request(params=ticket(url))
+        scheduler.wanted(asked, 0)
+        scheduler.allocated(asked, [[1, 2, 3]], 10)
+        steps = Steps(scheduler)
+        assert steps.cancelled(steps.bound().transfer).startswith("PD-")
+    finally:
+        scheduler.close()
+
+
+def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
+    """The predecessor had 32 threads, each blocked for a whole prefill."""
+    server = Metaserver(answers=False)
+    scheduler = decode(server.url)
+    try:
+        threads = {thread.name for thread in threading.enumerate()}
+        count = 300
+        for i in range(count):
+            asked = request(f"r{i}", ticket(server.url))
+            assert scheduler.wanted(asked, 0) == len(TOKENS)
+            scheduler.allocated(asked, [[1, 2, 3]], len(TOKENS))
+        until(lambda: len(server.bodies) == count, "all of them posted while none is answered")
+        assert {thread.name for thread in threading.enumerate()} <= threads
+        steps = Steps(scheduler)
+        assert len(steps.take().binds) == count
+        server.answers = True
+        until(lambda: steps.take() and sum(len(step.settles) for step in steps.taken) == count, "all outcomes")
+    finally:
+        server.answers = True
+        scheduler.close()
+        server.served.stop()
+
+
+def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    server = Metaserver()
+    scheduler = decode("http://10.1.2.3:4")
+    try:
+        with caplog.at_level(logging.WARNING):
+            asked = request(params=ticket(server.url))
+            for _ in range(50):
+                assert scheduler.wanted(asked, 0) == 0
+        heard = [r for r in caplog.records if "prefilled locally" in r.getMessage()]
+        assert len(heard) == 1, "said once, not in every step that the request waits"
+        scheduler.allocated(asked, [[1, 2, 3]], 10)
+        assert scheduler.build_step().empty and not server.bodies
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
+    before = set(threading.enumerate())
+    scheduler = decode("http://127.0.0.1:1", attach=False)
+    assert set(threading.enumerate()) <= before
+    assert scheduler.wanted(request(params=ticket("http://127.0.0.1:1")), 0) == 0
+    assert scheduler.build_step().empty
+    scheduler.close()
+
+
+def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
+    """n > 1: several requests have the same dictionary; each is a load of its own under the one ticket."""
+    server = Metaserver()
+    scheduler = decode(server.url)
+    try:
+        params = ticket(server.url)
+        copy = dict(params)
+        children = [request(f"r{i}", params) for i in range(3)]
+        for i, child in enumerate(children):
+            child.kv_transfer_params = params
+            assert scheduler.wanted(child, 0) == 10
+            scheduler.allocated(child, [[3 * i, 3 * i + 1, 3 * i + 2]], 10)
+        binds = scheduler.build_step().binds
+        assert len({bind.transfer for bind in binds}) == 3
+        assert params == copy
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_engines_of_different_workers_are_one_geometry() -> None:
+    from vllm_ascend_pd.engine import merge_geometries
+    from vllm_ascend_pd.errors import ConfigError
+
+    def facts(*names: str, **changes: Any) -> WorkerFacts:
+        return WorkerFacts(None, msgspec.structs.replace(CACHE, stages=(names,), **changes))
+
+    merged = merge_geometries(
+        {(1, 0): facts("c"), (0, 1): facts("a", "b"), (0, 0): facts("a", "b"), (1, 1): facts("c")}
+    )
+    assert merged.stages == (("a", "b"), ("c",)) and merged.layers == ("a", "b", "c")
+    unlike = merge_geometries({(0, 0): facts("a"), (1, 0): facts("b", dtype="int8"), (2, 0): facts("c")})
+    assert unlike.layers == ("a", "b", "c") and [kind.layers for kind in unlike.kinds] == [("a", "c"), ("b",)]
+    for wrong in (
+        {},
+        {(0, 0): facts("a"), (0, 1): facts("b")},
+        {(0, 0): facts("a"), (0, 1): facts("a", dtype="int8")},
+        {(0, 0): facts("a"), (1, 0): facts("b", block_size=128)},
+    ):
+        with pytest.raises(ConfigError):
+            merge_geometries(wrong)
+    assert dataclasses.is_dataclass(facts("a"))
+
+
+# -- the first token
+
+
+def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
+    made = DecodeScheduler(engine(SECRETS, metaserver_urls=[url]), Patience(lambda: 0), vocabulary=vocabulary)
+    made.attach_workers({(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)})
+    return made
+
+
+def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
+    """Return D's post for a request with these sampling parameters."""
+    server = Metaserver()
+    scheduler = seeded(server.url, vocabulary)
+    try:
+        asked = request(name, params=ticket(server.url))
+        assert scheduler.wanted(asked, 4) == 6
+        scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
+        scheduler.build_step()
+        until(lambda: server.bodies, "the POST")
+        (body,) = server.bodies
+        return body, unseal(base64.b64decode(body["reservation"]), SECRETS)
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
+def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
+    server = Metaserver()
+    made = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128)
+    try:
+        made.attach_workers(
+            {(0, rank): WorkerFacts(where, CACHE, "too old" * rank) for rank, where in enumerate(ENDPOINTS)}
+        )
+        asked = request("r", params=ticket(server.url))
+        assert made.wanted(asked, 4) == 6
+        made.allocated(asked, [[40, 41, 42, 43]], 6)
+        until(lambda: server.bodies, "the POST")
+        assert "first_token" not in server.bodies[0] and "a worker says: too old" in caplog.text
+    finally:
+        made.close()
+        server.served.stop()
+
+
+def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> None:
+    body, told = posted(0)
+    assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and told.seed is None
+    asks, told = posted(128)
+    assert set(asks) - set(body) == {"first_token"} and told.seed is not None and told.seed.logprobs is None
+    assert asks["first_token"] == {
+        "temperature": 1.0,
+        "repetition_penalty": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
+
+
+def answered(
+    *, digest: str = "", tells: bool = True, chunks: int = 1, sampled: tuple[int, ...] = (7,), **sampling: Any
+) -> str:
+    """Return P's report of its first token."""
+    from vllm.v1.request import RequestStatus
+
+    from vllm_ascend_pd import first_token
+    from vllm_ascend_pd.protocol import sampling as rules
+    from vllm_ascend_pd.protocol.first import Seed
+
+    scheduler = PrefillScheduler(engine(SECRETS), tells=tells)
+    scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
+    asked = request()
+    asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
+    seed = Seed(digest or rules.digest(first_token.given(SamplingParams(max_tokens=9))))
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked, seed=seed), SECRETS))
+    scheduler.allocated(asked)
+    scheduler.build_step(output([("r", 0, 10 // chunks, [1, 2, 3])]))
+    asked.append_output_token_ids(list(sampled))
+    asked.status = RequestStatus.FINISHED_LENGTH_CAPPED if sampled else RequestStatus.FINISHED_ABORTED
+    _, answer = scheduler.finished(asked, True)
+    assert answer is not None
+    return str(answer["pd_push"].get("first", ""))
+
+
+def test_prefill_tells_its_token_to_who_asks_for_it_only() -> None:
+    from vllm_ascend_pd.protocol.auth import unseal_first
+
+    told = unseal_first(base64.b64decode(answered()), SECRETS)
+    assert (told.transfer, told.position, told.token) == (TransferId("d", 1, "u"), len(TOKENS), 7)
+    assert pushed_by(told.push) == "i" * 16
+    assert answered(tells=False) == ""
+    assert answered(digest="another") == ""
+    assert answered(temperature=0.5) == "", "it sampled in another way"
+    assert answered(presence_penalty=0.5), "there is no token yet that it would count"
+    assert answered(thinking_token_budget=5) == ""
+    assert answered(chunks=2) == "", "the prompt is not computed whole"
+    assert answered(sampled=()) == answered(sampled=(7, 8)) == ""

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both schedulers, with vLLM's own requests, meet over real sockets: P first, both at once, and refused
+combinations."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from unit.schedulers.test_decisions_scheduler import CACHE, ENDPOINTS, SECRETS, engine, output, request
+from unit.watching import Steps, until
+from vllm_ascend_pd import first_token
+from vllm_ascend_pd.decode.core.seeds import Start
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.patience import Patience
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.protocol.auth import Secrets, seal_source, unseal_source
+from vllm_ascend_pd.protocol.dialects import name_of, read_meet
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint
+from vllm_ascend_pd.protocol.meeting import Source, SourceId
+
+TOY = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+TOKEN = 7  # P's first token
+P_ID, D_ID = "cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb"
+
+
+class Pair:
+    def __init__(self, secrets: Secrets | None, p_keys: dict[str, Any], d_keys: dict[str, Any]) -> None:
+        self.news = 0
+        keys = {"hold_sources": 4, "hold_s": 60.0, **p_keys}
+        self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100, tells=True)
+        self.p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
+        made = engine(secrets, **({"prefill_listeners": ["127.0.0.1"]} if secrets is None else {}), **d_keys)
+        self.d = DecodeScheduler(made, Patience(lambda: 0), vocabulary=100)
+        self.d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
+        self.steps = Steps(self.d)
+
+    def _rung(self) -> None:
+        self.news += 1
+
+    def prefilled(
+        self, params: Any = TOY, name: str = P_ID, **sampling: Any
+    ) -> tuple[Request, bool, dict[str, Any] | None]:
+        asked = request(name, params)
+        asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
+        self.p.allocated(asked)
+        self.p.build_step(output([(name, 0, 10, [1, 2, 3])]))
+        assert self.p.first_tokens is not None
+        self.p.first_tokens.before(None)  # as at the step's results
+        return (asked, *self.ended(asked))
+
+    def ended(self, asked: Request) -> tuple[bool, dict[str, Any] | None]:
+        asked.append_output_token_ids([TOKEN])
+        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return self.p.finished(asked, True)
+
+    def started(self) -> Start:
+        """Wait until it is decided how D's held request starts."""
+        found: list[Start] = []
+        until(lambda: (self.steps.take() and found.extend(self.d._desk.seeds.take(0.0))) or found, "the last word of P")
+        return found[0]
+
+    def load(self, params: Any, name: str = D_ID) -> Any:
+        asked = request(name, params)
+        assert self.d.wanted(asked, 4) == 6
+        self.d.allocated(asked, [[40, 41, 42, 43]], 6)
+        return self.steps.bound()
+
+    def address(self) -> dict[str, Any]:
+        assert self.p._reception is not None
+        where = self.p._reception.endpoint
+        return {"do_remote_prefill": True, "remote_host": where.host, "remote_port": where.port}
+
+
+@contextmanager
+def pair(secrets: Secrets | None = None, p: Any = None, d: Any = None) -> Iterator[Pair]:
+    made = Pair(secrets, p or {}, d or {})
+    try:
+        yield made
+    finally:
+        made.p.close()
+        made.d.close()
+        made.p.close()
+
+
+@pytest.mark.parametrize("secrets", [None, SECRETS], ids=["plain", "signed"])
+def test_p_first_its_answer_brings_d_to_it(secrets: Secrets | None) -> None:
+    with pair(secrets) as both:
+        _, held, answer = both.prefilled()
+        assert held and answer is not None and answer["do_remote_prefill"] is True and answer["pd_push"]
+        bind = both.load(answer)
+        until(lambda: both.news, "the offer at an idle P")
+        step = both.p.build_step(output())
+        (start,) = step.starts
+        assert start.ended and start.reservation.transfer == bind.transfer
+        ((piece,), slices) = step.computed, step.slices
+        assert (piece.before, piece.after, piece.final) == (0, 10, True) and not slices
+        both.steps.settled(bind.transfer)
+        assert both.p.released(P_ID) and not both.p.released(P_ID)
+
+
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
+    with pair() as both:
+        params = {**both.address(), "remote_request_id": "router-1", "remote_engine_id": "x", "tp_size": 2}
+        bind = both.load(params) if first == "D" else None
+        asked = request(P_ID, TOY)
+        if bind is not None:
+            until(lambda: both.p._desk.meetings.counts()["waiting"], "the offer, before its request")
+        both.p.allocated(asked)
+        both.p.build_step(output([(P_ID, 0, 4, [1])]))
+        if bind is None:
+            bind = both.load(params)
+            until(both.p.must_step, "the offer")
+        step = both.p.build_step(output(cached=[(P_ID, 4, 6, [2, 3])]))
+        pieces = [*step.computed, *step.slices]
+        assert [(piece.before, piece.after) for piece in pieces] == [(0, 4), (4, 10)][first == "D" :]
+        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        held, answer = both.p.finished(asked, True)
+        assert held and answer is not None and "source" not in answer
+        both.steps.settled(bind.transfer)
+
+
+@pytest.mark.parametrize("first", ["P", "at once"])
+@pytest.mark.parametrize("kv", ["before P's last word", "after it"])
+def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
+    with pair(SECRETS, d={"prefill_listeners": ["127.0.0.1"]}) as both:
+        both.d.first_tokens.entered = True  # as during vLLM's update after a step
+        if first == "P":
+            _, _, params = both.prefilled()
+            asked = None
+        else:
+            params, asked = {**both.address(), "remote_request_id": "router-1"}, request(P_ID, TOY)
+            asked.sampling_params = SamplingParams(max_tokens=1)
+            both.p.allocated(asked)
+            both.p.build_step(output([(P_ID, 0, 10, [1, 2, 3])]))
+        bind = both.load(params)
+        until(both.p.must_step, "the binding")
+        (began,) = both.p.build_step(output()).starts
+        if kv == "after it":
+            if asked is not None:
+                both.ended(asked)
+            both.steps.settled(bind.transfer)
+        both.d.ended([LoadEnd(D_ID, "", began.push)])
+        assert both.d.received(D_ID) and both.d.holds(D_ID)
+        if kv != "after it" and asked is not None:
+            both.ended(asked)
+        start = both.started()
+        assert start.first is not None and (start.first.token, start.first.transfer) == (TOKEN, bind.transfer)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "why"), [({"temperature": 0.5}, "not told"), ({"logprobs": 2}, "not told"), ({"seed": 5}, "not told")]
+)
+def test_a_p_that_was_asked_otherwise_tells_no_token(
+    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(first_token, "reported", lambda output, request_id, count: ((TOKEN, -1.0, 1),) * (count + 1))
+    with pair() as both:
+        both.d.first_tokens.entered = True
+        _, _, answer = both.prefilled(**sampling)
+        bind = both.load(answer)
+        both.steps.settled(bind.transfer)
+        both.d.ended([LoadEnd(D_ID, "", "p.1")])
+        assert both.d.received(D_ID)
+        start = both.started()
+        assert (start.first, start.why) == (None, why)
+
+
+def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
+    with pair() as both:
+        asked = request(P_ID, TOY)
+        both.p.allocated(asked)
+        bind = both.load({**both.address(), "remote_request_id": "router-1"})
+        until(lambda: both.p._desk.book.tracks(P_ID), "the binding")
+        asked.status = RequestStatus.FINISHED_ABORTED
+        held, answer = both.p.finished(asked, False)
+        assert not held and answer is not None and "source" not in answer
+        assert both.steps.cancelled(bind.transfer) == "PD-XFER-002"
+
+
+def test_a_source_of_a_p_that_is_gone_fails_the_load_at_once() -> None:
+    with pair() as both:
+        _, _, answer = both.prefilled()
+        both.p.close()
+        assert both.steps.cancelled(both.load(answer).transfer) == "PD-XFER-004"
+
+
+def test_what_is_held_too_long_is_freed_in_a_step_of_its_own() -> None:
+    with pair(p={"hold_s": 0.5}) as both:
+        _, _, answer = both.prefilled()
+        until(both.p.must_step, "the end of the hold")
+        assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
+        assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
+
+
+@pytest.mark.parametrize("how", ["cached", "aborted", "aborted in the queue"])
+def test_p_holds_nothing_for_a_d_that_loads_nothing(how: str) -> None:
+    with pair() as both:
+        _, _, answer = both.prefilled()
+        asked = request(D_ID, answer)
+        if how != "aborted in the queue":
+            assert both.d.wanted(asked, 9 if how == "cached" else 4) == (0 if how == "cached" else 6)
+        if how == "cached":
+            both.d.allocated(asked, [[40, 41, 42]], 0)
+        else:
+            both.d.request_finished(asked, False)
+        until(both.p.must_step, "D's word that it comes for nothing")
+        assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
+
+
+def test_no_more_is_held_than_is_allowed_and_the_answer_says_so() -> None:
+    with pair(p={"hold_sources": 1}) as both:
+        assert both.prefilled()[1]
+        _, held, answer = both.prefilled(name="cmpl-router-2-0-aaaaaaaa")
+        assert not held and answer is not None
+        assert answer["pd_push"]["code"] == "PD-META-028" and "source" not in answer
+
+
+def test_without_hold_sources_p_listens_nowhere_and_says_what_it_always_said() -> None:
+    scheduler = PrefillScheduler(engine())
+    scheduler.attach_workers({(0, 0): WorkerFacts(None, CACHE)})
+    asked = request(params=TOY)
+    scheduler.allocated(asked)
+    assert scheduler._reception is None
+    assert scheduler.finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
+
+
+def test_who_does_not_know_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither its answer nor its offer is accepted."""
+    with pair(SECRETS) as both:
+        _, _, answer = both.prefilled()
+        stranger = DecodeScheduler(engine(Secrets(b"x" * 32)), Patience(lambda: 0))
+        stranger.attach_workers({(0, 0): WorkerFacts(ENDPOINTS[0], CACHE)})
+        try:
+            assert stranger.wanted(request(D_ID, answer), 4) == 0
+            assert "PD-SEC-003" in caplog.text
+        finally:
+            stranger.close()
+        assert both.p._desk.meetings.counts()["held"] == 1
+
+
+# -- what D reads of kv_transfer_params
+
+PROMPT = (10, "h")
+LISTENS = Endpoint("10.0.0.1", 5600)
+
+
+def told(secrets: Secrets | None = None, **changes: Any) -> str:
+    facts = {"version": PROTOCOL_VERSION, "source": SourceId("p", 1, "u"), "listens": LISTENS, "hold_s": 1.0}
+    prompt = {"prompt_length": PROMPT[0], "prompt_hash": PROMPT[1]}
+    return base64.b64encode(seal_source(Source(**{**facts, **prompt, **changes}), secrets)).decode()
+
+
+def read(params: dict[str, Any], listeners: Any = (), secrets: Secrets | None = None, request_id: str = D_ID) -> Any:
+    found = read_meet(params, request_id, PROMPT, listeners, secrets)
+    return getattr(found, "code", found)
+
+
+def test_a_signed_source_may_be_dialled_and_an_unsigned_one_only_where_it_is_allowed() -> None:
+    assert read({"source": told(SECRETS)}, secrets=SECRETS).listener == LISTENS
+    assert read({"source": told()}) == "PD-META-030"
+    assert read({"source": told()}, ["10.0.0.1:5601", "10.0.0.2"]) == "PD-META-030"
+    for allowed in ("10.0.0.1", "10.0.0.1:5600"):
+        assert read({"source": told()}, [allowed]).source == SourceId("p", 1, "u")
+
+
+@pytest.mark.parametrize("garbage", [7, True, [], {}, "", "not base64!", "\ud800", "AAAA", "A" * 10_000], ids=repr)
+def test_a_source_that_is_none_is_refused_with_a_code(garbage: Any) -> None:
+    assert read({"source": garbage}) in ("PD-META-029", "PD-CTRL-002")
+
+
+def test_a_source_of_another_prompt_version_or_secret_is_refused() -> None:
+    assert read({"source": told(SECRETS, prompt_hash="another")}, secrets=SECRETS) == "PD-META-005"
+    assert read({"source": told(SECRETS, version=9)}, secrets=SECRETS) == "PD-CTRL-003"
+    assert read({"source": told(SECRETS, needs=("magic",))}, secrets=SECRETS) == "PD-CTRL-004"
+    assert read({"source": told()}, secrets=SECRETS) == "PD-SEC-003"
+    assert read({"source": told(SECRETS)}) == "PD-SEC-003"
+
+
+def test_a_source_is_no_reservation_and_no_reservation_a_source() -> None:
+    from vllm_ascend_pd.errors import RemoteProtocolError
+    from vllm_ascend_pd.protocol.auth import unseal
+
+    with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
+        unseal(base64.b64decode(told(SECRETS)), SECRETS)
+    assert unseal_source(base64.b64decode(told(SECRETS)), SECRETS).listens == LISTENS
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({"remote_host": "10.0.0.9", "remote_port": 5600, "remote_request_id": "x"}, "PD-META-030"),
+        ({"remote_host": "10.0.0.1", "remote_port": "5600", "remote_request_id": "x"}, "PD-META-029"),
+        ({"remote_host": "10.0.0.1", "remote_port": True, "remote_request_id": "x"}, "PD-META-029"),
+        ({"remote_host": "10.0.0.1", "remote_port": 1 << 20, "remote_request_id": "x"}, "PD-META-029"),
+        ({"remote_host": ["10.0.0.1"], "remote_port": 5600, "remote_request_id": "x"}, "PD-META-029"),
+        ({"remote_host": "10.0.0.1", "remote_port": 5600}, "PD-META-029"),
+        ({"remote_host": "10.0.0.1", "remote_port": 5600, "remote_request_id": "x" * 300}, "PD-META-029"),
+        ({"remote_host": "10.0.0.1", "remote_port": 5600, "remote_request_id": "ü"}, "PD-META-029"),
+        (
+            {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_request_id": "x", "remote_block_ids": [[1]]},
+            "PD-META-029",
+        ),
+        ({"remote_host": None, "remote_port": None}, None),
+        ({}, None),
+    ],
+)
+def test_an_address_that_is_none_or_not_allowed_is_refused_with_a_code(params: dict[str, Any], code: Any) -> None:
+    assert read(params, ["10.0.0.1"]) == code
+
+
+def test_names_are_those_of_the_router_with_the_place_of_the_prompt() -> None:
+    params = {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_request_id": "a-b"}
+    assert read(params, ["10.0.0.1"], request_id="cmpl-a-b-1-cccccccc").name == "a-b-1"
+    assert name_of("cmpl-a-b-1-dddddddd") == "a-b-1"
+    assert (
+        read(params, ["10.0.0.1"], request_id="chatcmpl-a-b-cccccccc").name == "a-b" == name_of("chatcmpl-a-b-dddddddd")
+    )
+    assert name_of("something else") == name_of("") == ""
+
+
+def test_a_forged_request_is_prefilled_locally_and_calls_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with pair() as both:
+        asked = request(D_ID, {"do_remote_prefill": True, "source": told()})
+        assert both.d.wanted(asked, 4) == both.d.wanted(asked, 4) == 0
+        assert caplog.text.count("PD-META-030") == 1, "said once, however long it waits"
+        assert both.d.finished(D_ID) is None

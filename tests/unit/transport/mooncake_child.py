@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receiving process for the Mooncake tests, and its handle for the tests.
+
+    python -m unit.transport.mooncake_child SIZE [PORT]
+
+listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
+command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE PIECES PIECE` (start to write ones there, in
+pieces that cannot be merged) and `settle` (wait for that write).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_ascend_pd.config import WireConfig
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.transport.base import Wire, WriteState
+from vllm_ascend_pd.transport.create import create_target, create_wire
+from vllm_ascend_pd.transport.target import MooncakeTarget
+from vllm_ascend_pd.transport.wire import MooncakeWire
+
+LOOPBACK = "127.0.0.1"
+WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp", max_descriptors=100)
+QUIET_S = 7.0
+ROOT = Path(__file__).parents[3]
+PORT_WAIT_S = 120.0
+
+
+class Receiver:
+    """Handle of the child process for the test. A context manager, which ends the process."""
+
+    def __init__(self, size: int, port: int | None = None) -> None:
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MC_LOG_LEVEL": "ERROR"}
+        if port is not None:  # Mooncake chooses a port at random: restrict its range
+            environ |= {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)}
+        command = [sys.executable, "-m", "unit.transport.mooncake_child", str(size), str(port or 0)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT
+        )
+        self.session, base = self._line().split()
+        self.base = int(base)
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    @property
+    def port(self) -> int:
+        return int(self.session.partition("/")[0].rpartition(":")[2])
+
+    def ask(self, word: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def sum(self) -> int:
+        return int(self.ask("sum"))
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the receiving process ended"
+        return line
+
+
+class Stalls:
+    """Time for which this machine did not run the process; `worst` is not caused by the code under test."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
+
+    def __enter__(self) -> Stalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            if self._stop.wait(0.002):
+                return
+            self.worst = max(self.worst, time.monotonic() - before)
+
+
+def target_of(memory: np.ndarray) -> MooncakeTarget:
+    target = create_target(WIRE, LOOPBACK)
+    assert isinstance(target, MooncakeTarget)
+    target.register([(memory.ctypes.data, len(memory))])
+    return target
+
+
+def wire_from(memory: np.ndarray, protocol: str = "tcp", **more: Any) -> MooncakeWire:
+    """Create a wire by its protocol's name, as a worker of P does."""
+    wire = create_wire(replace(WIRE, mooncake_protocol=protocol), LOOPBACK, quiet_s=QUIET_S, **more)
+    assert isinstance(wire, MooncakeWire)
+    wire.register([(memory.ctypes.data, len(memory))])
+    return wire
+
+
+def settle(wire: Wire, handle: int, limit_s: float = 40.0) -> WriteState:
+    """Poll like the writer until the write has ended."""
+    deadline = time.monotonic() + limit_s
+    while (state := wire.poll(handle)) is WriteState.PENDING:
+        assert time.monotonic() < deadline, "the write did not end"
+        time.sleep(0.0005)
+    return state
+
+
+def _listen_on(port: int, size: int) -> tuple[MooncakeTarget, np.ndarray]:
+    """Listen on this port. The kernel reserves a port for a minute after its last connection, and Mooncake cannot
+    reuse it sooner."""
+    memory = np.zeros(size, dtype=np.uint8)
+    deadline = time.monotonic() + (PORT_WAIT_S if port else 0.0)
+    while True:
+        target = target_of(memory)
+        with contextlib.suppress(PdError):
+            if port in (0, int(target.session.partition("/")[0].rpartition(":")[2])):
+                return target, memory
+        target.close()
+        if time.monotonic() > deadline:
+            raise SystemExit(f"port {port} was not to be had")
+
+
+def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -> int:
+    """Start a write, and return while it is in progress: first contact is made, and nothing polls."""
+    base, pieces, piece = map(int, numbers)
+    memory[:] = 1
+    n = np.arange(pieces) * 2 * piece
+    handle = wire.submit(session, memory.ctypes.data + n, base + n, np.full(pieces, piece))
+    while handle in wire._waiting:
+        wire.poll(handle)
+    return handle
+
+
+def main() -> None:
+    size, port = int(sys.argv[1]), int(sys.argv[2])
+    target, memory = _listen_on(port, size)
+    wire = wire_from(memory)
+    print(target.session, memory.ctypes.data, flush=True)
+    handle = 0
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "sum":
+            answer: object = int(memory.sum(dtype=np.int64))
+        elif command == "clear":
+            memory[:] = 0
+            answer = "ok"
+        elif command == "revoke":
+            answer = target.revoke()
+        elif command == "push":
+            handle = _push(wire, memory, *arguments)
+            answer = "ok"
+        else:
+            answer = settle(wire, handle).value
+        print(answer, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a transfer engine whose port another process has taken.
+
+Found by the fault matrix: two ranks of a prefill engine opened theirs in the same moment, one raised, and its writer
+thread ended for good.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.engine import OPENINGS, Engine
+
+
+def losing(times: int) -> type:
+    """An engine that raises like Mooncake's, so many times."""
+
+    class Raw:
+        made = 0
+
+        def __init__(self) -> None:
+            type(self).made += 1
+            self.number = type(self).made
+
+        def initialize(self, *_: str) -> int:
+            if self.number <= times:
+                raise RuntimeError("bind: Address already in use")
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 1
+
+    return Raw
+
+
+def test_a_lost_port_costs_another_opening() -> None:
+    kind = losing(2)
+    engine = Engine(kind, "127.0.0.1", "tcp")
+    assert kind.made == 3 and not engine.closed
+    engine.close()
+
+
+def test_a_host_without_ports_is_an_error_with_a_code() -> None:
+    kind = losing(OPENINGS)
+    with pytest.raises(PdError, match=r"PD-WIRE-001.*Address already in use"):
+        Engine(kind, "127.0.0.1", "tcp")
+    assert kind.made == OPENINGS
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
+def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_again() -> None:
+    from unit.transport.mooncake_child import settle, target_of, wire_from
+
+    source, target = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
+    receiving, sending = target_of(target), wire_from(source)
+    engines = sending._engines
+
+    def write() -> WriteState:
+        pieces = [source.ctypes.data], [target.ctypes.data], [64]
+        return settle(sending, sending.submit(receiving.session, *pieces))
+
+    try:
+        engines.probe(receiving.session.partition("/")[0])  # the engine for probes is already open
+        whole, engines._open_engine = engines._open_engine, lambda: Engine(losing(99), "127.0.0.1", "tcp")
+        assert write() is WriteState.UNISSUED
+        engines._open_engine = whole
+        assert write() is WriteState.LANDED
+        assert target.all()
+    finally:
+        sending.close()
+        receiving.close()

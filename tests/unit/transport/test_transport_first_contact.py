@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First contact outside the writer thread, and cutting connections to peers that do not answer."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from unit.watching import address_of, listening, until
+from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer, watched
+from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
+
+LOOPBACK = "127.0.0.1"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reads_forever(address: str) -> bool:
+    """A probe like Mooncake's: connect, then read without a useful limit."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as sock:
+        return sock.recv(1) == b"y"
+
+
+def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Answer:
+    deadline = time.monotonic() + limit_s
+    while (said := introducer.ask(address)) is Answer.ASKING:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return said
+
+
+@pytest.mark.parametrize("reply, expected", [(b"y", Answer.YES), (b"n", Answer.NO)])
+def test_the_answer_is_the_peers(reply, expected) -> None:
+    with listening() as listener:
+        introducer = Introducer(reads_forever, 5.0, time.monotonic)
+        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(reply)
+            assert answer(introducer, address_of(listener)) is expected
+        assert introducer.close()
+
+
+def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
+    with listening() as listener:
+        introducer = Introducer(reads_forever, 0.2, time.monotonic)
+        assert answer(introducer, address_of(listener)) is Answer.NO
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-introduce")])
+
+
+def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
+    asked: list[str] = []
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
+    assert answer(introducer, "a:1") is Answer.YES
+    assert answer(introducer, "a:1") is Answer.YES
+    assert asked == ["a:1", "a:1"]
+
+
+def finished(introducer: Introducer, session: str) -> None:
+    introducer._asked[session].thread.join(10)
+
+
+def test_an_answer_grows_old_and_is_asked_for_again() -> None:
+    clock, says = Clock(), iter([True, False])
+    introducer = Introducer(lambda _: next(says), 5.0, clock)
+    assert introducer.ask("a:1") is Answer.ASKING
+    finished(introducer, "a:1")
+    clock.now = FRESH_S + 0.1
+    assert introducer.ask("a:1") is Answer.ASKING, "what it said then proves nothing now"
+    finished(introducer, "a:1")
+    assert introducer.ask("a:1") is Answer.NO
+
+
+def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
+    asked: list[str] = []
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
+    assert introducer.ask("a:1/first") is Answer.ASKING
+    finished(introducer, "a:1/first")
+    assert introducer.ask("a:1/second") is Answer.ASKING
+    assert answer(introducer, "a:1/second") is Answer.YES
+    assert asked == ["a:1", "a:1"]
+
+
+def test_who_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
+    with listening() as listener:
+        introducer = Introducer(reads_forever, 5.0, time.monotonic)
+        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        silent, _ = listener.accept()
+        introducer.forget(address_of(listener))
+        with silent:
+            assert silent.recv(1) == b"", "it is hung up on"
+        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(b"y")
+            assert answer(introducer, address_of(listener)) is Answer.YES, "the old NO is not this one's"
+        assert introducer.close()
+
+
+def test_introductions_are_bounded_and_finished_ones_make_room() -> None:
+    gate = threading.Event()
+    introducer = Introducer(lambda _: gate.wait(10), 60.0, time.monotonic)
+    first = [introducer.ask(f"127.0.0.1:{n}") for n in range(1, MAX_AT_ONCE + 1)]
+    assert set(first) == {Answer.ASKING}
+    assert introducer.ask("127.0.0.1:9999") is Answer.NO
+    gate.set()
+    deadline = time.monotonic() + 5
+    while introducer.ask("127.0.0.1:9999") is Answer.NO:
+        assert time.monotonic() < deadline
+    assert introducer.close()
+
+
+NO_ADDRESSES = ["", "x", "10.1.2.3", "10.1.2.3:x", "10.1.2.3:0", f"10.1.2.3:{2**70}", "x" * 70 + ".d:1", "a\0b:1"]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
+def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: str) -> None:
+    """D names its session; the writer thread, which serves all peers, cuts the connection of an unanswered probe."""
+    gate = threading.Event()
+    introducer = Introducer(lambda _: gate.wait(10), 0.0, time.monotonic)
+    assert [introducer.ask(f"{address}/tag") for _ in range(3)] == [Answer.ASKING] * 3
+    introducer.forget(f"{address}/tag")
+    gate.set()
+    assert introducer.close()
+    with watched(address, 0.0):
+        pass
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
+def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(address: str) -> None:
+    class Silent:
+        """An engine without a probe."""
+
+    engine = object.__new__(Engine)
+    engine._raw = Silent()  # type: ignore[assignment]
+    assert not engine.answers(address)
+
+
+def test_nobody_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next connection to the same peer belongs to another use."""
+    inside, over = threading.Event(), threading.Event()
+
+    def slow(address: str) -> int:
+        inside.set()
+        over.wait(0.2)  # the contact ends meanwhile
+        over.set()
+        return 0
+
+    monkeypatch.setattr("vllm_ascend_pd.transport.introducer.hang_up", slow)
+    with watched("a:1", 0.0):
+        assert inside.wait(10)
+    assert over.is_set(), "the watching thread is still at it"
+
+
+def test_hanging_up_cuts_only_connections_to_that_address() -> None:
+    with listening() as one, listening() as other:
+        cut = socket.create_connection(one.getsockname())
+        kept = socket.create_connection(other.getsockname())
+        near, far = one.accept()[0], other.accept()[0]
+        assert hang_up(f"{LOOPBACK}:{one.getsockname()[1]}") == 1
+        assert cut.recv(1) == b""
+        far.sendall(b"x")
+        assert kept.recv(1) == b"x"
+        for sock in (cut, kept, near, far):
+            sock.close()
+
+
+def test_hanging_up_leaves_no_descriptor_behind() -> None:
+    from pathlib import Path
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        hang_up(f"{LOOPBACK}:1")
+        shorten_accept(1, 0.1)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_the_accept_timeout_of_a_listener_is_shortened() -> None:
+    with listening() as listener:
+        assert shorten_accept(listener.getsockname()[1], 0.25)
+        seconds, micros = struct.unpack("ll", listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+        assert seconds == 0 and 240_000 <= micros <= 260_000  # the kernel rounds
+        assert not shorten_accept(1, 0.25)
