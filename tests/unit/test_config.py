@@ -16,6 +16,7 @@ import pytest
 from vllm_ascend_pd import config as module
 from vllm_ascend_pd.config import PushConfig, reference
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.metaserver.service.settings import reference as flags_reference
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {f.name: f.default for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)}
@@ -277,12 +278,14 @@ def test_an_error_crosses_processes_with_its_code_and_values() -> None:
 
 def test_the_documented_table_is_the_code() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    table = reference()
+    table = f"{reference()}\n{flags_reference()}"
     documented = [line for line in page.splitlines() if line.startswith("|")]
     differences = "\n".join(
         difflib.unified_diff(documented, table.splitlines(), "docs/configuration.md", "code", lineterm="")
     )
-    assert not differences, f"python -m vllm_ascend_pd.config prints the table to paste:\n{differences}"
+    assert not differences, (
+        f"python -m vllm_ascend_pd.config and …metaserver.service.settings print the tables to paste:\n{differences}"
+    )
     for key in (*module._CHECKED_SIZES, *module._IGNORED):
         assert f"`{key}`" in page
 

@@ -19,19 +19,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "picker writes it; without the header the decode engine prefills by itself.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    metaserver.listening(parser.add_argument_group("listening"))
-    group = parser.add_argument_group("engines")
-    group.add_argument("--decode", nargs=1, required=True, metavar="URL", help="the decode engine")
-    group.add_argument(
-        "--prefill-allowed",
-        nargs="+",
-        required=True,
-        metavar="HOST",
-        help="which prefill engines requests may name: host, network (10.0.0.0/8), either with :port",
-    )
-    metaserver.behaviour(parser.add_argument_group("behaviour"))
-    metaserver.limits(parser.add_argument_group("limits"))
-    metaserver.security(parser.add_argument_group("security"))
-    metaserver.telling(parser)
-    parser.set_defaults(sidecar=True, no_canary=True, prefill=[], instances="", workers=1, **metaserver.NO_PREDECESSOR)
+    groups = metaserver.common(parser, "sidecar")
+    groups["instances"].add_argument("--decode", nargs=1, required=True, metavar="URL", help="the decode engine")
+    parser.set_defaults(sidecar=True, no_canary=True)
     return parser

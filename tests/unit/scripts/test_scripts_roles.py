@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.cli.__main__ import parser
+from vllm_ascend_pd.cli.metaserver import settings_of
+from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
+from vllm_ascend_pd.metaserver.service.settings import FLAGS, Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLES = ("prefill", "decode", "metaserver")
@@ -291,9 +295,40 @@ def test_metaserver_knows_every_engine_it_is_given():
     ]  # fmt: skip
 
 
-def test_the_metaservers_own_parser_accepts_what_the_script_makes():
-    from vllm_ascend_pd.cli.__main__ import parser
+@pytest.mark.parametrize("role", ENGINES)
+def test_the_scripts_defaults_are_the_defaults_that_the_configuration_declares(role):
+    """A script's table names a default for its help, and leaves the key out when it has that value."""
+    address = ChannelConfig(side_channel_host="127.0.0.1")
+    urls = MetaserverConfig(metaserver_urls=("http://127.0.0.1:8000",) if role == "decode" else ())
+    assert dry(role, "--model", "m").push_config == PushConfig(channel=address, metaserver=urls)
+    keys = {f.name: f for group in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(group.default)
+            for f in dataclasses.fields(group.default)}  # fmt: skip
+    compared = 0
+    for name, default in defaults_of(role):
+        if declared := keys.get(name.replace("-", "_")):
+            assert default == str(declared.default), name
+            compared += 1
+    assert compared == (6 if role == "decode" else 5)
 
+
+def test_the_metaserver_scripts_defaults_are_those_that_its_settings_declare():
+    settings = settings_of(parser().parse_args(dry("metaserver").words))
+    assert settings == Settings(prefill=("http://127.0.0.1:8001",), decode=("http://127.0.0.1:8002",))
+    flags = {flag.name: flag for flag in FLAGS.values()}
+    told = {name: default for name, default in defaults_of("metaserver") if f"--{name}" in flags}
+    assert told.keys() == {"host", "port", "prefill", "decode"}
+    assert told["host"] == flags["--host"].default and told["port"] == str(flags["--port"].default)
+
+
+def defaults_of(role):
+    """Return each flag's name and default as the script's help shows them."""
+    shown = re.findall(
+        r"^  --([a-z-]+)[^\n]*\n +[^\n]*\n +\[PD_[A-Z_]+, default: ([^\]]*)\]", run(role, "--help").stdout, re.M
+    )
+    return [(name, "" if default == "none" else default) for name, default in shown]
+
+
+def test_the_metaservers_own_parser_accepts_what_the_script_makes():
     command = dry("metaserver", "--prefill", "http://a:1", "--prefill", "http://b:2", "--port", "9000")
     parsed = parser().parse_args(command.words)
     assert (parsed.prefill, parsed.decode) == (["http://a:1", "http://b:2"], ["http://127.0.0.1:8002"])

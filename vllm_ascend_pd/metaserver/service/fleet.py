@@ -36,11 +36,11 @@ from vllm_ascend_pd.metaserver.decisions import (
 )
 from vllm_ascend_pd.metaserver.prefixes import Marks, Prompts
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.settings import LAST_PORT
 from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
-LAST_PORT = 65535
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
