@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_ascend_pd.errors import ConfigError
 
-PLAIN = ("auto", "float32", "float", "bfloat16", "float16", "half")
+PLAIN = ("auto", "float16", "bfloat16")
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _STORED = ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
 _REMEDY = 'Use --kv-cache-dtype "auto".'
@@ -26,6 +26,7 @@ def not_proven(config: Any) -> Iterator[tuple[str, str]]:
     """Yield features that are not proven, and remedies, by the engine's configuration alone."""
     cache, dtype = config.cache_config, str(config.cache_config.cache_dtype)
     if dtype in PLAIN:
+        yield from _another_plain(dtype, config)
         return
     if dtype not in _FP8:
         yield f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".'
@@ -37,6 +38,14 @@ def not_proven(config: Any) -> Iterator[tuple[str, str]]:
         yield "A quantised KV cache with pipeline parallelism", "Start with -pp 1."
     elif config.speculative_config is not None:
         yield "A quantised KV cache with speculative decoding", "Start without a draft model."
+
+
+def _another_plain(dtype: str, config: Any) -> Iterator[tuple[str, str]]:
+    """Yield a plain dtype that is not the model's: vLLM's kernels on a CPU write the model's values into such a cache,
+    and so over the next block.
+    """
+    if dtype != "auto" and (model := str(config.model_config.dtype).removeprefix("torch.")) != dtype:
+        yield f"A KV cache in {dtype} under a model in {model}", _REMEDY
 
 
 def is_fp8(spec: Any) -> bool:
