@@ -35,6 +35,9 @@ METRICS: dict[str, Metric] = {
     "regroup_time_seconds": Metric("time", "Time of one exchange between the prefill ranks (P's first worker)."),
     "metaserver_time_seconds": Metric("time", "Time of one reservation's call to the metaserver (D)."),
     "bytes_transferred": Metric("sum", "Bytes written into decode engines, all workers of P together."),
+    "bytes_direct": Metric(
+        "sum", "Of these bytes, those that engines whose P ranks can exchange wrote without an exchange."
+    ),
     "num_descriptors": Metric("sum", "Contiguous spans written, all workers of P together."),
     "exchanges_repeated": Metric(
         "sum",

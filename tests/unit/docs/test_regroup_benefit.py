@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures in docs/regroup.md: what the planners write to the wire, with and without regroup."""
+"""The figures in docs/regroup.md: what the planners write to the wire, with and without regroup; how it is counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from regroup_kit import Cache, DecodeSite, config
+from regroup_prefill import engine, running
 
 from scripts.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, Load, cache, direct, regrouped, scattered
 from vllm_ascend_pd.geometry.decide import decide
@@ -49,3 +51,19 @@ def test_every_byte_is_written_once_by_somebody(how: object) -> None:
             job = Job(d, 0, 0, 1000, scattered(1000, BLOCK, 1), scattered(1000, BLOCK, 2))
             copies = max(1, d_tp // model.heads)
             assert sum(load.nbytes for load in how(p, job)) == 1000 * model.heads * HEAD_BYTES * 2 * copies  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("mode", "d_tp"), [("always", 1), ("auto", 2)], ids=["exchanged", "an exchange gains nothing"])
+def test_what_is_written_without_an_exchange_is_counted(mode: str, d_tp: int) -> None:
+    p, d = engine(Cache(tp=2, heads=8), push=config(regroup=mode)), DecodeSite(Cache(tp=d_tp, heads=8), push=config())
+    with running(p, d):
+        prompt = d.reserve(40)
+        d.step()
+        p.admit(prompt)
+        p.compute((prompt, 40))
+        assert p.ended(prompt)
+        d.check(prompt)
+        p.finished(prompt)
+        told = [(rank.runtime.tally.take() or {"sums": {}})["sums"] for rank in p.ranks]
+    written, without = (sum(one.get(name, 0) for one in told) for name in ("bytes_transferred", "bytes_direct"))
+    assert written and without == (written if mode == "auto" else 0)

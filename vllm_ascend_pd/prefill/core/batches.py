@@ -43,6 +43,7 @@ class Batch:
     src: list[int]
     dst: list[int]
     size: list[int]
+    direct: int = 0  # bytes of it that no exchange has brought
     handle: int = 0
     submitted_at: float = 0.0
 

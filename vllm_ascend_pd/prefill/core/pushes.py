@@ -317,6 +317,8 @@ class Pushes:
         self._note("layer_pushed", lambda: {"ok": landed, "took": now - batch.submitted_at, **batch.facts()})
         if landed:
             self._effects.append(MetricValue("bytes_transferred", sum(batch.size)))
+            if batch.direct and self.exchanges is not None:
+                self._effects.append(MetricValue("bytes_direct", batch.direct))
             self._effects.append(MetricValue("num_descriptors", len(batch.size)))
         for claim in batch.claims:
             if state is WriteState.UNISSUED:
@@ -510,7 +512,7 @@ class Pushes:
     def _batch(self, now: float, peer: Endpoint, claims: list[Claim]) -> Batch | None:
         """Return these claims as one batch. A claim that cannot be written fails its push."""
         parts: list[Triples] = []
-        taken, session = [], ""
+        taken, session, direct = [], "", 0
         for claim in claims:
             push, theirs = self._pushes[claim.push], self._machine.addresses(claim.push, claim.d_rank)
             try:
@@ -528,11 +530,13 @@ class Pushes:
             parts += spans
             session = theirs.session
             taken.append(claim)
+            direct += 0 if unit_of(claim).part else sum(int(part.size.sum()) for part in spans)
         if not taken:
             return None
         triples = joined(parts)
         transfers = sorted({self._pushes[claim.push].transfer for claim in taken})
-        return Batch(peer, session, taken, transfers, triples.src.tolist(), triples.dst.tolist(), triples.size.tolist())
+        lists = triples.src.tolist(), triples.dst.tolist(), triples.size.tolist()
+        return Batch(peer, session, taken, transfers, *lists, direct)
 
     def _add_checksum(self, push: Push, claim: Claim) -> None:
         if self._digest is None:
