@@ -236,7 +236,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     sizes = first.local_heads, first.total_heads, first.head_size
-    of = {name: index for index, group in enumerate(made) for name in group.layer_names} if groups else {}
+    of = {name: index for index, group in enumerate(made) for name in group.layer_names}
     return CacheShape(spec.block_size, *sizes, tp, which, layers, unlike, groups, of, states, words, *divided)
 
 

@@ -83,8 +83,11 @@ RECIPES = {
     "gemma3": Recipe("gemma3", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
     "gptoss": Recipe("gpt_oss", 4, 8, 4, head_dim=32, hidden=256, intermediate=128, window=128),
     "windowed": Recipe("mistral", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
-    # recurrent states: Mamba-2 before attention, beside it in every layer, alone; Gated DeltaNet in three of four
-    # layers
+    # the last two of six layers read the cache of the two before them, one of which has a window
+    "gemma3n": Recipe("gemma3n", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
+    # recurrent states: Mamba-2 before attention (in Granite with experts), beside it in every layer, alone;
+    # Gated DeltaNet in three of four layers
+    "granite": Recipe("granite_hybrid", 4, 8, 4, head_dim=32, hidden=256, intermediate=128),
     "nemotronh": Recipe("nemotron_h", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
     "falconh1": Recipe("falcon_h1", 3, 8, 4, head_dim=32, hidden=256, intermediate=512),
     "mamba2": Recipe("mamba2", 3, 8, 8, head_dim=64, hidden=256, intermediate=512),
@@ -151,6 +154,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "qwen3": _qwen3,
             "qwen3_moe": _qwen3_moe,
             "gemma3": _windowed,
+            "gemma3n": _windowed,
             "gpt_oss": _windowed,
             "mistral": _windowed,
             **dict.fromkeys(states.FAMILIES, _recurrent),
@@ -273,18 +277,26 @@ def _windowed(recipe: Recipe) -> Any:
     library: Any = transformers
     names, more = {
         "gemma3": (("Gemma3ForCausalLM", "Gemma3TextConfig"), {"query_pre_attn_scalar": recipe.head_dim}),
+        "gemma3n": (("Gemma3nForCausalLM", "Gemma3nTextConfig"), _shared(recipe)),
         "gpt_oss": (("GptOssForCausalLM", "GptOssConfig"), {"num_local_experts": 4, "num_experts_per_tok": 2}),
         "mistral": (("MistralForCausalLM", "MistralConfig"), {}),
     }[recipe.family]
     model, config = (getattr(library, name) for name in names)
-    return model(
-        config(
-            **_sizes(recipe),
-            head_dim=recipe.head_dim,
-            sliding_window=recipe.window,
-            **more,
-        )
-    )
+    sizes = {**_sizes(recipe), "head_dim": recipe.head_dim, "sliding_window": recipe.window}
+    return model(config(**{**sizes, **more}))
+
+
+def _shared(recipe: Recipe) -> dict[str, Any]:
+    """Return what makes the last two layers of Gemma-3n read the cache of the last layers of their kind before them."""
+    return {
+        "tie_word_embeddings": True,  # as always in this family
+        "layer_types": ["sliding_attention", "full_attention"] * (recipe.layers // 2),
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": recipe.vocab,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0] * recipe.layers,
+    }
 
 
 def _recurrent(recipe: Recipe) -> Any:

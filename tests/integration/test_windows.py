@@ -8,6 +8,8 @@ last class leaves one out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kind_pairs import (
     BLOCK,
@@ -24,8 +26,9 @@ from kind_pairs import (
     spec,
     wrong_answers,
 )
-from pairs import Pair, PairMaker, fresh_prompt
+from pairs import Pair, PairMaker, counter, fresh_prompt
 
+from scripts.support.checks import eventually
 from scripts.support.client import body_of, complete
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
@@ -111,6 +114,41 @@ class TestWindowShapes:
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, "window only 1→2", LENGTHS)
             check_prefixes(pair, RECIPES["windowed"].window)
+
+    def test_from_tp_4_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        specs = (
+            spec("gptoss-p4", "gptoss", "kv_producer", cluster.push_config(), tp=4),
+            spec("gptoss-d2", "gptoss", "kv_consumer", cluster.push_config(*allowed), tp=2),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, "gptoss 4→2", LENGTHS)
+
+
+@pytest.mark.slow
+class TestLayersThatShareACache:
+    """Gemma-3n: the last two of six layers read the cache of the two before them. Each byte is pushed once."""
+
+    @pytest.mark.parametrize("windows", [True, False], ids=["several groups", "one group"])
+    def test_nothing_is_pushed_twice(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, windows: bool
+    ) -> None:
+        """Without windows in the cache's manager there is one group, and P at TP 2 regroups its layers."""
+        recipe = RECIPES["gemma3n"]
+        p_extra: dict[str, Any] = {} if windows else {"regroup": "always"}
+        more: dict[str, Any] = {} if windows else {"arguments": ("--disable-hybrid-kv-cache-manager",)}
+        specs = (
+            spec("shared-p", "gemma3n", "kv_producer", cluster.push_config(**p_extra), tp=1 if windows else 2, **more),
+            spec("shared-d", "gemma3n", "kv_consumer", cluster.push_config(*allowed), **more),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, f"gemma3n, {'several groups' if windows else 'one group'}", LENGTHS)
+            before = counter(pair.prefill, "vllm:ascend_pd_bytes_transferred_total")
+            pair.check([fresh_prompt(10 * BLOCK)], name="counted")
+            # Two of the four layers with a cache have a window of two blocks, which begins with a block here.
+            tokens = 2 * 10 * BLOCK + 2 * (recipe.window if windows else 10 * BLOCK)
+            wanted = before + tokens * 2 * recipe.kv_heads * recipe.head_dim * 4
+            eventually(lambda: counter(pair.prefill, "vllm:ascend_pd_bytes_transferred_total") >= wanted, "all bytes")
+            assert counter(pair.prefill, "vllm:ascend_pd_bytes_transferred_total") == wanted
 
 
 @pytest.mark.slow

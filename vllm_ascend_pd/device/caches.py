@@ -49,7 +49,7 @@ class CacheShape:
     drafts: frozenset[str] = frozenset()  # layers of the draft model
     unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # sizes of layers that differ
     groups: tuple[Group, ...] = ()  # empty: one group, in which all tokens matter
-    group_of: Mapping[str, int] = field(default_factory=dict)  # index of a layer's group, if there are groups
+    group_of: Mapping[str, int] = field(default_factory=dict)  # index of a layer's group; empty: not known
     states: Mapping[str, Recurrent] = field(default_factory=dict)  # by recurrent layer
     words: Mapping[str, str] = field(default_factory=dict)  # name of a layer's dtype, if its tensor does not show it
     dcp: int = 1
@@ -96,6 +96,7 @@ class CacheBytes:
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported."""
+    tensors = _own(tensors, shape)
     names = executed(tensors) if shape.groups else list(tensors)
     layers: dict[str, _Layer] = {}
     for name in names:
@@ -182,6 +183,22 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
         storages=tuple((storage.data_ptr(), storage.nbytes()) for storage in storages),
         group=group,
     )
+
+
+def _own(
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape
+) -> dict[str, torch.Tensor | Sequence[torch.Tensor]]:
+    """Leave out layers that only read the cache of another layer, which pushes it.
+
+    vLLM registers that cache under both names. Only the name of the layer that writes it is in a group of the engine's
+    cache. An address alone does not show it: layers of several groups share addresses too.
+    """
+
+    def place(name: str) -> list[tuple[int, tuple[int, ...]]]:
+        return [(tensor.data_ptr(), tuple(tensor.shape)) for tensor in _tensors(tensors[name])]
+
+    written = [place(name) for name in tensors if name in shape.group_of]
+    return {name: own for name, own in tensors.items() if name in shape.group_of or place(name) not in written}
 
 
 def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict[str, _Layer]:

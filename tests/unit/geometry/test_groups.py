@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -298,3 +299,14 @@ def test_layers_at_one_address_are_told_apart_by_name() -> None:
 def test_a_layer_of_no_group_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="belongs to no group"):
         describe({"l.7": torch.zeros(8, 32, 2, 16)}, SHAPE, TokenMajorDevice())
+
+
+@pytest.mark.parametrize("groups", [SHAPE.groups, ()], ids=["several groups", "one group"])
+def test_a_layer_that_reads_the_cache_of_another_is_not_a_layer(groups: tuple[Group, ...]) -> None:
+    """vLLM registers the cache of l.0 and of l.1 under a second name, which is in no group. Groups share an address."""
+    one, other = torch.zeros(8, 32, 2, 16), torch.zeros(8, 32, 2, 16)
+    lies = {"l.0": one, "l.1": one.view(8, 32, 2, 16) if groups else other, "l.2": other, "l.3": other.clone()}
+    shared = {"l.4": lies["l.0"], "l.5": lies["l.1"], "l.6": lies["l.0"]}
+    caches = describe({**lies, **shared}, replace(SHAPE, groups=groups), TokenMajorDevice())
+    assert caches.geometry.layers == ("l.0", "l.1", "l.2", "l.3")
+    assert [base for (base,) in caches.bases] == [lies[name].data_ptr() for name in caches.geometry.layers]
