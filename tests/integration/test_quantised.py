@@ -142,4 +142,6 @@ class TestPlantedFaults:
         with running(cluster, make_pair, *specs) as pair:
             (refused,) = attempt(pair.front.url, [body_of(fresh_prompt(160), 12)])
             assert isinstance(refused, RequestFailed)
-            assert re.search(r"PD-WIRE-004.*\(kv2\)", pair.decode[0].log.read_text(errors="replace"))
+            assert re.search(
+                r"PD-WIRE-004.*\(kv2: scale of the index key\)", pair.decode[0].log.read_text(errors="replace")
+            )

@@ -39,9 +39,9 @@ class Verifier:
                 bind.blocks[kind.group],
                 begin // kind.covers,
             )
-            for number, region in enumerate(kind.regions):
+            for number, value in enumerate(found):
                 # If tokens are divided among ranks, a rank may have none, and receives nothing.
-                if sums.get((index, number), 0) != found[number]:
-                    told = region.name if sums else "prefill sent no checksums: set verify to full there too"
+                if sums.get((index, number), 0) != value:
+                    told = kind.called(number) if sums else "prefill sent no checksums: set verify to full there too"
                     return f"{name} ({told})"
         return None

@@ -222,6 +222,11 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         """True if single tokens of a block cannot be addressed. States do not count: their blocks have one entry."""
         return any(region.opaque for kind in self.kinds if not kind.own.stateful for region in kind.regions)
 
+    def called(self, region: int) -> str:
+        """Return a component's name for people: engines only number a layer's tensors. Only for one kind."""
+        name, meant = self.regions[region].name, _meant(self)
+        return f"{name}: {meant[region]}" if name.startswith("kv") and region < len(meant) else name
+
     @property
     def layers(self) -> tuple[str, ...]:
         return tuple(name for stage in self.stages for name in stage)
@@ -256,6 +261,21 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     def head_range(self, rank: int) -> range:
         """Return the heads that `rank` holds. With fewer heads than ranks, neighbouring ranks hold replicas."""
         return self.ranks.head_range(rank)
+
+
+_INDEX = ("index key", "scale of the index key")
+
+
+def _meant(kind: CacheGeometry) -> tuple[str, ...]:
+    """Return what a layer's tensors are, as far as their number and sizes show it."""
+    if any(map(attention_of, kind.layers)):
+        return _INDEX
+    if len(kind.regions) == 1:
+        return ()
+    if kind.kv_heads > 1 or len({region.cell_bytes for region in kind.regions}) == 1:
+        return "k", "v"
+    # MLA in one tuple, perhaps with an indexer's; in int8 the latent and its rope are one tensor
+    return ("latent and rope", *_INDEX) if kind.dtype.startswith("int8") else ("latent", "rope", *_INDEX)
 
 
 @lru_cache(maxsize=256)

@@ -109,13 +109,14 @@ def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
 def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     ours, theirs = ([region.name for region in side.regions] for side in (p, d))
     if ours != theirs:
-        return [Mismatch("regions", ", ".join(ours), ", ".join(theirs))]
+        told = [", ".join(map(side.called, range(len(side.regions)))) for side in (p, d)]
+        return [Mismatch("regions", *told)]
     found = []
-    for a, b in zip(p.regions, d.regions, strict=True):
+    for index, (a, b) in enumerate(zip(p.regions, d.regions, strict=True)):
         if a.opaque != b.opaque:
-            found.append(Mismatch(f"token axis of {a.name}", _axis(a), _axis(b)))
+            found.append(Mismatch(f"token axis of {p.called(index)}", _axis(a), _axis(b)))
         elif a.cell_bytes != b.cell_bytes and not (a.opaque and p.block_size != d.block_size):
-            found.append(Mismatch(f"cell bytes of {a.name}", str(a.cell_bytes), str(b.cell_bytes)))
+            found.append(Mismatch(f"cell bytes of {p.called(index)}", str(a.cell_bytes), str(b.cell_bytes)))
     return found
 
 

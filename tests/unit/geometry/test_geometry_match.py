@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unit.geometry.reference import dealt, geometry, owner_share, range_of, share
 from vllm_ascend_pd.geometry import pairing
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.match import mismatches, range_fault, require_match
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import plan_digest
@@ -49,6 +49,29 @@ def test_each_difference_is_named_with_both_values(other, field: str, ours: str,
     assert error.code == "PD-GEO-001"
     assert ours in str(error)
     assert theirs in str(error)
+
+
+@pytest.mark.parametrize(
+    ("heads", "cells", "dtype", "layer", "names"),
+    [
+        (4, (64,), "bfloat16", "l.0.attn", "kv"),
+        (4, (64, 32), "bfloat16", "l.0.attn", "kv0: k, kv1: v"),
+        (1, (64, 64), "bfloat16", "l.0.attn", "kv0: k, kv1: v"),
+        (1, (1152,), "bfloat16", "l.0.attn", "kv"),
+        (1, (1024, 128, 256), "bfloat16", "l.0.attn", "kv0: latent, kv1: rope, kv2: index key"),
+        (1, (580, 128, 4), "int8", "l.0.attn", "kv0: latent and rope, kv1: index key, kv2: scale of the index key"),
+        (1, (256,), "bfloat16", "l.0.indexer.k_cache", "kv: index key"),
+    ],
+)
+def test_components_that_have_numbers_are_named_for_people(
+    heads: int, cells: tuple[int, ...], dtype: str, layer: str, names: str
+) -> None:
+    words = ["kv"] if len(cells) == 1 else [f"kv{i}" for i in range(len(cells))]
+    regions = tuple(Region(word, 1 << 16, 0, cell, cell) for word, cell in zip(words, cells, strict=True))
+    kind = changed(kv_heads=heads, dtype=dtype, regions=regions, stages=((layer,),))
+    assert ", ".join(map(kind.called, range(len(cells)))) == names  # type: ignore[attr-defined]
+    other = msgspec.structs.replace(kind, regions=(*regions[:-1], msgspec.structs.replace(regions[-1], cell_bytes=99)))
+    assert mismatches(kind, other)[0].field == f"cell bytes of {names.rsplit(', ', 1)[-1]}"  # type: ignore[arg-type]
 
 
 def test_all_differences_are_told_at_once() -> None:

@@ -152,7 +152,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
         landed += 1
         p.compute((request, 1))
         ends = {report.detail: report.ok for report in d.received(request)}
-        assert ends == {"": True, f"{model.names[2]} (kv0)": False}
+        assert ends == {"": True, f"{model.names[2]} (kv0: k)": False}
 
 
 def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> None:
