@@ -8,7 +8,7 @@ stopped, and leftovers fail the session.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from pairs import FORKED, Pair, PairMaker
@@ -55,9 +55,11 @@ def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
     """Return a function that starts a metaserver in front of running engines, on one of the allowed ports."""
     free = ports[:-3]
 
-    def make(prefill: Engine, *decode: Engine, options: tuple[str, ...] = ()) -> Pair:
-        front = cluster.metaserver([prefill], decode, free.pop(0), (*STRICT, *options))
-        return Pair(cluster, front, prefill, decode, tally)
+    def make(
+        prefill: Engine, *decode: Engine, options: tuple[str, ...] = (), more_prefill: Sequence[Engine] = ()
+    ) -> Pair:
+        front = cluster.metaserver([prefill, *more_prefill], decode, free.pop(0), (*STRICT, *options))
+        return Pair(cluster, front, prefill, decode, tally, more_prefill=tuple(more_prefill))
 
     return make
 

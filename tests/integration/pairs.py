@@ -57,11 +57,16 @@ class Pair:
     decode: tuple[Served, ...]
     tally: Tally
     alone: Served | None = None  # the reference for answers; None: P
+    more_prefill: tuple[Served, ...] = ()  # other servers of the same P: its ranks have an address each
     left: int = 0  # last tokens of a prompt that P does not push, because D computes them for its first token
 
     @property
     def reference(self) -> Served:
         return self.alone or self.prefill
+
+    @property
+    def all_prefill(self) -> tuple[Served, ...]:
+        return (self.prefill, *self.more_prefill)
 
     def check_lengths(self, name: str) -> None:
         """Check eleven answers: lengths around the sizes of blocks and chunks one by one, then six prompts at once."""
@@ -162,10 +167,10 @@ class Pair:
 
     def failed_transfers(self) -> list[str]:
         """Return the log lines about failed transfers, which a D that recomputes would hide."""
-        return [line for engine in (self.prefill, *self.decode) for line in failures(engine)]
+        return [line for engine in (*self.all_prefill, *self.decode) for line in failures(engine)]
 
     def free_counts(self) -> dict[str, int]:
-        return {engine.name: settled_free_blocks(engine) for engine in (self.prefill, *self.decode)}
+        return {engine.name: settled_free_blocks(engine) for engine in (*self.all_prefill, *self.decode)}
 
 
 PairMaker = Callable[..., Pair]  # prefill, *decode, options of the metaserver

@@ -10,16 +10,22 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_free_blocks
+from fake_metaserver import Answer, fake_metaserver
+from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, transfer_request, wait_for_free_blocks
 
-from scripts.support.client import body_of, gather
+from scripts.support.checks import eventually, reference_answers
+from scripts.support.client import body_of, gather, leave_after, post
 from scripts.support.cluster import Cluster
+from scripts.support.engine import Engine
 from scripts.support.models import ensure
 from scripts.support.spec import EngineSpec
 
@@ -28,6 +34,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 EXPERTS = Path(__file__).parent / "plugins" / "experts"
 LOADED = "vllm:external_prefix_cache_hits_total"
 LENGTHS = (1, 20, 32, 33, 256, 700)
+WAVE = re.compile(r"Wave \d+ finished")  # all ranks have agreed that no rank has work, and step no more
+HELD_S = 3.0  # many such agreements: a small model's ranks step more than a hundred times a second
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,9 @@ class Shape:
         # The servers of two hosts, each of which balances between its own ranks. (With one rank each vLLM treats it
         # like the first case.)
         pytest.param((Shape(1, 1), Shape(1, 4, servers=2)), marks=pytest.mark.slow),
+        # P's ranks too have addresses of their own, or share one with those of their host.
+        pytest.param((Shape(2, 2, servers=2), Shape(1, 2, servers=2)), marks=pytest.mark.slow),
+        pytest.param((Shape(1, 4, servers=2), Shape(2, 1)), marks=pytest.mark.slow),
     ],
     ids=lambda shapes: f"{shapes[0]}-to-{shapes[1]}",
     scope="module",
@@ -67,13 +78,14 @@ def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], m
     p_shape, d_shape = request.param
     d_config = cluster.push_config(*allowed, side_channel_port=cluster.ports(d_shape.tp * d_shape.dp))
     p_config = cluster.push_config(**({"regroup": "always"} if p_shape.tp > 1 else {}))
-    p, *ds = cluster.start(
+    started = cluster.start(
         *p_shape.specs(cluster, "p", role="kv_producer", extra=p_config),
         *d_shape.specs(cluster, "d", role="kv_consumer", policy="fail", extra=d_config),
     )
-    made = make_pair(p, *ds)
+    ps, ds = started[: p_shape.servers], started[p_shape.servers :]
+    made = make_pair(ps[0], *ds, more_prefill=ps[1:])
     yield made
-    cluster.stop(made.front, *ds, p)
+    cluster.stop(made.front, *ds, *ps)
 
 
 def test_every_length(pair: Pair) -> None:
@@ -85,10 +97,87 @@ def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
     before = pair.free_counts()
     for _ in range(8):
         pair.check([fresh_prompt(10 + 17 * i) for i in range(25)], name="ranks, 25 at once")
-    for engine, name in ((pair.prefill, "vllm:prompt_tokens_total"), *((d, LOADED) for d in pair.decode)):
+    read = [*((p, "vllm:prompt_tokens_total") for p in pair.all_prefill), *((d, LOADED) for d in pair.decode)]
+    for engine, name in read:
         ranks = engine.by_rank(name)
         assert len(ranks) == engine.ranks and all(ranks.values()), f"{name} of {engine.name} by rank: {ranks}"
     assert pair.free_counts() == before
+
+
+@pytest.mark.slow
+def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
+    cluster: Cluster, allowed: list[str], ports: list[int], make_pair: PairMaker
+) -> None:
+    shown = {"environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}}
+    # P does not give up by itself while a D that is silent is waited for.
+    p_config = cluster.push_config(hold_sources=8, hold_s=300.0, ready_timeout_s=300.0, lease_s=2.0)
+    p, d = cluster.start(
+        *Shape(1, 2).specs(cluster, "p-idle", role="kv_producer", extra=p_config, **shown),
+        *Shape(1, 2).specs(
+            cluster, "d-idle", role="kv_consumer", policy="fail", extra=cluster.push_config(*allowed), **shown
+        ),
+    )
+    pair = make_pair(p, d)
+    free, told, url = pair.free_counts(), threading.Event(), f"http://127.0.0.1:{ports[-1]}"
+    second = {"X-data-parallel-rank": "1"}
+    prompts = [fresh_prompt(300) for _ in range(3)]
+    waits, leaves, held = prompts
+    expected = reference_answers(p, prompts, 12)
+
+    def asks_late(body: dict[str, Any]) -> Answer:
+        if "reservation" in body:
+            assert told.wait(30.0)
+            params = {"do_remote_decode": True, "reservation": body["reservation"]}
+            post(p.url, body_of(waits, 1, kv_transfer_params=params), headers=second)
+        return 200, [{"event": "accepted", "prefill": "here"}, {"event": "prefilled"}]
+
+    with fake_metaserver(ports[-1], asks_late) as seen, ThreadPoolExecutor(1) as client:
+        before = rest(d)
+        answer = client.submit(post, d.url, transfer_request(url, "late", waits, 12), headers=second)
+        eventually(lambda: seen, "a reservation")
+        time.sleep(HELD_S)
+        assert waves(d) == before, "the ranks came to rest although a request waits for its KV"
+        told.set()
+        assert tuple(answer.result(30.0)["choices"][0]["token_ids"]) == expected[0].tokens
+        eventually(lambda: waves(d) > before, "the ranks come to rest behind the request")
+
+    told.clear()
+
+    def asks_nobody(body: dict[str, Any]) -> Answer:
+        assert told.wait(30.0) or "reservation" not in body
+        return 200, [{"event": "accepted", "prefill": "here"}]
+
+    with fake_metaserver(ports[-1], asks_nobody) as seen:
+        leave_after(d.url, transfer_request(url, "left", leaves, 12), 1.0)
+        told.set()
+        (reserved,) = [body["reservation"] for body in seen if "reservation" in body]
+        before = rest(d)
+        params = {"do_remote_decode": True, "reservation": reserved}
+        post(p.url, body_of(leaves, 1, kv_transfer_params=params), headers=second)
+        wait_for_free_blocks([p], free)
+        assert waves(d) == before, "D answers P for a request that has left, and steps for it"
+
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    source = post(p.url, body_of(held, 1, kv_transfer_params=params), headers=second)["kv_transfer_params"]
+    before = rest(p)
+    (found,) = gather(d.url, [body_of(held, 12, kv_transfer_params=source)])
+    assert found.tokens == expected[2].tokens and waves(p) == before, "P pushes what it holds, and no wave begins"
+    assert pair.loaded_tokens() == sum(map(len, prompts)), "D has computed a prompt itself"
+    wait_for_free_blocks([p, d], free)
+    cluster.stop(pair.front, d, p)
+
+
+def waves(engine: Engine) -> int:
+    return len(WAVE.findall(engine.log.read_text(errors="replace")))
+
+
+def rest(engine: Engine) -> int:
+    """Wait until the ranks have come to rest, and return how often they have."""
+    for _ in range(2):  # the first request may end a wave that has begun before it
+        before = waves(engine)
+        post(engine.url, body_of(fresh_prompt(5), 1))
+        eventually(lambda at=before: waves(engine) > at, f"{engine.name} comes to rest")
+    return waves(engine)
 
 
 @pytest.mark.slow
