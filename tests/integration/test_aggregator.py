@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of four prefill and two decode workers with one latent head, combined by vLLM's own aggregator.
+"""Four prefill and two decode workers with one latent head, their reports combined by vLLM's own aggregator.
+
+Also a P whose scheduler takes no step, as on a rank without work: its workers still serve their peers.
 
 Only the model is missing: schedulers, aggregator, block pools, connectors, side channel and metaserver call are real.
 """
@@ -7,6 +9,8 @@ Only the model is missing: schedulers, aggregator, block pools, connectors, side
 from __future__ import annotations
 
 import queue
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,13 +34,11 @@ SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, 
 class Site:
     """P with TP 4 and D with TP 2 behind a metaserver that only passes reservations on."""
 
-    def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]]) -> None:
+    def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]], times: dict[str, float]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.reservations = reservations
-        self.prefill = MiniatureEngine("kv_producer", 4, {"verify": "full", **SHORT_TIMES})
-        self.decode = MiniatureEngine(
-            "kv_consumer", 2, {"verify": "full", "metaserver_urls": [self.url], **SHORT_TIMES}
-        )
+        self.prefill = MiniatureEngine("kv_producer", 4, {"verify": "full", **times})
+        self.decode = MiniatureEngine("kv_consumer", 2, {"verify": "full", "metaserver_urls": [self.url], **times})
         self.prefill.fill(seed=1)
 
     @property
@@ -56,7 +58,7 @@ class Site:
 
 
 @pytest.fixture
-def make_site() -> Iterator[Callable[[], Site]]:
+def make_site() -> Iterator[Callable[..., Site]]:
     reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def script(body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -65,8 +67,8 @@ def make_site() -> Iterator[Callable[[], Site]]:
 
     port, sites = free_port(), []
 
-    def make() -> Site:
-        sites.append(Site(port, reservations))
+    def make(**times: float) -> Site:
+        sites.append(Site(port, reservations, {**SHORT_TIMES, **times}))
         return sites[-1]
 
     with fake_metaserver(port, script):
@@ -143,3 +145,54 @@ def test_a_failure_on_one_of_four_workers_fails_the_request_on_all(
     run_until(site.engines, lambda: [engine.free_blocks() for engine in site.engines] == free, deadline_s=60.0)
     assert prefill.finished.sent == [p_id]
     assert decode.finished.received == [d_id]
+
+
+@pytest.fixture
+def landing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Event before which no write lands."""
+    allowed = threading.Event()
+
+    class Slow(MemoryTransport):
+        def land(self, write: Write) -> WriteState:
+            return super().land(write) if allowed.is_set() else WriteState.PENDING
+
+    def create(*_: Any, **__: Any) -> MemoryTransport:
+        return Slow()
+
+    monkeypatch.setattr(factory, "create_target", create)
+    monkeypatch.setattr(factory, "create_wire", create)
+    return allowed
+
+
+def computed(site: Site, name: str) -> tuple[str, str]:
+    """Send one request, and step both engines until P has computed it. From there on P's scheduler has no work."""
+    p_id, d_id = site.send(name)
+    p, _ = site.engines
+    run_until(site.engines, lambda: p.scheduler.has_finished_requests() and not p.scheduler.has_unfinished_requests())
+    return p_id, d_id
+
+
+def test_leases_are_renewed_by_a_p_that_takes_no_step(make_site: Callable[..., Site], landing: threading.Event) -> None:
+    site = make_site()
+    decode = site.decode
+    _, d_id = computed(site, "slow")
+    until = time.monotonic() + 2 * SHORT_TIMES["lease_s"]
+    run_until((decode,), lambda: time.monotonic() > until)
+    assert not decode.finished.received, "nothing has landed, and D still waits"
+    landing.set()
+    run_until((decode,), lambda: bool(decode.finished.received))
+    assert decode.finished.received == [d_id] and not decode.finished.failed
+
+
+def test_a_cancel_is_served_by_a_p_that_takes_no_step(make_site: Callable[..., Site], landing: threading.Event) -> None:
+    """D's blocks come back by P's answer: without one they would be held for the time of a transfer."""
+    site = make_site(transfer_timeout_s=100.0)
+    decode = site.decode
+    free = decode.free_blocks()
+    _, d_id = computed(site, "left")
+    decode.abort(d_id)
+    for _ in range(5):
+        decode.step()
+    assert decode.free_blocks() < free, "writes are on their way into these blocks"
+    landing.set()
+    run_until((decode,), lambda: decode.free_blocks() == free)
