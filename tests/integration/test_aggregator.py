@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four prefill and two decode workers with one latent head, their reports combined by vLLM's own aggregator.
 
-Also a P whose scheduler takes no step, as on a rank without work: its workers still serve their peers.
+Also a P whose scheduler takes no step, as on a rank without work: its workers still renew their leases.
 
 Only the model is missing: schedulers, aggregator, block pools, connectors, side channel and metaserver call are real.
 """
@@ -182,17 +182,3 @@ def test_leases_are_renewed_by_a_p_that_takes_no_step(make_site: Callable[..., S
     landing.set()
     run_until((decode,), lambda: bool(decode.finished.received))
     assert decode.finished.received == [d_id] and not decode.finished.failed
-
-
-def test_a_cancel_is_served_by_a_p_that_takes_no_step(make_site: Callable[..., Site], landing: threading.Event) -> None:
-    """D's blocks come back by P's answer: without one they would be held for the time of a transfer."""
-    site = make_site(transfer_timeout_s=100.0)
-    decode = site.decode
-    free = decode.free_blocks()
-    _, d_id = computed(site, "left")
-    decode.abort(d_id)
-    for _ in range(5):
-        decode.step()
-    assert decode.free_blocks() < free, "writes are on their way into these blocks"
-    landing.set()
-    run_until((decode,), lambda: decode.free_blocks() == free)

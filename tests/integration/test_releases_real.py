@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import httpx
 import pytest
 from pairs import PairMaker
 
@@ -37,7 +38,10 @@ def test_a_pair_of_two_releases(
     try:
         pair = make_pair(*started)
         pair.check_lengths(f"P {p}, D {d}")
-        told(f"figure: P {p}, D {d}: {first_tokens(started[1])} of 11 answers begin with P's token")
+        versions = (httpx.get(f"{one.url}/version", trust_env=False).json()["version"] for one in started)
+        told(
+            f"figure: P {p} ({next(versions)}), D {d} ({next(versions)}): {first_tokens(started[1])} of 11 answers begin with P's token"
+        )
         assert first_tokens(started[1]) == 11
     finally:
         cluster.stop(*((pair.front,) if pair is not None else ()), *started)
