@@ -21,7 +21,7 @@ from simulation.memory import Memory, Planes
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
-from vllm_ascend_pd.regroup.exchange import Outcome, strangers, tag_after
+from vllm_ascend_pd.regroup.exchange import Outcome, own_tag, strangers, tag_after
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
 STAGING = 1 << 40  # addresses of staging slots: far from every cache
@@ -229,7 +229,7 @@ class Group:
     def _exchanged(self) -> None:
         heads = [stream.queue[0] for stream in self.streams]
         self._world.stats["exchanges"] += 1
-        tags = {rank: head.tag for rank, head in enumerate(heads)}
+        tags = {rank: own_tag(rank, head.tag) for rank, head in enumerate(heads)}
         borders = [np.concatenate(([0], np.cumsum(head.tables.plan.send_splits))) for head in heads]
         for rank, stream in enumerate(self.streams):
             parts = [

@@ -4,9 +4,10 @@
 Every rank calls the collective for every layer and sub-step in which any byte crosses between ranks. It does so
 whatever it knows about destinations, and even if its own gather failed: otherwise the others would wait for it.
 
-Each rank puts a tag before what it sends to another: the number of the exchange, which all ranks count alike. An owner
-finds the tags of its sources behind its slot. So it notices a source whose gather failed, or that took part in another
-exchange. That works even for a source that is done with the transfer and therefore cannot fail it.
+Each rank puts a tag before what it sends to another: its own number, and that of the exchange, which all ranks count
+alike. An owner finds the tags of its sources behind its slot. So it notices a source whose gather failed, or that took
+part in another exchange, and bytes of another rank than expected. That works even for a source that is done with the
+transfer and therefore cannot fail it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vllm_ascend_pd.regroup.staging import StagingSlot
 log = logging.getLogger(__name__)
 
 TAG_BYTES = 64
-TAGS = 1 << 14  # tags are below; 0 is the tag of a part that failed, the others repeat
+TAGS = 1 << 14  # exchanges' numbers are below; 0 marks a part that failed, the others repeat
 _OFFSET, _SOURCE = CACHE_ROW.index("offset"), BUFFER_ROW.index("source")
 
 
@@ -47,9 +48,13 @@ def tag_after(collectives: int) -> int:
     return collectives % (TAGS - 1) + 1
 
 
+def own_tag(rank: int, number: int) -> int:
+    return rank * TAGS + number
+
+
 def strangers(tags: Mapping[int, int], number: int) -> list[int]:
-    """Return the sources whose tag is not `number`, the exchange's own."""
-    return [source for source, tag in tags.items() if tag != number]
+    """Return the sources whose tag is not theirs in exchange `number`."""
+    return [source for source, tag in tags.items() if tag != own_tag(source, number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +100,21 @@ class Exchange:
     """Buffers and process group of one rank. Not thread-safe: only one thread or stream may run it."""
 
     def __init__(
-        self, group: dist.ProcessGroup, caches: Sequence[Sequence[torch.Tensor]], buffer_bytes: int, device: str
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        caches: Sequence[Sequence[torch.Tensor]],
+        buffer_bytes: int,
+        device: str,
     ) -> None:
+        """`rank` is this rank's TP rank by the engine, which the group's own order must agree with."""
         self._group, self._caches = group, caches
         size = buffer_bytes + tags_of(group.size())
         self._send = torch.empty(size, dtype=torch.uint8, device=device)
         self._receive = torch.empty(size, dtype=torch.uint8, device=device)
-        numbers = torch.arange(TAGS, dtype=torch.int64).view(-1, 1).repeat(1, TAG_BYTES // 8)
+        numbers = (
+            torch.arange(own_tag(rank, 0), own_tag(rank, TAGS), dtype=torch.int64).view(-1, 1).repeat(1, TAG_BYTES // 8)
+        )
         self._tags = numbers.view(torch.uint8).to(device)
         self._tag = torch.empty((1, 1, 1, TAG_BYTES), dtype=torch.uint8, device=device)
         self.buffer_bytes = buffer_bytes

@@ -93,7 +93,7 @@ def assembled(
         stride=stride,
         waits=not device.exchanges_inline,
     )
-    return RegroupParts(Exchange(group, views, 2 * slot, device.name), staging)
+    return RegroupParts(Exchange(group, rank, views, 2 * slot, device.name), staging)
 
 
 def slot_bytes(geometry: CacheGeometry, place: Place) -> int:

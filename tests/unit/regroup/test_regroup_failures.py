@@ -212,6 +212,28 @@ def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
         assert (False, "PD-XFER-006") in reports(prompt)
 
 
+def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> None:
+    """Each of two ranks has the other's place in the process group, so each gets its own bytes for the other's."""
+    exchanges: list[Exchange] = []
+
+    def crossed(rank: int, made: RegroupParts) -> RegroupParts:
+        exchanges.append(made.exchange)
+        if rank == 1:
+            one, other = exchanges
+            one._group, other._group = other._group, one._group
+        return made
+
+    p, d = engine(Cache(tp=2), parts=crossed), DecodeSite(Cache())
+    with running(p, d):
+        prompt = d.reserve(64)
+        started(p, prompt)
+        p.compute((prompt, 64))
+        assert not p.ended(prompt)
+        assert any("did not give their part" in detail for _, detail in told(prompt))
+        p.finished(prompt)
+        p.holds_nothing()
+
+
 def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
     """Rank 1 of 4 cannot call the second one. The others are inside, and their group would wait for minutes."""
     parts = faulty(1, "collective", [1])
