@@ -66,6 +66,10 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if getattr(config.model_config, "enable_sleep_mode", False):
         # Sleep mode frees the cache's memory, which transfers read and write, without asking a connector.
         yield _refused("Sleep mode", "Start without --enable-sleep-mode.")
+    more = getattr(config, "additional_config", None)
+    if isinstance(more, Mapping) and more.get("enable_kv_nz"):
+        # D's attention would read its plain cache as fractals, which P does not write.
+        yield _refused("enable_kv_nz", "Leave it out of --additional-config.")
     for feature, remedy in drafts.not_proven(config.speculative_config, parallel):
         yield _refused(feature, remedy)
     for feature, remedy in quantised.not_proven(config):

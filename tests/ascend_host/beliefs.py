@@ -34,6 +34,7 @@ from vllm_ascend.core import kv_cache_interface as ascend_specs
 from vllm_ascend.distributed.kv_transfer import register_connector as register_theirs
 from vllm_ascend.worker.worker import NPUWorker
 
+from scripts.support.models import ensure
 from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, plugin
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
@@ -180,6 +181,21 @@ def a_sleeping_engine_loses_its_cache() -> None:
     assert "connector" not in inspect.getsource(NPUWorker.sleep).lower()
 
 
+@asked
+def the_name_of_a_release_may_be_given_to_vllm_ascend_alone() -> None:
+    """VLLM_VERSION changes how vllm-ascend calls vLLM. This package goes by the release that is installed."""
+    installed = importlib.metadata.version("vllm")
+    program = (
+        "from vllm_ascend.utils import vllm_version_is as theirs; from vllm_ascend_pd.older_groups import unproven as ours;"
+        f"print(theirs({installed!r}), theirs('9.9.9'), repr(ours()))"
+    )
+    for given, found in ({}, "True False ''"), ({"VLLM_VERSION": "9.9.9"}, "False True ''"):
+        environment = {name: value for name, value in os.environ.items() if name != "VLLM_VERSION"} | given
+        command = [sys.executable, "-W", "ignore", "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        assert done.stdout.splitlines()[-1] == found, (given, done.stdout)
+
+
 # ---- caches
 
 
@@ -243,6 +259,33 @@ def new_blocks_are_cleared_beside_eagle3_alone() -> None:
     assert 'speculative_config.method == "eagle3"' in before, before
 
 
+@asked
+def fractal_caches_of_decode_look_plain() -> None:
+    """With enable_kv_nz, D's MLA reads its blocks as fractals, in tensors whose format says nothing of it.
+
+    vllm-ascend's pull connectors rewrite what they have pulled. So it is refused. (VLLM_ASCEND_ENABLE_NZ is about
+    weights alone.)
+    """
+    from vllm_ascend.attention import mla_v1
+    from vllm_ascend.distributed.kv_transfer.kv_p2p import mooncake_connector
+    from vllm_ascend.worker import model_runner_v1
+
+    assert "elif self.enable_kv_nz:" in inspect.getsource(mla_v1)
+    assert "need_nz_cache" in inspect.getsource(mooncake_connector)
+    assert "enable_kv_nz" not in inspect.getsource(model_runner_v1), "the caches themselves depend on it"
+    model = {"model": str(ensure("mla")), "dtype": "bfloat16", "max_model_len": 1024}
+    plain, fractal = (
+        vllm_config("kv_consumer", additional_config=more, **model) for more in ({}, {"enable_kv_nz": True})
+    )
+    assert not refused(plain) and "enable_kv_nz" in refused(fractal), (refused(plain), refused(fractal))
+    try:
+        vllm_config("kv_producer", additional_config={"enable_kv_nz": True}, **model)
+    except NotImplementedError as error:
+        assert "only be used in D" in str(error), error
+    else:
+        raise AssertionError("a P may have it")
+
+
 # ---- hooks and loops
 
 
@@ -258,6 +301,26 @@ def layers_without_a_name() -> None:
     assert 'maybe_save_kv_layer_to_connector("", [])' in inspect.getsource(gdn)
     assert "notify_kv_cache_written()" in inspect.getsource(attention_v1)
     assert "notify_kv_cache_written(layer_name)" in inspect.getsource(mla_v1)
+
+
+@asked
+def sparse_attention_alone_records_when_its_cache_is_written() -> None:
+    """`reshape_cache_event`: only attention with an indexer has one, on a P, recorded behind all its writes.
+
+    vllm-ascend's own connector records one itself elsewhere, in `save_kv_layer`. We use `on_kv_cache_written`, which
+    every kind of attention calls at that place.
+    """
+    from vllm_ascend.attention import attention_v1, dsa_v1, mla_v1, sfa_v1
+    from vllm_ascend.attention.context_parallel import attention_cp, dsa_cp, mla_cp
+
+    recorded = "attn_metadata.reshape_cache_event.record()"
+    for module in (attention_v1, attention_cp, dsa_cp, dsa_v1, mla_cp, mla_v1, sfa_v1):
+        source = inspect.getsource(module)
+        assert (recorded in source) == (module is sfa_v1), module
+        assert "notify_kv_cache_written(" in source, module
+    after = inspect.getsource(sfa_v1).split(recorded)[1]
+    assert after.split()[0].startswith("notify_kv_cache_written("), after[:80]
+    assert "npu_scatter_nd_update_" not in after and "store_kv_block" not in after
 
 
 @asked

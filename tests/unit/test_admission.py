@@ -264,6 +264,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("scales that an engine computes by itself", stored("fp8_e4m3", calculate_kv_scales=True)),
     ("Micro-batching", with_parallel("enable_dbo", True)),
     ("Sleep mode", sleeping),
+    ("enable_kv_nz", lambda role: vllm_config(role, additional_config={"enable_kv_nz": True})),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
 ]
 
