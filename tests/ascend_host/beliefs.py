@@ -324,6 +324,32 @@ def sparse_attention_alone_records_when_its_cache_is_written() -> None:
 
 
 @asked
+def with_dsa_cp_each_rank_has_the_whole_cache_before_its_hook() -> None:
+    """P's ranks compute a part of the tokens each, gather latents, ropes and index keys, and write those of all."""
+    from vllm_ascend.attention.sfa_v1 import AscendSFAImpl
+
+    source = inspect.getsource(AscendSFAImpl.forward)
+    gathered = source.index("_restore_byte_gathered_tensors(")
+    latents = source.index("DeviceOperator.reshape_and_cache(", gathered)
+    keys = source.index("kv_cache[dsa_k_cache_idx].view(", latents)
+    hook = source.index("notify_kv_cache_written(", keys)
+    assert "slot_mapping=slot_mapping_sfa[: attn_metadata.num_actual_tokens]" in source[latents:keys]
+    assert (
+        'k_li = kv_gather_outputs["k_li"]' in source[gathered:latents]
+        and "slot_mapping.view(-1, 1)" in source[keys:hook]
+    )
+    assert "slot_mapping_cp" not in source[gathered:], "slots of a rank's own tokens"
+
+
+@asked
+def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
+    """The tests' models say the same number; a shorter prompt is attended to as a whole."""
+    from vllm_ascend.attention import sfa_v1
+
+    assert inspect.getsource(sfa_v1.DeviceOperator.indexer_select_post_process).count("sparse_count=2048") == 3
+
+
+@asked
 def what_patience_changes_is_there() -> None:
     assert patience.install_nap() and patience.install_shm()
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -11,10 +11,11 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ascend_host import delta, kernels, moe, reference
+from ascend_host import delta, kernels, moe, reference, sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -799,3 +800,188 @@ def test_a_function_is_replaced_when_its_module_is_imported(tmp_path: Path, monk
     assert found.l2norm_fwd is delta.l2norm_fwd and found.other() == 5
     with pytest.raises(ImportError, match="changed has no l2norm_fwd"):
         importlib.import_module("changed")
+
+
+# ---- a sparse indexer, and attention over its choice
+
+
+def paged(seed: int, counts: list[int], *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return a cache of blocks of four tokens in which no block is where a sequence would expect it, and its table."""
+    size, rows = 4, [max(1, -(-count // 4)) for count in counts]
+    order = torch.randperm(sum(rows) + 2, generator=torch.Generator().manual_seed(seed)).int()
+    table = torch.zeros(len(counts), max(rows), dtype=torch.int32)
+    for row, blocks in enumerate(rows):
+        table[row, :blocks] = order[sum(rows[:row]) : sum(rows[: row + 1])]
+    return random(seed + 1, sum(rows) + 2, size, 1, *shape, dtype=dtype), table
+
+
+def batch(new: list[int], before: list[int]) -> tuple[list[int], dict[str, Any]]:
+    """Return how many tokens each sequence has, and where each one's queries end."""
+    counts = [n + b for n, b in zip(new, before, strict=True)]
+    return counts, {"actual_seq_lengths_query": torch.tensor(new).cumsum(0).int(), "layout_query": "TND"}
+
+
+def each_query(new: list[int], before: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield each query of a batch: its row, its sequence, and how many tokens it sees."""
+    row = 0
+    for sequence, (n, b) in enumerate(zip(new, before, strict=True)):
+        for at in range(n):
+            yield row, sequence, b + at + 1
+            row += 1
+
+
+few = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@MANY
+@given(seeds, few, st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(1, 6), st.integers(0, 2))
+def test_lightning_indexer(seed: int, new: list[int], before: list[int], most: int, padding: int) -> None:
+    before = before[: len(new)]
+    counts, lengths = batch(new, before)
+    keys, table = paged(seed, counts, 8)
+    query, weights = random(seed + 2, sum(new) + padding, 3, 8), random(seed + 3, sum(new) + padding, 3)
+    best, scores = sparse.lightning_indexer(
+        query,
+        keys,
+        weights,
+        block_table=table,
+        actual_seq_lengths_key=torch.tensor(counts),
+        layout_key="PA_BSND",
+        sparse_count=most,
+        **lengths,
+    )
+    assert best.shape == (sum(new) + padding, 1, most) and not len(scores)
+    assert (best[sum(new) :] == -1).all()
+    for row, sequence, seen in each_query(new, before):
+        ranked = []
+        for token in range(seen):
+            key = keys[table[sequence, token // 4], token % 4, 0]
+            of_heads = [float(weights[row, h]) * max(0.0, float(query[row, h] @ key)) for h in range(3)]
+            ranked.append((sum(of_heads), token))
+        ranked.sort(key=lambda each: -each[0])
+        wanted = [token for _, token in ranked[:most]]
+        got = best[row, 0].tolist()
+        assert got[len(wanted) :] == [-1] * (most - len(wanted))
+        score = {token: value for value, token in ranked}
+        assert [score[token] for token in got[: len(wanted)]] == pytest.approx(
+            [score[token] for token in wanted], abs=1e-5
+        )
+        assert len(set(got[: len(wanted)])) == len(wanted)
+
+
+@MANY
+@given(seeds, few, st.integers(0, 9), st.integers(1, 6))
+def test_sparse_flash_attention(seed: int, new: list[int], before: int, most: int) -> None:
+    counts, lengths = batch(new, [before] * len(new))
+    (latents, table), (ropes, _) = paged(seed, counts, 8), paged(seed, counts, 4)
+    query, rope = random(seed + 2, sum(new), 3, 8), random(seed + 3, sum(new), 3, 4)
+    chance = torch.Generator().manual_seed(seed)
+    indices = torch.full((sum(new), 1, most), -1, dtype=torch.int32)
+    for row, _, seen in each_query(new, [before] * len(new)):
+        chosen = torch.randperm(seen, generator=chance)[:most]
+        indices[row, 0, : len(chosen)] = chosen
+    out, _, _ = sparse.sparse_flash_attention(
+        query,
+        latents,
+        latents,
+        indices,
+        0.3,
+        block_table=table,
+        actual_seq_lengths_kv=torch.tensor(counts),
+        query_rope=rope,
+        key_rope=ropes,
+        layout_kv="PA_BSND",
+        **lengths,
+    )
+    for row, sequence, _ in each_query(new, [before] * len(new)):
+        tokens = [t for t in indices[row, 0].tolist() if t >= 0]
+        k, turned = (torch.stack([c[table[sequence, t // 4], t % 4, 0] for t in tokens]) for c in (latents, ropes))
+        for head in range(3):
+            chances = (0.3 * (k @ query[row, head] + turned @ rope[row, head])).softmax(0)
+            close(out[row, head], chances @ k)
+
+
+def test_a_query_does_not_see_a_later_token_though_it_is_chosen() -> None:
+    latents, table = paged(1, [2], 8)
+    given = {"block_table": table, "actual_seq_lengths_query": torch.tensor([2]), "layout_query": "TND"}
+    given |= {"actual_seq_lengths_kv": torch.tensor([2]), "layout_kv": "PA_BSND", "key_rope": latents[..., :4]}
+    query, rope = random(2, 2, 1, 8), random(3, 2, 1, 4)
+    both = torch.tensor([[[0, 1]], [[0, 1]]])
+    out, _, _ = sparse.sparse_flash_attention(query, latents, latents, both, 1.0, query_rope=rope, **given)
+    close(out[0, 0], latents[table[0, 0], 0, 0])
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_dynamic_quant(seed: int, rows: int, width: int) -> None:
+    x = random(seed, rows, 2, width, dtype=torch.bfloat16)
+    x[0, 0] = 0  # a row of zeros stays one
+    y, scales = sparse.dynamic_quant(x)
+    assert y.dtype == torch.int8 and scales.shape == (rows, 2) and scales.dtype == torch.float32
+    for row in range(rows):
+        largest = float(x[row, 1].abs().max())
+        assert float(scales[row, 1]) == pytest.approx(largest / 127)
+        assert y[row, 1].tolist() == [round(float(v) / (largest / 127)) for v in x[row, 1]]
+    assert not y[0, 0].any()
+
+
+@MANY
+@given(seeds, sizes, sizes)
+def test_dynamic_block_quant(seed: int, rows: int, tiles: int) -> None:
+    x = random(seed, rows, 1, 4 * tiles)
+    y, scales = sparse.dynamic_block_quant(x, col_block_size=4)
+    assert scales.shape == (rows, 1, tiles)
+    for tile in range(tiles):
+        wanted, of_tile = sparse.dynamic_quant(x[..., 4 * tile : 4 * tile + 4].contiguous())
+        assert torch.equal(y[..., 4 * tile : 4 * tile + 4], wanted)
+        close(scales[..., tile], of_tile)
+
+
+@MANY
+@given(seeds, few)
+def test_lightning_indexer_quant(seed: int, new: list[int]) -> None:
+    counts, lengths = batch(new, [7] * len(new))
+    keys, table = paged(seed, counts, 8)
+    query, weights = random(seed + 2, sum(new), 3, 8), random(seed + 3, sum(new), 3)
+    small, scales = sparse.dynamic_quant(query)
+    stored, of_keys = sparse.dynamic_quant(keys)
+    more = {"block_table": table, "actual_seq_lengths_key": torch.tensor(counts), "layout_key": "PA_BSND"}
+    got = sparse.lightning_indexer_quant(
+        small, stored, weights, scales, of_keys.squeeze(-1).unsqueeze(-1), sparse_count=3, **more, **lengths
+    )
+    whole = (small * scales.unsqueeze(-1)).double(), (stored * of_keys.unsqueeze(-1)).double()
+    wanted, _ = sparse.lightning_indexer(*whole, weights, sparse_count=3, **more, **lengths)
+    assert torch.equal(got, wanted)
+
+
+@MANY
+@given(seeds, few)
+def test_kv_quant_sparse_flash_attention(seed: int, new: list[int]) -> None:
+    """As in full, over latents that int8 and a scale for each tile of four can hold exactly."""
+    counts, lengths = batch(new, [5] * len(new))
+    latents, table = paged(seed, counts, 8)
+    stored, scales = sparse.dynamic_block_quant(latents, col_block_size=4)
+    rope = random(seed + 1, *latents.shape[:-1], 2, dtype=torch.bfloat16)
+    packed = torch.cat((stored, rope.view(torch.int8), scales.view(torch.int8)), -1)
+    query = random(seed + 2, sum(new), 3, 8 + 2, dtype=torch.bfloat16)
+    indices = torch.arange(3).expand(sum(new), 1, 3)
+    more = {"block_table": table, "actual_seq_lengths_kv": torch.tensor(counts), "layout_kv": "PA_BSND", **lengths}
+    modes = {"key_quant_mode": 2, "value_quant_mode": 2, "tile_size": 4, "rope_head_dim": 2}
+    got, _, _ = sparse.kv_quant_sparse_flash_attention(query, packed, packed, indices, 0.5, **modes, **more)
+    whole = (stored.unflatten(-1, (2, 4)) * scales.unsqueeze(-1)).flatten(-2)
+    asked = {"query_rope": query[..., 8:], "key_rope": rope}
+    wanted, _, _ = sparse.sparse_flash_attention(query[..., :8], whole, whole, indices, 0.5, **asked, **more)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+@MANY
+@given(seeds, sizes)
+def test_scatter_nd_update(seed: int, rows: int) -> None:
+    cache, new = random(seed, 20, 3), random(seed + 1, rows + 1, 3)
+    before = cache.clone()
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(seed))[: rows + 1]
+    slots[-1] = -1  # padding
+    assert sparse.scatter_nd_update(cache, slots.view(-1, 1), new) is cache
+    for slot in range(20):
+        at = slots.tolist().index(slot) if slot in slots.tolist() else None
+        assert torch.equal(cache[slot], before[slot] if at is None else new[at])

@@ -185,7 +185,7 @@ def _write_slots(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     places[slots.flatten()[wanted].long()] = rows.reshape(-1, *places.shape[1:])[wanted]
 
 
-def _read_tokens(cache: Tensor, table: Tensor, first: int, count: int) -> Tensor:
+def read_tokens(cache: Tensor, table: Tensor, first: int, count: int) -> Tensor:
     """Return `count` tokens of one sequence, from token `first` on."""
     at = torch.arange(first, first + count)
     return cache[table[at // cache.shape[1]].long(), at % cache.shape[1]]
@@ -232,7 +232,7 @@ def gather_pa_kv_cache(
     for cache, out in ((key_cache, key), (value_cache, value)):
         done = 0
         for table, start, count in zip(block_tables, starts, counts, strict=False):
-            out[done : done + count] = _read_tokens(cache, table, start, count)
+            out[done : done + count] = read_tokens(cache, table, start, count)
             done += count
 
 
@@ -321,8 +321,8 @@ def _paged(cache: Tensor, table: Tensor, count: int, heads: int) -> Tensor:
     The cache is [block, token, heads * channels], or with four dimensions heads before tokens.
     """
     if cache.dim() == 3:
-        return _read_tokens(cache, table, 0, count).unflatten(-1, (heads, -1))
-    return _read_tokens(cache.transpose(1, 2), table, 0, count)
+        return read_tokens(cache, table, 0, count).unflatten(-1, (heads, -1))
+    return read_tokens(cache.transpose(1, 2), table, 0, count)
 
 
 def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> Iterator[Tensor]:
@@ -472,7 +472,7 @@ def paged_attention(
 ) -> None:
     """Compute one query for each sequence, which sees all its tokens; caches are [block, token, head, channel]."""
     for row, count in enumerate(context_lens.tolist()):
-        k, v = (_read_tokens(cache, block_table[row], 0, count) for cache in (key_cache, value_cache))
+        k, v = (read_tokens(cache, block_table[row], 0, count) for cache in (key_cache, value_cache))
         result, _ = attend(query[row : row + 1], k, v, scale_value, visible(1, count, FULL, 0, 0))
         out[row] = result[0].view_as(out[row])
 
