@@ -162,12 +162,19 @@ def check_both(kv_cache_config: KVCacheConfig) -> None:
         raise _refused(f"{BOTH} for a cache with sliding windows, states or several groups", _ONE_ROLE)
 
 
-def check_alone(connector: object) -> None:
-    """Raise ConfigError if vLLM's connector is another one that contains this one."""
+def is_alone(connector: object) -> bool:
+    """Return whether vLLM's connector is this one, not another that contains it. Only a worker's process knows."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if has_kv_transfer_group() and get_kv_transfer_group() is not connector:
+    return not has_kv_transfer_group() or get_kv_transfer_group() is connector
+
+
+def check_contained(both: bool, grouped: bool) -> None:
+    """Raise ConfigError if an engine's connector is not proven inside another one."""
+    if both:
         raise _refused(f"{BOTH} behind a MultiConnector", _ONE_ROLE)
+    if grouped and older_groups.needed():
+        raise _refused(f"{_BESIDE} behind a MultiConnector", "Use vLLM 0.32.0 or later for it.")
 
 
 def listening_ports(parallel: Any) -> range:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -65,7 +65,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_both and kv_cache_config is not None:
             admission.check_both(kv_cache_config)
         scheduler = role == KVConnectorRole.SCHEDULER
-        self._is_worker = not scheduler
+        self._is_worker, self._contained = not scheduler, False
         self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
         _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         if scheduler:
@@ -105,12 +105,15 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        if self._is_both:
-            admission.check_alone(self)
+        self._contained = not admission.is_alone(self)
+        if self._contained:
+            admission.check_contained(self._is_both, self._grouped)
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         facts = self._worker.handshake()
+        if facts is not None and self._contained:  # the wrappers of first_token.py would not find our scheduler
+            facts = replace(facts, unseeded=facts.unseeded or first_token.CONTAINED)
         return Handshake(facts) if facts is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

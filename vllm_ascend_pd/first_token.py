@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32", "0.33")
 ASCEND_VERSIONS = ("0.23",)
 NEWEST = "0.32."  # the only release with which drafts and grammars were tried
-CONNECTOR = "AscendPushConnector"
+CONTAINED = "another connector contains ours"
 GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.32 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
@@ -155,8 +155,6 @@ def unproven(vllm_config: Any) -> str:
         if not version.startswith(tuple(f"{one}." for one in tried)):
             return f"{name} {version} was not tried"
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
-    if transfer.kv_connector != CONNECTOR:
-        return f"{transfer.kv_connector} was not tried"
     if transfer.is_kv_consumer:
         if vllm_config.speculative_config is not None and not vllm.__version__.startswith(NEWEST):
             return f"vLLM {vllm.__version__} with drafts was not tried"

@@ -46,8 +46,6 @@ def unproven() -> str:
 
 def install(vllm_config: Any) -> str:
     """Wrap the engine's scheduler, once. Return why not; empty: it is wrapped."""
-    if vllm_config.kv_transfer_config.kv_connector != first_token.CONNECTOR:
-        return f"behind {vllm_config.kv_transfer_config.kv_connector} it was not tried"
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     found = [name for name in _USED if not hasattr(scheduler, name)]
     found += [

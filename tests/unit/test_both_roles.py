@@ -4,9 +4,11 @@ and D for another."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,9 +23,9 @@ from vllm.v1.request import Request, RequestStatus
 from unit.test_connector import TOKENS, Blocks, connector, output, request, tensors
 from unit.vllm_configs import LAYERS, cache_config, vllm_config
 from unit.watching import until
-from vllm_ascend_pd import admission, compat, older_groups
+from vllm_ascend_pd import admission, compat, first_token, older_groups
 from vllm_ascend_pd.both import BothScheduler, BothWorker
-from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.connector import AscendPushConnector, Handshake
 from vllm_ascend_pd.decode.seeding import Seeding
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
@@ -400,6 +402,27 @@ def test_behind_another_connector_it_does_not_start(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", worker)
         worker.register_kv_caches(tensors())
         worker.shutdown()
+
+
+@pytest.mark.parametrize("contained", [True, False])
+def test_behind_another_connector_d_takes_no_first_tokens(monkeypatch: pytest.MonkeyPatch, contained: bool) -> None:
+    """vLLM's scheduler then has another connector, in which the wrappers do not find ours."""
+    worker = connector("kv_consumer", KVConnectorRole.WORKER, {"metaserver_urls": ["http://127.0.0.1:8000"]})
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object() if contained else worker)
+    worker.register_kv_caches(tensors())
+    handshake = worker.get_handshake_metadata()
+    assert isinstance(handshake, Handshake)
+    assert handshake.facts.unseeded == (first_token.CONTAINED if contained else "")
+    worker.shutdown()
+
+
+def test_groups_behind_another_connector_need_a_vllm_that_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for grouped, needed, refused in itertools.product((False, True), repeat=3):
+        if refused != (grouped and needed):
+            continue
+        monkeypatch.setattr(older_groups, "needed", lambda needed=needed: needed)
+        with pytest.raises(ConfigError, match="behind a MultiConnector") if refused else nullcontext():
+            admission.check_contained(False, grouped)
 
 
 def test_p_listens_before_d_s_workers() -> None:

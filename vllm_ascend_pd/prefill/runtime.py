@@ -72,7 +72,6 @@ class PushRuntime:
             caches.bases,
             staging,
             regroup.room if regroup is not None else None,
-            digest=summer.direct if summer is not None else None,
             tracing=trace.enabled,
         )
         self._loop = LoopThread(f"pd-push-{site.contributor}")
@@ -83,8 +82,7 @@ class PushRuntime:
             on_message=self._on_message,
             on_unreachable=self._on_unreachable,
         )
-        sums = summer.staged if summer is not None else None
-        self._writer = Writer(self.deciding, wire, time.monotonic, sums)
+        self._writer = Writer(self.deciding, wire, time.monotonic, summer)
         wire.listen(self._heard)
         self._writing = WriterThread(f"pd-writer-{site.contributor}", self._writer, device)
         self._exchanger: Exchanger | None = None

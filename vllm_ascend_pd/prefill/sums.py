@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify: full` on P: every pushed block is summed where it is read (geometry/digest.py); D compares what arrived."""
+"""`verify: full` on P: checksums of what was pushed (geometry/digest.py); D compares them with what arrived.
+
+What is pushed directly is summed in the cache after the push's last step, so that bytes which were read before they
+were computed do not match. What an exchange brings is summed in its staging slot.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,29 @@ import numpy as np
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheBytes, Caches
-from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.digest import cache_digest, slot_digest
 from vllm_ascend_pd.prefill.core.exchanges import Staged
-from vllm_ascend_pd.prefill.core.push import Push, Unit
+from vllm_ascend_pd.prefill.core.push import DirectPart
 from vllm_ascend_pd.prefill.core.pushes import Sums
 
 
 class Summer:
-    """Checksums of what is about to be written; DONE carries them to D."""
+    """Checksums that DONE carries to D."""
 
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
         self._device = device
 
-    def direct(self, push: Push, unit: Unit, worker: int) -> tuple[int, ...]:
-        """Return the checksums of what one layer's writes to a D worker read from the cache."""
-        plan = push.plan(unit.step, unit.layer)
-        if plan is None:
-            raise LocalProtocolError(f"step {unit.step} of push {push.name} was forgotten")
-        d_rank, d = push.rank_of(worker), push.d_kind(unit.layer)
-        part = plan.parts[d_rank]
+    def direct(self, part: DirectPart) -> tuple[int, ...]:
+        """Return the checksums of what the cache holds of one direct part."""
         return cache_digest(
-            lambda region: self._memory.region(unit.layer, region),
-            self._geometry.by_layer[unit.layer],
+            lambda region: self._memory.region(part.layer, region),
+            self._geometry.by_layer[part.layer],
             self._rank,
-            range(*part.heads),
-            range(part.lo, part.hi),
-            push.table(unit.layer),
-            peer=(d.dealt, d.ranks.part(d_rank)),
+            part.heads,
+            part.tokens,
+            part.blocks,
+            peer=part.peer,
         )
 
     def staged(self, item: Staged) -> list[Sums]:

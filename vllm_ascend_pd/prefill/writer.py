@@ -12,15 +12,18 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
-from vllm_ascend_pd.prefill.core.pushes import Pushes, Sums
+from vllm_ascend_pd.prefill.core.push import DirectPart
+from vllm_ascend_pd.prefill.core.pushes import Pushes
+from vllm_ascend_pd.prefill.sums import Summer
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.transport.base import Wire, WriteState
 
@@ -61,9 +64,9 @@ class Writer:
         deciding: Deciding,
         wire: Wire,
         clock: Callable[[], float],
-        sums: Callable[[Staged], Sequence[Sums]] | None = None,
+        summer: Summer | None = None,
     ) -> None:
-        self._deciding, self._wire, self._clock, self._sums = deciding, wire, clock, sums
+        self._deciding, self._wire, self._clock, self._summer = deciding, wire, clock, summer
         # What is pushed directly does not wait for exchanges, which depend on other ranks.
         self._computed: deque[News] = deque()
         self._exchanged: deque[News] = deque()
@@ -115,15 +118,32 @@ class Writer:
     def _tell(self, item: News) -> None:
         if isinstance(item, Staged):
             strangers = item.strangers()
-            sums = self._sums(item) if self._sums is not None else [{} for _ in item.slots]
+            sums = self._summer.staged(item) if self._summer is not None else [{} for _ in item.slots]
             with self._deciding() as core:
                 core.staged(self._clock(), item, strangers, sums)
-            return
-        with self._deciding() as core:
-            if isinstance(item, Computed):
+        elif isinstance(item, Computed):
+            with self._deciding() as core:
                 core.computed(self._clock(), item.step, item.layer)
-            else:
-                core.sealed(self._clock(), item.step, item.pushes, item.announced_at)
+        else:
+            parts = self._sum_direct(item)
+            with self._deciding() as core:
+                core.sealed(self._clock(), item.step, item.pushes, item.announced_at, parts)
+
+    def _sum_direct(self, item: Sealed) -> list[tuple[DirectPart, tuple[int, ...]]]:
+        """Return the checksums of all that the ending pushes push directly, if wanted. Sums without the lock."""
+        if self._summer is None:
+            return []
+        with self._deciding() as core:
+            parts = core.direct_parts(item.step, item.pushes)
+        sums = []
+        for part in parts:
+            try:
+                sums.append((part, self._summer.direct(part)))
+            except Exception as error:  # concerns one request's plan or memory: the others go on
+                log.exception("the bytes of push %s cannot be summed", part.push)
+                with self._deciding() as core:
+                    core.abort(self._clock(), part.push, "PD-XFER-003", one_line(f"summing failed: {error}"))
+        return sums
 
     def _submit(self) -> None:
         with self._deciding() as core:

@@ -404,7 +404,7 @@ def test_a_sealed_token_that_is_not_p_s_is_refused() -> None:
 
 def config(**changes: Any) -> Any:
     facts = {
-        "kv_transfer_config": SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_consumer=True),
+        "kv_transfer_config": SimpleNamespace(is_kv_consumer=True),
         "model_config": SimpleNamespace(logits_processors=None),
         "speculative_config": None,
         "watermark_config": None,
@@ -461,7 +461,6 @@ class Own(Scheduler):
     ("changes", "why"),
     [
         ({}, ""),
-        ({"kv_transfer_config": SimpleNamespace(kv_connector="Other", is_kv_consumer=True)}, "Other was not tried"),
         ({"model_config": SimpleNamespace(logits_processors=["mine"])}, "logits processors"),
         ({"speculative_config": object()}, ""),
         ({"use_v2_model_runner": True}, "vLLM's second model runner"),
@@ -501,7 +500,7 @@ def test_other_numbers_than_log_probabilities_are_left_to_d(mode: str, logprobs:
 
 
 def test_what_p_runs_on_is_no_matter() -> None:
-    p = SimpleNamespace(kv_connector=first_token.CONNECTOR, is_kv_consumer=False)
+    p = SimpleNamespace(is_kv_consumer=False)
     assert first_token.unproven(config(kv_transfer_config=p, use_v2_model_runner=True)) == ""
 
 

@@ -48,11 +48,8 @@ def made() -> type:
     return Older
 
 
-def config(scheduler: type, connector: str = first_token.CONNECTOR) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector=connector),
-        scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler),
-    )
+def config(scheduler: type) -> Any:
+    return SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler))
 
 
 class Connector(AscendPushConnector):
@@ -118,7 +115,7 @@ def test_without_loads_all_new_blocks_are_cleared() -> None:
     assert output.new_block_ids_to_zero == [1, 2]
 
 
-def test_another_scheduler_or_connector_is_left_as_it_is() -> None:
+def test_another_scheduler_is_left_as_it_is() -> None:
     scheduler = made()
     scheduler.update_from_output = lambda self, output: 0  # type: ignore[attr-defined]
     assert "differs in update_from_output" in older_groups.install(config(scheduler))
@@ -128,7 +125,6 @@ def test_another_scheduler_or_connector_is_left_as_it_is() -> None:
     without = made()
     del without._update_waiting_for_remote_kv  # type: ignore[attr-defined]
     assert "_update_waiting_for_remote_kv" in older_groups.install(config(without))
-    assert "MultiConnector" in older_groups.install(config(made(), "MultiConnector"))
 
 
 @pytest.mark.parametrize("recomputes", [True, False], ids=["recompute", "fail"])

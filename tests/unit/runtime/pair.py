@@ -322,8 +322,8 @@ class PrefillSite:
         reservation = request.reservation
         return self.book.admit(request.p_name, reservation, request.tokens, reservation.prompt_hash, uuid.uuid4().hex)
 
-    def compute(self, *work: tuple[Request, int], hook: Hook = by_name) -> PrefillStep:
-        """Run one engine step that computes so many tokens of each request."""
+    def compute(self, *work: tuple[Request, int], hook: Hook = by_name, ready: int = 0) -> PrefillStep:
+        """Run one engine step that computes so many tokens of each request, of which the first `ready` are cached."""
         ranges = []
         for request, count in work:
             new = self.pool.take(-(-(request.computed + count) // self.covers) - len(request.p_blocks))
@@ -331,7 +331,7 @@ class PrefillSite:
             whole = request.p_name not in self.known
             self.known.add(request.p_name)
             told = request.p_blocks if whole else new
-            self.book.scheduled(request.p_name, request.computed, count, told, replaces=whole)
+            self.book.scheduled(request.p_name, request.computed, count, told, replaces=whole, ready=ready)
             ranges.append((request, request.computed, request.computed + count))
             request.computed += count
         return self._deliver(ranges, hook)
@@ -345,6 +345,10 @@ class PrefillSite:
     def cached_prefix(self, request: Request, tokens: int) -> None:
         """Put the first tokens into P's cache beforehand, as an earlier request would."""
         request.p_blocks, request.computed = self.pool.take(-(-tokens // self.covers)), tokens
+        self.fill(request, tokens)
+
+    def fill(self, request: Request, tokens: int) -> None:
+        """Write the request's first tokens into its blocks."""
         for (stage, _), cache in self.caches.items():
             for index, name in enumerate(self.stages[stage]):
                 self._write(cache, self.model.names.index(name), index, request, 0, tokens)

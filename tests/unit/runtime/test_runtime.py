@@ -199,6 +199,40 @@ def test_the_prefix_that_prefill_did_not_compute_is_pushed_too() -> None:
         d.check(request)
 
 
+@pytest.mark.parametrize("verify", ["full", "off"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int, verify: str) -> None:
+    """vLLM calls blocks cached that the same step only computes. Without checksums D has other bytes and no error."""
+    model, push = Model(), config(verify=verify, regroup="never")
+    p, d = PrefillSite(model, tp, push=push), DecodeSite(model, 1, push=push)
+    computed: list[str] = []
+
+    def left() -> list[int]:
+        pushes = [push for worker in p.workers.values() for push in worker._runtime.core.pushes()]  # type: ignore[union-attr]
+        return [len(pair.coverage.covered) for push in pushes for pair in push.pairs.values()]
+
+    def late(worker: PrefillWorker, name: str, tensor: Any) -> None:
+        if not computed:  # the step computes the prefix only after all layers of it have left
+            until(lambda: left() == [len(model.names)] * tp, "the prefix was pushed")
+            p.fill(request, 24)
+        computed.append(name)
+        worker.save_layer(name)
+
+    with sites(p, d):
+        request = d.reserve("r", 30)
+        d.step()
+        request.p_blocks, request.computed = p.pool.take(6), 24
+        assert p.admit(request) is None
+        p.compute((request, 6), hook=late, ready=24)
+        (ended,) = d.received(request)
+        if verify == "full":
+            assert (ended.ok, ended.code) == (False, "PD-WIRE-004")
+        else:
+            assert ended.ok
+            with pytest.raises(AssertionError):
+                d.check(request)
+
+
 def test_a_signed_pair_works_as_an_open_one() -> None:
     secrets = Secrets(b"s" * 32)
     p, d = PrefillSite(Model(), 1, secrets=secrets), DecodeSite(Model(), 1, secrets=secrets)

@@ -6,7 +6,7 @@ Plans are byte offsets made once per step; a layer only adds its base addresses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.geometry.context import Dealt
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.pairing import Pairing
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
@@ -64,6 +65,19 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return sum(spans.nbytes for spans in self.writes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectPart:
+    """What one unit pushes of P's cache directly to a D worker, for its checksums."""
+
+    push: str
+    worker: int
+    layer: int
+    heads: range
+    tokens: range
+    blocks: NDArray[np.int32]  # from token 0
+    peer: tuple[Dealt, int]  # D's division of tokens, and that worker's part
 
 
 @dataclass(slots=True, eq=False)
@@ -213,6 +227,20 @@ class Push:
     def d_kind(self, layer: int) -> CacheGeometry:
         """Return the kind of an own layer on D."""
         return self.pairings[self.pairing_of[layer]].d
+
+    def direct_parts(self) -> Iterator[DirectPart]:
+        """Return all that was offered directly so far, to workers of D that still take it."""
+        for worker, pair in self.pairs.items():
+            rank, known = self.rank_of(worker), pair.coverage
+            for unit in (*known.covered, *known.out, *known.pending):
+                if not isinstance(unit, Unit) or unit.part:
+                    continue
+                plan, d = self.plan(unit.step, unit.layer), self.d_kind(unit.layer)
+                if plan is None:
+                    raise LocalProtocolError(f"step {unit.step} of push {self.name} was forgotten")
+                part = plan.parts[rank]
+                heads, tokens, peer = range(*part.heads), range(part.lo, part.hi), (d.dealt, d.ranks.part(rank))
+                yield DirectPart(self.name, worker, unit.layer, heads, tokens, self.table(unit.layer).copy(), peer)
 
     def forget(self) -> None:
         """Forget the blocks, which are lost, and the plans that would read them."""

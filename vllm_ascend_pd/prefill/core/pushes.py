@@ -23,7 +23,7 @@ from vllm_ascend_pd.metadata import Exchanged, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Bases, Batch, Triples, grouped, joined, spans_of, staged, unit_of
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
 from vllm_ascend_pd.prefill.core.orders import OrderBook
-from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
+from vllm_ascend_pd.prefill.core.push import DirectPart, Piece, Push, Unit
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
@@ -38,8 +38,8 @@ IN_FLIGHT = 2  # batches per destination: one on the wire, one behind it
 MAX_CHARACTERS = 200  # characters of another library's error that are sent to D
 
 Sums = Mapping[int, tuple[int, ...]]  # checksums of each component, by member of an exchange
-# Returns the checksums, by component, of what a push's unit reads from the cache for a D worker.
-Digest = Callable[[Push, Unit, int], tuple[int, ...]]
+# Returns the checksums, by component, of a direct part in the cache.
+Digest = Callable[[DirectPart], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class StepPlan:
 
 
 class Pushes:
-    """Pushes of one worker. `staging` and `room` are for exchanges, else None; `digest` is for `verify: full`."""
+    """Pushes of one worker. `staging` and `room` are for exchanges, else None."""
 
     # The simulator replaces these to run without one of the rules.
     sender_type = Sender
@@ -101,11 +101,10 @@ class Pushes:
         bases: Bases,
         staging: Staging | None = None,
         room: Room | None = None,
-        digest: Digest | None = None,
         tracing: Callable[[], bool] = lambda: True,
     ) -> None:
         self._config, self._site, self._own, self._bases = config, site, own, bases
-        self._staging, self._room, self._digest = staging, room, digest
+        self._staging, self._room = staging, room
         self._tracing = tracing  # whether the notes that cost time are read
         self._pushes: dict[str, Push] = {}
         self._reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
@@ -265,13 +264,31 @@ class Pushes:
         self._seal(now, run.part.members)
         self._note("staged", item.facts)
 
-    def sealed(self, now: float, step: int, names: Iterable[str], announced_at: float) -> None:
-        """End a step whose direct layers were all offered. It was the last of these pushes: seal them once complete."""
+    def direct_parts(self, step: int, names: Iterable[str]) -> list[DirectPart]:
+        """Return what was pushed directly of the pushes whose last step this was: all of it is computed now."""
+        ending = (push for push in self._open(names) if push.final_step == step and push.live)
+        return [part for push in ending for part in push.direct_parts()]
+
+    def sealed(
+        self,
+        now: float,
+        step: int,
+        names: Iterable[str],
+        announced_at: float,
+        sums: Iterable[tuple[DirectPart, tuple[int, ...]]] = (),
+    ) -> None:
+        """End a step whose direct layers were all offered. It was the last of these pushes: seal them once complete.
+
+        `sums`: the checksums of their direct parts, if wanted.
+        """
         self._direct.pop(step, None)
-        for push in self._open(names):
-            if push.final_step == step:  # else it was preempted and starts over
-                push.sealing, push.sealed_at = True, announced_at
-                self._seal(now, [push])
+        ending = {push.name: push for push in self._open(names) if push.final_step == step}  # others start over
+        for part, values in sums:
+            if (push := ending.get(part.push)) is not None:
+                self._machine.checksum(part.push, part.worker, push.index(part.layer), values)
+        for push in ending.values():
+            push.sealing, push.sealed_at = True, announced_at
+            self._seal(now, [push])
 
     # -- exchanges, before they are made
 
@@ -539,10 +556,9 @@ class Pushes:
         return Batch(peer, session, taken, transfers, *lists, direct)
 
     def _add_checksum(self, push: Push, claim: Claim) -> None:
-        if self._digest is None:
-            return
+        """Add the checksums of what an exchange has brought; `sealed` adds those of what is pushed directly."""
         unit = unit_of(claim)
-        values = staged(push, claim).checksums if unit.part else self._digest(push, unit, claim.d_rank)
+        values = staged(push, claim).checksums if unit.part else None
         if values is not None:
             self._machine.checksum(claim.push, claim.d_rank, push.index(unit.layer), values)
 
