@@ -20,7 +20,7 @@ from scripts.support.client import TIMEOUT, body_of, chat_body_of, leave_after, 
 from scripts.support.cluster import Cluster
 from scripts.support.engine import Engine
 from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from scripts.support.spec import EngineSpec, MetaserverSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -205,6 +205,23 @@ def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: Case) -> None:
     else:
         assert computed(pair) == reasons, "D computed a first token itself"
         assert taken(pair) - before == requests
+
+
+def test_a_sidecar_of_d_brings_the_token_too(pair: Pair, ports: list[int]) -> None:
+    (d,), p = pair.decode, pair.prefill
+    address = p.url.removeprefix("http://")
+    how = MetaserverSpec(("--prefill-allowed", f"127.0.0.0/8:{address.partition(':')[2]}"), sidecar=True)
+    front = pair.cluster.metaserver([], [d], ports[-1], how)
+    try:
+        before, reasons = taken(pair), computed(pair)
+        for tokens in (1, 9):
+            prompt = fresh_prompt(70)
+            body, headers = body_of(prompt, tokens), {"x-prefiller-host-port": address}
+            answer = post(front.url, body, COMPLETIONS, headers)
+            assert essence(answer) == rounded(essence(post(p.url, body)))
+        assert computed(pair) == reasons and taken(pair) - before == 2
+    finally:
+        pair.cluster.stop(front)
 
 
 def test_decode_computes_one_step_fewer_of_each_request(pair: Pair) -> None:

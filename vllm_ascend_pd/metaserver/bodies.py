@@ -197,7 +197,9 @@ def for_prefill(
     if request.route == CHAT and "logprobs" in chosen:
         chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
     if "structured_outputs" in chosen and _asks_for_shape(request):
-        del chosen["structured_outputs"]  # P derives it as D did from the `_SHAPES`, which stay for the prompt
+        # P derives it as D did: from the client's own, and from the tools and `_SHAPES`, which stay for the prompt.
+        del chosen["structured_outputs"]
+        chosen |= {key: value for key, value in request.fields.items() if key == "structured_outputs"}
     unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
     body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
@@ -205,8 +207,10 @@ def for_prefill(
 
 
 def _asks_for_shape(request: Request) -> bool:
-    asked = (request.fields[name] for name in _SHAPES if name in request.fields)
-    return any(msgspec.json.decode(value) not in _SHAPELESS for value in asked)
+    """Return whether vLLM derives a grammar from more than `structured_outputs`. Tools may have one without a choice."""
+    asked = {name: msgspec.json.decode(request.fields[name]) for name in _SHAPES if name in request.fields}
+    offered = bytes(request.fields.get("tools", b"null")) not in (b"null", b"[]")
+    return (offered and asked.get("tool_choice") != "none") or any(value not in _SHAPELESS for value in asked.values())
 
 
 def _size(fields: Mapping[str, msgspec.Raw]) -> int:

@@ -202,22 +202,31 @@ def test_what_ends_an_answer_has_a_say_where_a_grammar_may_end_it_at_once() -> N
     assert sampling.digest({}) == sampling.digest({"_all_stop_token_ids": {198}})
 
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "look", "strict": True}}]}
+OWN, RESOLVED = {"regex": "b"}, {"regex": "a"}
+
+
 @pytest.mark.parametrize(
-    ("beside", "kept"),
+    ("beside", "grammar"),
     [
-        ({}, True),
-        ({"response_format": None, "tools": []}, True),
-        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, True),
-        ({"response_format": {"type": "json_object"}}, False),
-        ({"tool_choice": "required"}, False),
+        ({}, RESOLVED),
+        ({"structured_outputs": OWN}, RESOLVED),
+        ({"response_format": None, "tools": []}, RESOLVED),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, RESOLVED),
+        ({"tool_choice": "none", **TOOLS}, RESOLVED),
+        ({"response_format": {"type": "json_object"}}, None),
+        ({"tool_choice": "required"}, None),
+        (TOOLS, None),
+        ({"tool_choice": "auto", "structured_outputs": OWN, **TOOLS}, OWN),
     ],
     ids=str,
 )
-def test_p_is_told_a_grammar_once(beside: dict[str, Any], kept: bool) -> None:
+def test_p_is_told_a_grammar_once(beside: dict[str, Any], grammar: dict[str, str] | None) -> None:
+    """A tool's grammar is made from the tools and what the client asked for: from the result it would be another."""
     body = msgspec.json.encode({"model": "m", "messages": [], **beside})
-    told = {"structured_outputs": msgspec.Raw(b'{"regex": "a"}')}
+    told = {"structured_outputs": msgspec.Raw(msgspec.json.encode(RESOLVED))}
     _, sent = bodies.for_prefill(bodies.parse(bodies.CHAT, body), {}, None, told)
-    assert ("structured_outputs" in msgspec.json.decode(bytes(sent))) is kept
+    assert msgspec.json.decode(bytes(sent)).get("structured_outputs") == grammar
 
 
 def test_bad_words_are_compared_as_tokens() -> None:
