@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# GB/s of the CPU ops beside memcpy and torch. Arguments go to scripts/bench_ops.py (--help lists them).
+# GB/s of the CPU ops beside memcpy and torch. Arguments go to tools/bench_ops.py (--help lists them).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
@@ -11,4 +11,4 @@ pd_setup run
 # realistic threshold makes memcpy as fast as it can be.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x1000000}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec "$PD_PYTHON" scripts/bench_ops.py "$@"
+exec "$PD_PYTHON" tools/bench_ops.py "$@"

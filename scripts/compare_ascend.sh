@@ -29,4 +29,4 @@ for word in "$@"; do
 done
 pd_setup test
 tests/ascend_host/environment.sh >/dev/null
-exec "$PD_PYTHON" -m scripts.compare_ascend "$@"
+exec "$PD_PYTHON" -m tools.compare_ascend "$@"

@@ -12,7 +12,7 @@ Starts P and D of each model with each connector and asks them prompts whose rig
 
 usage: scripts/compare_kinds.sh [--only NAME,…] [--connector NAME,…] [--write] [--again]
 
-  --only       these kinds, by the names of scripts/compare_kinds.py
+  --only       these kinds, by the names of tools/compare_kinds.py
   --connector  these connectors
   --write      put the table into docs/kinds.md
   --again      forget what earlier runs found (out/compare-kinds.json)
@@ -31,4 +31,4 @@ for word in "$@"; do
   esac
 done
 pd_setup test
-exec "$PD_PYTHON" -m scripts.compare_kinds "$@"
+exec "$PD_PYTHON" -m tools.compare_kinds "$@"

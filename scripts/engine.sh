@@ -132,10 +132,10 @@ engine_environment() { # fills ENVIRONMENT
   fi
 }
 
-engine_on_cpu() { # WORD …: one answer of scripts/support/on_cpu.py, a line each, into ON_CPU
+engine_on_cpu() { # WORD …: one answer of tools/support/on_cpu.py, a line each, into ON_CPU
   local answer python=python3 # --dry-run works before anything is installed
   if [ -x "$PD_PYTHON" ]; then python=$PD_PYTHON; fi
-  answer=$(PYTHONPATH=$PD_ROOT "$python" -m scripts.support.on_cpu "$@")
+  answer=$(PYTHONPATH=$PD_ROOT "$python" -m tools.support.on_cpu "$@")
   mapfile -t ON_CPU < <(printf '%s' "$answer")
 }
 

@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
 pd_setup run
-exec "$PD_PYTHON" -m scripts.field "$@"
+exec "$PD_PYTHON" -m tools.field "$@"

@@ -7,4 +7,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 [[ -x $python ]] || python=python3
 export OMP_NUM_THREADS=1
-PYTHONPATH=$root exec "$python" -m scripts.fuzz "$@"
+PYTHONPATH=$root exec "$python" -m tools.fuzz "$@"

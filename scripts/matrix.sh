@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 pd_setup test
 export PD_DEVICE
-exec "$PD_PYTHON" -m scripts.matrix "$@"
+exec "$PD_PYTHON" -m tools.matrix "$@"

@@ -62,4 +62,4 @@ else
   pd_choose_interpreter || exit 2
 fi
 export PD_PYTHON PD_DEVICE=npu PD_GIVEN=${PD_GIVEN:-}
-exec "$PD_PYTHON" scripts/npu_selfcheck.py "$@"
+exec "$PD_PYTHON" tools/npu_selfcheck.py "$@"

@@ -56,12 +56,12 @@ main() {
       printf 'would make .venv and install requirements/cpu-py311.txt, then build the package; then:\n'
       python=$(command -v python3)
     fi
-    PD_DEVICE=$PD_DEVICE "$python" -m scripts.quickstart --dry-run "${arguments[@]}"
+    PD_DEVICE=$PD_DEVICE "$python" -m tools.quickstart --dry-run "${arguments[@]}"
     return 0
   fi
   pd_setup run
   export PD_DEVICE
-  exec "$PD_PYTHON" -m scripts.quickstart "${arguments[@]}"
+  exec "$PD_PYTHON" -m tools.quickstart "${arguments[@]}"
 }
 
 main "$@"

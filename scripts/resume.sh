@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 pd_setup run
 export PD_DEVICE
-exec "$PD_PYTHON" -m scripts.resume "$@"
+exec "$PD_PYTHON" -m tools.resume "$@"

@@ -8,4 +8,4 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 pd_setup run
 export PD_DEVICE
-exec "$PD_PYTHON" -m scripts.soak "$@"
+exec "$PD_PYTHON" -m tools.soak "$@"

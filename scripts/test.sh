@@ -90,6 +90,6 @@ if [ -n "$install" ]; then
 else
   pd_choose_interpreter
 fi
-if [ -n "$parts" ]; then exec "$PD_PYTHON" -m scripts.parts "${arguments[@]}"; fi
+if [ -n "$parts" ]; then exec "$PD_PYTHON" -m tools.parts "${arguments[@]}"; fi
 # Nothing after this line: the summary of pytest is the end of the output.
 exec "$PD_PYTHON" -m pytest "${selection[@]}" "${spread[@]}" "${arguments[@]}" "${paths[@]}"

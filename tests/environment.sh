@@ -42,7 +42,7 @@ if [ -n "$between" ]; then
   other=$("tests/$(basename "$0")" "$between")
   behind=$(packages_of "$other")$'\n'$behind
 fi
-stamp="$behind $(cat "tests/$(basename "$0")" scripts/support/newer.py scripts/support/sdist.py requirements/torch-2.11.txt | sha256sum | cut -c1-16)"
+stamp="$behind $(cat "tests/$(basename "$0")" tools/support/newer.py tools/support/sdist.py requirements/torch-2.11.txt | sha256sum | cut -c1-16)"
 
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
@@ -55,7 +55,7 @@ make_venv() {
   printf '%s\n' "$behind" >"$(packages_of "$venv/bin/python")/behind.pth"
   # shellcheck disable=SC2086  # a list of packages
   pd_step "$packages" pip_there $packages
-  [ -z "$newer" ] || pd_step "vLLM $name's Python" "$main" -m scripts.support.newer "$name" "$(packages_of "$venv/bin/python")"
+  [ -z "$newer" ] || pd_step "vLLM $name's Python" "$main" -m tools.support.newer "$name" "$(packages_of "$venv/bin/python")"
   printf '%s\n' "$stamp" >"$venv/.stamp"
 }
 

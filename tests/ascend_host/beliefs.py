@@ -34,7 +34,7 @@ from vllm_ascend.core import kv_cache_interface as ascend_specs
 from vllm_ascend.distributed.kv_transfer import register_connector as register_theirs
 from vllm_ascend.worker.worker import NPUWorker
 
-from scripts.support.models import ensure
+from tools.support.models import ensure
 from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, plugin
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError

@@ -16,10 +16,10 @@ from typing import Any
 from host_build import INTERPRETER, HostBuild
 from pairs import Pair
 
-from scripts.support.cluster import STRICT, Cluster
-from scripts.support.compare import Tally
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import STRICT, Cluster
+from tools.support.compare import Tally
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 CHUNK = 512
 BLOCK = 128  # vllm-ascend ignores other values

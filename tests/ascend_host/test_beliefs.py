@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from host_build import INTERPRETER, HostBuild
 
-from scripts.support.spec import child_environment
+from tools.support.spec import child_environment
 
 pytestmark = pytest.mark.timeout(600)
 PROGRAM = Path(__file__).resolve().parent / "beliefs.py"

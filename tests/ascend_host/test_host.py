@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from host_build import INTERPRETER, HostBuild
 
-from scripts.support import on_cpu
-from scripts.support.models import RECIPES, ensure
-from scripts.support.spec import child_environment
+from tools.support import on_cpu
+from tools.support.models import RECIPES, ensure
+from tools.support.spec import child_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HERE = Path(__file__).resolve().parent

@@ -17,10 +17,10 @@ from host_build import HostBuild
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
 
-from scripts.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt, front_counter
-from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, post
-from scripts.support.cluster import Cluster, fresh_directory
-from scripts.support.models import RECIPES
+from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt, front_counter
+from tools.support.client import RequestFailed, attempt, body_of, complete, gather, post
+from tools.support.cluster import Cluster, fresh_directory
+from tools.support.models import RECIPES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -15,9 +15,9 @@ from engine_sets import Engines, Side
 from host_build import HostBuild
 from pairs import Pair, fresh_prompt
 
-from scripts.support.checks import fresh_salt
-from scripts.support.client import RequestFailed, body_of, post
-from scripts.support.cluster import Cluster, fresh_directory
+from tools.support.checks import fresh_salt
+from tools.support.client import RequestFailed, body_of, post
+from tools.support.cluster import Cluster, fresh_directory
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 

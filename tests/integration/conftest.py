@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from pairs import FORKED, Pair, PairMaker
 
-from scripts.support.cells import Site, make_site, start_pair
-from scripts.support.cluster import STRICT, Cluster, fresh_directory
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
+from tools.support.cells import Site, make_site, start_pair
+from tools.support.cluster import STRICT, Cluster, fresh_directory
+from tools.support.compare import Tally
+from tools.support.engine import Engine
 
 
 @pytest.fixture(scope="session")

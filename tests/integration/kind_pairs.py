@@ -21,12 +21,12 @@ from pairs import (
     wait_for_free_blocks,
 )
 
-from scripts.support.checks import first_tokens
-from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.models import ensure, recipe_of
-from scripts.support.spec import EngineSpec
+from tools.support.checks import first_tokens
+from tools.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.models import ensure, recipe_of
+from tools.support.spec import EngineSpec
 from vllm_ascend_pd.first_token import CONNECTOR
 
 KINDS = Path(__file__).parent / "plugins" / "kinds"

@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 from pairs import Pair
 
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Served
-from scripts.support.models import ROOT
-from scripts.support.process import Child, ProcessDied
-from scripts.support.spec import child_environment
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Served
+from tools.support.models import ROOT
+from tools.support.process import Child, ProcessDied
+from tools.support.spec import child_environment
 
 EXAMPLES = ROOT / "examples"
 READY_S, STOP_S = 500.0, 90.0

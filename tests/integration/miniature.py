@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from scripts.support.models import RECIPES, ensure
+from tools.support.models import RECIPES, ensure
 from vllm_ascend_pd.connector import AscendPushConnector
 
 BLOCK = 16  # the block size of MLA in vLLM's CPU backend

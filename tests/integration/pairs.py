@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.support.checks import (
+from tools.support.checks import (
     counter,
     eventually,
     fresh_prompt,
@@ -22,10 +22,10 @@ from scripts.support.checks import (
     settled_free_blocks,
     wait_for_free_blocks,
 )
-from scripts.support.client import Answer, body_of, complete, gather
-from scripts.support.cluster import Cluster, Metaserver
-from scripts.support.compare import Tally
-from scripts.support.engine import Served
+from tools.support.client import Answer, body_of, complete, gather
+from tools.support.cluster import Cluster, Metaserver
+from tools.support.compare import Tally
+from tools.support.engine import Served
 
 __all__ = [
     "FORKED",

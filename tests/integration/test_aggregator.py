@@ -20,7 +20,7 @@ import torch
 from fake_metaserver import fake_metaserver
 from miniature import BLOCK, LAYERS, MiniatureEngine, run_until
 
-from scripts.support.process import free_port
+from tools.support.process import free_port
 from vllm_ascend_pd.transport import create as factory
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

@@ -18,11 +18,11 @@ from fake_metaserver import fake_metaserver
 from miniature import BLOCK, MiniatureEngine, run_until
 from pairs import Pair, PairMaker, fresh_prompt, wait_for_free_blocks
 
-from scripts.support.client import body_of, gather, post
-from scripts.support.cluster import Cluster
-from scripts.support.models import ensure
-from scripts.support.process import free_port
-from scripts.support.spec import EngineSpec
+from tools.support.client import body_of, gather, post
+from tools.support.cluster import Cluster
+from tools.support.models import ensure
+from tools.support.process import free_port
+from tools.support.spec import EngineSpec
 
 PLUGIN = Path(__file__).parent / "plugins" / "sibling"
 SIBLING = {"kv_connector": "Sibling", "kv_connector_module_path": "pd_test_sibling", "kv_role": "kv_both"}

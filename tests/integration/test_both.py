@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import pytest
 from pairs import Pair, failures, fresh_prompt, wait_for_free_blocks
 
-from scripts.support import routers
-from scripts.support.checks import counter, eventually, first_tokens, loaded_tokens
-from scripts.support.client import body_of, complete, post
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.routers import Router
-from scripts.support.sdist import Unreachable
-from scripts.support.spec import EngineSpec
+from tools.support import routers
+from tools.support.checks import counter, eventually, first_tokens, loaded_tokens
+from tools.support.client import body_of, complete, post
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.routers import Router
+from tools.support.sdist import Unreachable
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -25,14 +25,14 @@ from kind_pairs import (
 from pairs import Pair, fresh_prompt
 from test_drafts import own
 
-from scripts.support.client import body_of, complete
-from scripts.support.cluster import STRICT, Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
-from scripts.support.models import RECIPES
-from scripts.support.on_cpu import no_fp8
-from scripts.support.pairwise import Cell, cover
-from scripts.support.spec import EngineSpec
+from tools.support.client import body_of, complete
+from tools.support.cluster import STRICT, Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.models import RECIPES
+from tools.support.on_cpu import no_fp8
+from tools.support.pairwise import Cell, cover
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -3,7 +3,7 @@
 
 Right text proves nothing here: a draft model without its cache of the prompt only drafts worse. So the reference is D
 itself, asked without a transfer, which computes the prompt with its draft model, too. The models
-(scripts/support/drafts.py) are made so that drafts are mostly right with that cache, and mostly wrong without it.
+(tools/support/drafts.py) are made so that drafts are mostly right with that cache, and mostly wrong without it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fake_metaserver import fake_metaserver
 from kind_pairs import KINDS, engines, running, spec
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
-from scripts.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
-from scripts.support.client import body_of, complete, post
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
+from tools.support.client import body_of, complete, post
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -17,9 +17,9 @@ import pytest
 from launched import EXAMPLES, Script, launched
 from pairs import eventually, prefilled
 
-from scripts.support.cells import Site
-from scripts.support.cluster import Cluster
-from scripts.support.models import ensure
+from tools.support.cells import Site
+from tools.support.cluster import Cluster
+from tools.support.models import ensure
 
 Arrangement = tuple[int, list[Script], dict[str, str]]  # the metaserver's port, the scripts, their settings
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]

@@ -20,13 +20,13 @@ import httpx
 import pytest
 from pairs import eventually, fresh_prompt, prefilled, reference_answers
 
-from scripts.support import browser
-from scripts.support.client import Answer, attempt, body_of
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support import browser
+from tools.support.client import Answer, attempt, body_of
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real faults in a real pair: the cells in scripts/support/cells.py, and their traces in the metrics.
+"""Real faults in a real pair: the cells in tools/support/cells.py, and their traces in the metrics.
 
 Only cells that kill an engine start one; those are slow. `scripts/fault_matrix.sh` runs all 27 with prefill TP 2;
 docs/reliability.md has its table.
@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from pairs import counter
 
-from scripts.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, Cell, Run, Site
+from tools.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, Cell, Run, Site
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -2,7 +2,7 @@
 """Kills in a real pair behind vLLM's own routers: P first (the toy proxy), and both at once (the demo of NIXL's push).
 
 Prefill, decode and router are killed at each stage of the order; the same promises hold as behind our metaserver
-(scripts/support/cells.py).
+(tools/support/cells.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.support.cells import AT_ONCE, KILL, P_FIRST, ROUTED, Cell, Run, Site, start_routed
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.sdist import Unreachable
+from tools.support.cells import AT_ONCE, KILL, P_FIRST, ROUTED, Cell, Run, Site, start_routed
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.sdist import Unreachable
 
 pytestmark = [pytest.mark.timeout(900)]
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from pairs import fresh_prompt, reference_answers, settled_free_blocks, wait_for_free_blocks
 
-from scripts.support import faults
-from scripts.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, Site, exchanges, make_site, start_pair
-from scripts.support.client import Answer, RequestFailed, body_of, complete
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
+from tools.support import faults
+from tools.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, Site, exchanges, make_site, start_pair
+from tools.support.client import Answer, RequestFailed, body_of, complete
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
-from scripts.support.checks import first_tokens
-from scripts.support.client import TIMEOUT, body_of, chat_body_of, leave_after, post
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec, MetaserverSpec
+from tools.support.checks import first_tokens
+from tools.support.client import TIMEOUT, body_of, chat_body_of, leave_after, post
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec, MetaserverSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

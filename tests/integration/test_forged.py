@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from pairs import Pair, settled_free_blocks, wait_for_free_blocks
 
-from scripts.support.cells import Site
-from scripts.support.checks import fresh_prompt, reference_answers
-from scripts.support.client import Answer, RequestFailed, attempt, body_of
+from tools.support.cells import Site
+from tools.support.checks import fresh_prompt, reference_answers
+from tools.support.client import Answer, RequestFailed, attempt, body_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -16,10 +16,10 @@ import openai
 import pytest
 from pairs import PairMaker, eventually, prefilled
 
-from scripts.support.cells import Site
-from scripts.support.client import body_of
-from scripts.support.engine import Engine
-from scripts.support.spec import MetaserverSpec
+from tools.support.cells import Site
+from tools.support.client import body_of
+from tools.support.engine import Engine
+from tools.support.spec import MetaserverSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}

@@ -31,17 +31,17 @@ from pairs import (
     wait_for_free_blocks,
 )
 
-from scripts.support.cells import Site
-from scripts.support.checks import front_counter
-from scripts.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
-from scripts.support.faults import DROP_WRITES
-from scripts.support.models import ensure, recipe_of
-from scripts.support.soaking import Soak
-from scripts.support.spec import EngineSpec
-from scripts.support.timeline import Event, Trace
+from tools.support.cells import Site
+from tools.support.checks import front_counter
+from tools.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.faults import DROP_WRITES
+from tools.support.models import ensure, recipe_of
+from tools.support.soaking import Soak
+from tools.support.spec import EngineSpec
+from tools.support.timeline import Event, Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from pairs import PairMaker, fresh_prompt, reference_answers
 
-from scripts.support.client import body_of, gather
-from scripts.support.cluster import Cluster
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.client import body_of, gather
+from tools.support.cluster import Cluster
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

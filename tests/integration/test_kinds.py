@@ -28,9 +28,9 @@ from pairs import Pair, PairMaker, close_traces
 from test_drafts import IN_TIME, own
 from test_drafts import check as check_drafts
 
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.timeline import Trace
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -17,11 +17,11 @@ import torch
 from pairs import Pair, PairMaker, counter, fresh_prompt
 from safetensors.torch import save_file
 
-from scripts.support.client import body_of, gather, post
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.client import body_of, gather, post
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from pairs import PairMaker, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.models import RECIPES, ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import Cluster
+from tools.support.models import RECIPES, ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.npu, pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -13,10 +13,10 @@ import pytest
 from launched import launched_pair
 from pairs import FORKED, Pair, PairMaker, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

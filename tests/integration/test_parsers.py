@@ -15,10 +15,10 @@ import pytest
 from pairs import Pair, PairMaker
 from test_first_token import CHAT, computed, streamed, taken
 
-from scripts.support.client import chat_body_of, post
-from scripts.support.cluster import Cluster
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.client import chat_body_of, post
+from tools.support.cluster import Cluster
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from pairs import Pair, PairMaker
 
-from scripts.support.checks import fresh_salt
-from scripts.support.client import post
-from scripts.support.cluster import Cluster
-from scripts.support.environments import beside
-from scripts.support.models import RECIPES, ensure
-from scripts.support.spec import EngineSpec
-from scripts.support.vision import FIRST_WORD, PICTURE_TOKENS, SIDE
+from tools.support.checks import fresh_salt
+from tools.support.client import post
+from tools.support.cluster import Cluster
+from tools.support.environments import beside
+from tools.support.models import RECIPES, ensure
+from tools.support.spec import EngineSpec
+from tools.support.vision import FIRST_WORD, PICTURE_TOKENS, SIDE
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 

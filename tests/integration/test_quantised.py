@@ -26,10 +26,10 @@ from kind_pairs import (
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers
 from test_kinds import tuples
 
-from scripts.support.client import RequestFailed, attempt, body_of, complete
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.on_cpu import no_fp8
+from tools.support.client import RequestFailed, attempt, body_of, complete
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.on_cpu import no_fp8
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

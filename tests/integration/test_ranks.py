@@ -22,12 +22,12 @@ import pytest
 from fake_metaserver import Answer, fake_metaserver
 from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, transfer_request, wait_for_free_blocks
 
-from scripts.support.checks import eventually, reference_answers
-from scripts.support.client import body_of, gather, leave_after, post
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.checks import eventually, reference_answers
+from tools.support.client import body_of, gather, leave_after, post
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

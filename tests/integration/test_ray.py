@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from pairs import PairMaker, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.environments import beside
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import Cluster
+from tools.support.environments import beside
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 

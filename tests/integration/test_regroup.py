@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from pairs import Pair, PairMaker, close_traces, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.models import RECIPES, ensure
-from scripts.support.spec import EngineSpec
-from scripts.support.timeline import Trace
+from tools.support.cluster import Cluster
+from tools.support.models import RECIPES, ensure
+from tools.support.spec import EngineSpec
+from tools.support.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 

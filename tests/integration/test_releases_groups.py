@@ -17,9 +17,9 @@ from kind_pairs import (
 )
 from pairs import PairMaker, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.environments import beside
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.environments import beside
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -10,11 +10,11 @@ import httpx
 import pytest
 from pairs import PairMaker
 
-from scripts.support.checks import first_tokens
-from scripts.support.cluster import Cluster
-from scripts.support.environments import ASKED, NEWEST, beside
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.checks import first_tokens
+from tools.support.cluster import Cluster
+from tools.support.environments import ASKED, NEWEST, beside
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 

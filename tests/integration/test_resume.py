@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scripts.support.cluster import Cluster
-from scripts.support.resuming import Resuming
+from tools.support.cluster import Cluster
+from tools.support.resuming import Resuming
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROUNDS, STREAMS, TOKENS = 2, 32, 64

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from pairs import PairMaker
 
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

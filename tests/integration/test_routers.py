@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from pairs import Pair, failures, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
-from scripts.support import routers
-from scripts.support.checks import eventually, first_tokens, fresh_salt, loaded_tokens
-from scripts.support.client import RequestFailed, body_of, chat_body_of, post
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally
-from scripts.support.engine import Engine
-from scripts.support.models import ensure
-from scripts.support.routers import Router
-from scripts.support.sdist import Unreachable
-from scripts.support.spec import EngineSpec
+from tools.support import routers
+from tools.support.checks import eventually, first_tokens, fresh_salt, loaded_tokens
+from tools.support.client import RequestFailed, body_of, chat_body_of, post
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.routers import Router
+from tools.support.sdist import Unreachable
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from pairs import Pair, PairMaker, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import Cluster
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

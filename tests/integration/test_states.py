@@ -29,10 +29,10 @@ from kind_pairs import (
 )
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers
 
-from scripts.support.client import body_of, complete
-from scripts.support.cluster import Cluster
-from scripts.support.compare import Tally, TokensDiffer
-from scripts.support.engine import Engine
+from tools.support.client import body_of, complete
+from tools.support.cluster import Cluster
+from tools.support.compare import Tally, TokensDiffer
+from tools.support.engine import Engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -18,11 +18,11 @@ import httpx
 import psutil
 import pytest
 
-from scripts.support.client import lines_of
-from scripts.support.compare import Tally, TokensDiffer, first_difference
-from scripts.support.on_cpu import no_fp8
-from scripts.support.process import Child, free_port
-from scripts.support.timeline import Trace, picture
+from tools.support.client import lines_of
+from tools.support.compare import Tally, TokensDiffer, first_difference
+from tools.support.on_cpu import no_fp8
+from tools.support.process import Child, free_port
+from tools.support.timeline import Trace, picture
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.support import newer, sdist
-from scripts.support.environments import beside
-from scripts.support.models import ROOT
-from scripts.support.routers import VLLM
+from tools.support import newer, sdist
+from tools.support.environments import beside
+from tools.support.models import ROOT
+from tools.support.routers import VLLM
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 PINS = {VLLM.version: VLLM, **newer.PINS}

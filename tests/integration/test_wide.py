@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 from pairs import PairMaker, fresh_prompt
 
-from scripts.support.cluster import Cluster
-from scripts.support.models import ensure
-from scripts.support.spec import EngineSpec
+from tools.support.cluster import Cluster
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

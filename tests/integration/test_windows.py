@@ -28,11 +28,11 @@ from kind_pairs import (
 )
 from pairs import Pair, PairMaker, counter, fresh_prompt
 
-from scripts.support.checks import eventually
-from scripts.support.client import body_of, complete
-from scripts.support.cluster import Cluster
-from scripts.support.engine import Engine
-from scripts.support.models import RECIPES
+from tools.support.checks import eventually
+from tools.support.client import body_of, complete
+from tools.support.cluster import Cluster
+from tools.support.engine import Engine
+from tools.support.models import RECIPES
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.support import timeline as of_the_scripts
+from tools.support import timeline as of_the_scripts
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.metaserver.service import page
 from vllm_ascend_pd.observe import timeline

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from regroup_kit import Cache, DecodeSite, config
-from regroup_prefill import engine, running
 
-from scripts.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, Load, cache, direct, regrouped, scattered
+from tools.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, Load, cache, direct, regrouped, scattered
+from unit.regroup.kit import Cache, DecodeSite, config
+from unit.regroup.prefill import engine, running
 from vllm_ascend_pd.geometry.decide import decide
 from vllm_ascend_pd.geometry.plan import Job
 

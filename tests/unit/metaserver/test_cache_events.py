@@ -13,7 +13,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-from scripts.support.checks import front_counter
+from tools.support.checks import front_counter
 from unit.metaserver.cluster import Cluster, cluster, until
 from unit.metaserver.test_metaserver_prefixes import HEAD
 from vllm_ascend_pd.cli.__main__ import parser

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from simulation.front.speech import understood
 
-from scripts.support import browser
+from tools.support import browser
 from unit.metaserver.cluster import cluster, until
 from vllm_ascend_pd.metaserver.service import page
 from vllm_ascend_pd.metaserver.service.faults import brief, remedy

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.support.checks import front_counter
+from tools.support.checks import front_counter
 from unit.metaserver.cluster import Cluster, cluster, until
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once

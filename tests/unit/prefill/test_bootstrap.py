@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.support.process import free_port
+from tools.support.process import free_port
 from unit.schedulers.test_decisions_scheduler import CACHE, SECRETS, engine, request
 from unit.schedulers.test_rendezvous import D_ID, P_ID, TOY, Pair
 from unit.watching import until

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "integration"))
 import vllm
 from fake_metaserver import fake_metaserver
 
-from scripts.support.process import free_port
+from tools.support.process import free_port
 from unit import worker_batch
 from unit.releases.engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
 from vllm_ascend_pd import compat

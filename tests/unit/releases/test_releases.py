@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.support.environments import RELEASES, beside
+from tools.support.environments import RELEASES, beside
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

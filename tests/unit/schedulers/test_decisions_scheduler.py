@@ -428,7 +428,7 @@ def test_a_d_on_loopback_whose_metaserver_is_elsewhere_says_so(
 
 
 def test_a_metaserver_that_is_down_cancels_the_load() -> None:
-    from scripts.support.process import free_port
+    from tools.support.process import free_port
 
     url = f"http://127.0.0.1:{free_port()}"
     scheduler = DecodeScheduler(

@@ -16,8 +16,8 @@ import torch
 import yaml
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-import scripts.field as field_page
-from scripts.support import field, sdist
+import tools.field as field_page
+from tools.support import field, sdist
 from unit.vllm_configs import model_dir, vllm_config
 from vllm_ascend_pd import admission
 from vllm_ascend_pd.config import PushConfig

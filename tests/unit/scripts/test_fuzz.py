@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 
-from scripts import fuzz
-from scripts.support import fuzz_targets
-from scripts.support.fuzz_targets import ACCEPTED, READ, REFUSED, TARGETS, Target
+from tools import fuzz
+from tools.support import fuzz_targets
+from tools.support.fuzz_targets import ACCEPTED, READ, REFUSED, TARGETS, Target
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.messages import Message

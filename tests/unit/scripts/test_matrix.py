@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/matrix.py: the output of a row's tests becomes its line; a row that has not run keeps its own."""
+"""tools/matrix.py: the output of a row's tests becomes its line; a row that has not run keeps its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import matrix
-from scripts.matrix import BEGIN, END, Result, read, written
-from scripts.support.matrix import COMBINATIONS, REFUSED, ROWS
+from tools import matrix
+from tools.matrix import BEGIN, END, Result, read, written
+from tools.support.matrix import COMBINATIONS, REFUSED, ROWS
 
 PAGE = f"before\n{BEGIN}\nan older table\n{END}\nafter\n"
 RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused

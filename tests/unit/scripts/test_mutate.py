@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import mutate
+from tools import mutate
 
 TEXT = '''
 def f(a, b):
@@ -85,7 +85,7 @@ def test_that_fails_now_and_then():
 ASKED = """
 import sys
 from pathlib import Path
-from scripts.support.mutant_tests import Field
+from tools.support.mutant_tests import Field
 root = Path(sys.argv[1])
 field = Field(root / "source", root / "copy", root, heavy=())
 for line, before, after in ((5, "n // 2", "n * 2"), (4, "return 0", "return 1"), (3, "n < 0", "n <= 0"), (2, "(n)", "[n]")):

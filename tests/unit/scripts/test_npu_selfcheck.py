@@ -127,7 +127,7 @@ def test_chosen_steps_only(host: Host) -> None:
 def test_a_step_that_does_not_end_is_ended_with_all_it_started(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from scripts import npu_selfcheck
+    from tools import npu_selfcheck
 
     host.plan.write_text("ops hang\n")
     command = (str(host.folder / "python"), "-m", "pytest", f"--junitxml={tmp_path}/ops.xml")
@@ -152,7 +152,7 @@ def test_a_host_without_npu_software_is_refused_and_told_why(tmp_path: Path) -> 
 
 
 def test_every_test_marked_npu_is_in_a_step(collected: Callable[[], set[str]]) -> None:
-    from scripts import npu_selfcheck
+    from tools import npu_selfcheck
 
     words = [word for step in npu_selfcheck.steps("python", Path("out"), False) for c in step.commands for word in c]
     assert collected() == {word for word in words if word.startswith("tests/")}

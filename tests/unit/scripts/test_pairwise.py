@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from scripts.support.pairwise import cover
+from tools.support.pairwise import cover
 
 FACTORS = [
     {"a": ("1", "2"), "b": ("1", "2")},

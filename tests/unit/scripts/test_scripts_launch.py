@@ -48,7 +48,7 @@ while True: signal.pause()
 # The scripts query the interpreter for vLLM's needs on a CPU; everything else that it runs is a server.
 INTERPRETER = """#!/bin/sh
 case "$2 $3" in
-  "scripts.support.on_cpu "*) exec {python} "$@" ;;
+  "tools.support.on_cpu "*) exec {python} "$@" ;;
   "vllm_ascend_pd.cli doctor") exit 0 ;;
   *) exec {python} {folder}/server.py "$@" ;;
 esac

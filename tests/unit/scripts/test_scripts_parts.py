@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/parts.py: parts run once per commit, failed or interrupted ones run again, and the table shows it."""
+"""tools/parts.py: parts run once per commit, failed or interrupted ones run again, and the table shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parts import ROOT, commit, parts
+from tools.parts import ROOT, commit, parts
 
 ONE = "def test_one() -> None:\n    pass\n"
 
@@ -29,7 +29,7 @@ def tests(tmp_path: Path) -> Path:
 
 
 def start(tests: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.parts", "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
+    command = [sys.executable, "-m", "tools.parts", "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -4,7 +4,7 @@
 Put this folder in front of PYTHONPATH. An engine of vLLM loads it as a plug-in (and, for refusals over HTTP, with
 `--middleware pd_test_faults.Door`); the metaserver is started as `python -m pd_test_faults metaserver …`.
 
-Orders are files in the directory PD_TEST_FAULTS (scripts/support/faults.py writes them):
+Orders are files in the directory PD_TEST_FAULTS (tools/support/faults.py writes them):
     stop-at     holds a stage: the first process that reaches it renames the file to stopped-<pid> and stops itself
     refuse      holds the name of a refusal, in force while the file is there; `refused` says that it has happened
 Without the variable nothing is changed.

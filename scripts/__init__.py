@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Modules to run from the repository's root: `python -m scripts.quickstart`."""

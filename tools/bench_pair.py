@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token of four systems, interleaved in one run.
+
+(a) one engine of P's TP, (b) a pair with vLLM's in-tree MooncakeConnector over TCP, (c) a pair with this package behind
+its metaserver, (n) a pair with NixlConnector.
+
+All run at once and get the same fresh prompt one after another, in rotating order, each on an idle machine (in-tree
+pairs are stopped while they are not asked). vLLM's shared-memory queue spins for a second after every message, which on
+two cores is the largest cost of all; so every table is made twice: `polite` replaces that spin in all systems, `as it
+is` in none (nor does our D nap then).
+
+With --beside, further pairs with this package have other settings (keys of the connector, or of the environment in
+capitals).
+
+With --warm the prompts have 2,048 tokens of which P, and the single engine, have 95 % in their prefix caches, and D
+none, half, or as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tools.support.client import Answer, body_of, complete, prompt
+from tools.support.cluster import STRICT, Cluster, fresh_directory, say
+from tools.support.compare import Tally
+from tools.support.engine import Engine
+from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
+from tools.support.models import RECIPES, ensure
+from tools.support.spec import EngineSpec
+from tools.support.timeline import REPORTED, RESERVED, Trace
+
+MODEL = "base16"
+KV_BYTES_PER_TOKEN = 32 << 10
+NAMES = {"a": "(a) one engine", "b": "(b) in-tree Mooncake", "n": "(n) in-tree NIXL", "c": "(c) this package"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of one kind, and the wanted ratios: (c) / (a) by P's TP, and (c) / the better in-tree pair."""
+
+    length: int
+    over_one: tuple[float, float]  # with P of TP 1, of TP 2
+    over_in_tree: float
+    on_p: int = 0  # tokens in the prefix cache of P, and of the single engine
+    on_d: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.length}" if not self.on_p else f"{self.length}, {self.on_d} on D"
+
+
+BLOCK = {False: 128, True: 32}  # smaller for warm prompts, so that 95 % are whole blocks
+COLD = (Case(512, (1.06, 1.20), 1.0), Case(2048, (1.03, 1.10), 1.0))
+WARM = (
+    Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32),
+    Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32, on_d=32 * 32),
+    # Next to nothing has to be copied here, so the ratio cannot fall by better copying.
+    Case(2048, (math.inf, math.inf), math.inf, on_p=61 * 32, on_d=60 * 32),
+)
+
+RESTING = 0.85  # idle share of two processors; a spinning process takes half, a napping one a hundredth
+REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
+
+
+@dataclass(frozen=True)
+class System:
+    """Requests to one system, and its engines for prefill and decode.
+
+    `paused` are stopped (SIGSTOP) while others are asked: after an unequal transfer the in-tree connector's P keeps a
+    core busy forever, which would be counted against the others.
+    """
+
+    ask: Ask
+    prefill: Engine
+    decode: Engine | None = None
+    paused: tuple[Engine, ...] = ()
+
+    def answer(self, tokens: list[int], case: Case) -> Answer:
+        for engine, head in ((self.prefill, tokens[: case.on_p]), (self.decode, tokens[: case.on_d])):
+            if engine is not None and head:  # into its cache: whole blocks, and one token to compute
+                with self.running():
+                    complete(engine.url, body_of([*head, 1], 1))
+        rest()
+        with self.running():
+            return self.ask(tokens)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        for engine in self.paused:
+            engine.process.resume()
+        try:
+            yield
+        finally:
+            for engine in self.paused:
+                engine.process.pause()
+
+
+@dataclass(frozen=True)
+class Sample:
+    system: str
+    case: Case
+    ttft: float
+    sent: float
+
+
+def shape(warm: bool) -> dict[str, Any]:
+    return {"max_len": 2624, "chunk": 2560, "kv_bytes": 384 << 20, "max_seqs": 8, "block_size": BLOCK[warm]}
+
+
+def start_all(
+    cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool, beside: dict[str, list[str]]
+) -> dict[str, System]:
+    """Start the engines of the wanted systems, and our metaservers. Return how to ask each system."""
+    model = ensure(MODEL)
+    common = {**shape(warm), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
+    systems: dict[str, System] = {}
+    if "a" in wanted:
+        (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
+        systems["a"] = System(lambda tokens: complete(single.url, body_of(tokens, 4)), single)
+    for letter, start in (("b", start_mooncake), ("n", start_nixl)):
+        if letter in wanted and (letter == "b" or install_nixl()):
+            prefill, decode, ask = start(cluster, partial(pair_spec, model, p_tp, common), 4)
+            systems[letter] = System(ask, prefill, decode, (prefill, decode))
+            for engine in (prefill, decode):
+                engine.process.pause()
+    if "c" in wanted:
+        systems["c"] = start_ours(cluster, model, p_tp, common, polite)
+    for name, settings in beside.items():
+        systems[name] = start_ours(cluster, model, p_tp, common, polite, f"-{name[1]}", settings)
+    return systems
+
+
+def start_ours(
+    cluster: Cluster,
+    model: Path,
+    p_tp: int,
+    common: dict[str, Any],
+    polite: bool,
+    mark: str = "",
+    settings: Sequence[str] = (),
+) -> System:
+    """Start a pair with this package behind its metaserver.
+
+    `settings` are KEY=VALUE of the connector, or of the environment if in capitals.
+    """
+    port = cluster.port()
+    config = cluster.push_config(verify="off", patient=polite, patient_shm="on" if polite else "off")
+    environment = {}
+    for key, value in (setting.split("=", 1) for setting in settings):
+        if key.isupper():
+            environment[key] = value
+        else:
+            config[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+    d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
+    prefill, decode = cluster.start(
+        pair_spec(model, p_tp, common, f"ours{mark}-p", "kv_producer", extra=config, environment=environment),
+        pair_spec(model, p_tp, common, f"ours{mark}-d", "kv_consumer", extra=d_side, environment=environment),
+    )
+    front = cluster.metaserver([prefill], [decode], port, STRICT)
+    return System(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
+
+
+def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: str, **more: Any) -> EngineSpec:
+    environment = {**common["environment"], **more.pop("environment", {})}
+    tp = p_tp if role == "kv_producer" else 1
+    return EngineSpec(f"{name}{p_tp}", model, role=role, tp=tp, **{**common, **more, "environment": environment})
+
+
+def rest() -> None:
+    """Wait until the processors are idle.
+
+    Work after an answer (vLLM's queues spin for a second) would delay the next system's answer.
+    """
+    limit = time.monotonic() + REST_LIMIT_S
+    while time.monotonic() < limit:
+        idle, total = processor_ticks()
+        time.sleep(REST_LOOK_S)
+        idle_then, total_then = processor_ticks()
+        if idle_then - idle >= RESTING * (total_then - total):
+            return
+    say(f"the machine did not come to rest within {REST_LIMIT_S:.0f} s")
+
+
+def processor_ticks() -> tuple[int, int]:
+    with Path("/proc/stat").open() as stat:
+        ticks = [int(word) for word in stat.readline().split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
+def measure(systems: dict[str, System], cases: Sequence[Case], rounds: int, seed: int) -> tuple[list[Sample], Tally]:
+    vocab, tally, samples = RECIPES[MODEL].vocab, Tally(), []
+    names = list(systems)
+    for warm in range(2):
+        for place, case in enumerate(cases):
+            for system in systems.values():
+                system.answer(prompt(case.length, seed + 1000 + 100 * place + warm, vocab), case)
+    for number in range(rounds):
+        for place, case in enumerate(cases):
+            tokens = prompt(case.length, seed + 100 * place + number, vocab)
+            first: Answer | None = None
+            turn = number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                answer = systems[name].answer(tokens, case)
+                samples.append(Sample(name, case, answer.ttft, answer.started))
+                tally.answers += 1
+                if first is not None and answer.tokens != first.tokens:
+                    tally.excused.append(f"{name}, {case} tokens: {answer.tokens}, the first said {first.tokens}")
+                first = first or answer
+        say(f"round {number + 1} of {rounds}")
+    return samples, tally
+
+
+def table(
+    samples: list[Sample], cases: Sequence[Case], p_tp: int, title: str, beside: dict[str, list[str]]
+) -> list[str]:
+    titles = {**NAMES, **{name: f"{name} {' '.join(settings)}" for name, settings in beside.items()}}
+    names = [name for name in titles if any(s.system == name for s in samples)]
+    rows = [f"\n{title}, TP {p_tp}→1: TTFT in ms, median (lowest–highest)"]
+    rows.append(f"{'tokens':>16}" + "".join(f"  {titles[name]:>22}" for name in names) + "    c/a   c/in-tree")
+    for case in cases:
+        cells, medians = [], dict.fromkeys(titles, math.nan)
+        for name in names:
+            values = [s.ttft * 1e3 for s in samples if s.system == name and s.case == case]
+            medians[name] = statistics.median(values)
+            cells.append(f"  {medians[name]:8.0f} ({min(values):.0f}–{max(values):.0f})".ljust(24))
+        over_a = medians["c"] / medians["a"]
+        over_b = medians["c"] / min((medians[name] for name in "bn" if name in names), default=math.nan)
+        good = over_a <= case.over_one[p_tp - 1] and not over_b > case.over_in_tree
+        if math.isinf(case.over_in_tree):
+            rows.append(f"{case!s:>16}{''.join(cells)}  {over_a:5.2f}  {over_b:5.2f}  (nearly nothing is copied)")
+            continue
+        wanted = f"wanted c/a <= {case.over_one[p_tp - 1]:.2f} and c/in-tree <= {case.over_in_tree:.1f}"
+        rows.append(
+            f"{case!s:>16}{''.join(cells)}  {over_a:5.2f}  {over_b:5.2f}  {'met' if good else 'NOT MET'} ({wanted})"
+        )
+    return rows
+
+
+def profile(samples: list[Sample], cases: Sequence[Case], trace: Trace) -> list[str]:
+    """Return the median of each leg of (c) in ms, from the traces."""
+    legs: dict[Case, dict[str, list[float]]] = {case: {} for case in cases}
+    for sample in (s for s in samples if s.system == "c"):
+        transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)
+        if not transfers:
+            continue
+        way = trace.way(transfers[-1])
+        if not way.writes or not way.computed or REPORTED not in way.moments:
+            continue
+        hooks = list(way.computed.values())
+        marks = {
+            "client → D reserves": (sample.sent, way.moments[RESERVED]),
+            "D reserves → P's first layer": (way.moments[RESERVED], min(hooks)),
+            "P's first → last layer": (min(hooks), max(hooks)),
+            "last layer → last byte on D": (max(hooks), max(w.landed for w in way.writes)),
+            "last byte → D reports": (max(w.landed for w in way.writes), way.moments[REPORTED]),
+            "D reports → first token": (way.moments[REPORTED], sample.sent + sample.ttft),
+            "hidden share, %": (0.0, way.hidden() / 10),
+            "bytes written / bytes that D had not": (
+                0.0,
+                way.nbytes / ((sample.case.length - sample.case.on_d) * KV_BYTES_PER_TOKEN) / 1e3,
+            ),
+        }
+        for leg, (begin, end) in marks.items():
+            legs[sample.case].setdefault(leg, []).append((end - begin) * 1e3)
+    rows = ["  where (c)'s time goes, medians in ms:" + "".join(f"{case!s:>18}" for case in cases)]
+    for leg in next(iter(legs.values())):
+        digits = 2 if leg.startswith("bytes") else 1
+        values = (statistics.median(legs[case].get(leg, [0.0])) for case in cases)
+        rows += [f"    {leg:36}{''.join(f'{value:18.{digits}f}' for value in values)}"]
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="prompts of each length and system (default 5)")
+    parser.add_argument("--p-tp", type=int, nargs="+", default=[1, 2], help="TP sizes of prefill (default 1 2)")
+    parser.add_argument("--spin", choices=("both", "polite", "as-it-is"), default="both")
+    parser.add_argument("--systems", default="", help="which of a, b, c and n (default abc; abcn with --warm)")
+    parser.add_argument("--warm", action="store_true", help="prompts of which P has 95 %% in its prefix cache")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one more pair with this package, with these settings; may be repeated",
+    )
+    args = parser.parse_args()
+    beside = {f"({letter})": settings for letter, settings in zip("defghijk", args.beside, strict=False)}
+    if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
+        parser.error(f"--beside takes KEY=VALUE, at most {len('defghijk')} times")
+    cases, systems = WARM if args.warm else COLD, args.systems or ("abcn" if args.warm else "abc")
+    modes = [("polite", True), ("as it is", False)]
+    modes = [mode for mode in modes if args.spin in ("both", mode[0].replace(" ", "-"))]
+    out = fresh_directory("bench_pair")
+    rows: list[str] = []
+    leaks: list[str] = []
+    for title, polite in modes:
+        for p_tp in args.p_tp:
+            directory: Path = out / f"{title.replace(' ', '-')}-{p_tp}"
+            with Cluster(directory) as cluster:
+                started = start_all(cluster, p_tp, polite, systems, args.warm, beside)
+                samples, tally = measure(started, cases, args.rounds, seed=p_tp * 10_000)
+            leaks += cluster.leaks
+            made = [
+                *table(samples, cases, p_tp, title, beside),
+                *(profile(samples, cases, Trace(cluster.traces)) if "c" in systems else []),
+            ]
+            made += [f"  tokens differ: {line}" for line in tally.excused] or ["  all tokens are equal"]
+            print("\n".join(made), flush=True)
+            rows += made
+    print("\n==== all tables ====" + "\n".join(rows))
+    for line in leaks:
+        print(f"left behind: {line}")
+    return 3 if leaks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of caches with this package's connector and vLLM's own two: the same tiny models and prompts. One table.
+
+A pair per cell, one after the other. P alone gives the right answers. An answer that D computed without loading the
+prompt from P does not count as right. Cells from earlier runs of the same commit are kept (out/compare-kinds.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tools.support.checks import drafted, fresh_prompt, fresh_salt, loaded_tokens, reference_answers
+from tools.support.client import Answer, body_of, complete
+from tools.support.cluster import STRICT, Cluster, fresh_directory, say
+from tools.support.engine import Engine
+from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
+from tools.support.models import ROOT, ensure
+from tools.support.process import ProcessDied
+from tools.support.spec import EngineSpec
+
+KINDS = ROOT / "tests" / "integration" / "plugins" / "kinds"
+FOUND = ROOT / "out" / "compare-kinds.json"
+PAGE = ROOT / "docs" / "kinds.md"
+BEGIN, END = "<!-- scripts/compare_kinds.sh --write: begin -->", "<!-- scripts/compare_kinds.sh --write: end -->"
+# 159 and 191: a window of 128 that begins with the last token of a block. 97 and 193: a state that is the last one of
+# its block.
+LENGTHS = (200, 330, 127, 159, 160, 191, 97, 193)
+TOKENS, DRAFTED = 12, 32
+ANSWER_S = 60.0  # after that a client gives up
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    model: str
+    p_tp: int = 1
+    draft: dict[str, Any] = field(default_factory=dict)  # --speculative-config, its model by the recipe's name
+    arguments: tuple[str, ...] = ()
+    block: int = 32
+    chunk: int = 96
+
+    def spec(self, name: str, role: str, **more: Any) -> EngineSpec:
+        draft = {**self.draft, **({"model": str(ensure(self.draft["model"]))} if "model" in self.draft else {})}
+        shape: dict[str, Any] = {"tp": self.p_tp if role == "kv_producer" else 1, "block_size": self.block}
+        return EngineSpec(
+            name, ensure(self.model), role=role, policy="fail", chunk=self.chunk, draft=draft, **shape, **more
+        )
+
+
+CASES = {
+    "plain": Case("GQA 1→1", "gqa"),
+    "unequal": Case("GQA 2→1", "gqa", p_tp=2),
+    "fp8": Case("GQA in fp8 1→1", "gqa", arguments=("--kv-cache-dtype", "fp8")),
+    "latent": Case("MLA 1→1", "mla", chunk=2048),
+    "indexed": Case("MLA with a sparse indexer 1→1 (the tests' model)", "indexed"),
+    "window": Case("windows and full attention 1→1 (gpt-oss)", "gptoss"),
+    "windows": Case("six groups 1→1 (Gemma-3)", "gemma3"),
+    "state": Case("Mamba-2 before attention 1→1 (Nemotron-H)", "nemotronh"),
+    "drafts": Case(
+        "Eagle3 with other heads 1→1",
+        "spec",
+        draft={"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 1},
+    ),
+}
+
+
+def ours(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
+    port = cluster.port()
+    config = cluster.push_config(verify="off")
+    common = {"plugins": (KINDS,), "arguments": case.arguments}
+    p, d = cluster.start(
+        case.spec("ours-p", "kv_producer", extra=config, **common),
+        case.spec("ours-d", "kv_consumer", extra={**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}, **common),
+    )
+    front = cluster.metaserver([p], [d], port, STRICT)
+    return p, d, lambda prompt: complete(front.url, body_of(prompt, tokens_of(case)))
+
+
+def in_tree(
+    case: Case, cluster: Cluster, start: Callable[..., tuple[Engine, Engine, Ask]]
+) -> tuple[Engine, Engine, Ask]:
+    def make(name: str, role: str, **more: Any) -> EngineSpec:
+        return case.spec(name, role, arguments=case.arguments, **more)
+
+    return start(cluster, make, tokens_of(case), (KINDS,))
+
+
+Start = Callable[[Case, Cluster], tuple[Engine, Engine, Ask]]
+CONNECTORS: dict[str, tuple[str, Start]] = {
+    "ours": ("AscendPushConnector", ours),
+    "nixl": ("NixlConnector", partial(in_tree, start=start_nixl)),
+    "mooncake": ("MooncakeConnector", partial(in_tree, start=start_mooncake)),
+}
+
+
+def tokens_of(case: Case) -> int:
+    return DRAFTED if case.draft else TOKENS
+
+
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer | str:
+    """Return an answer, or the reason for none."""
+    got: list[Answer | str] = []
+
+    def run() -> None:
+        try:
+            got.append(ask())
+        except Exception as error:  # noqa: BLE001 (the table shows it)
+            got.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name="asked", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return got[0] if got else f"nothing for {seconds:.0f} s"
+
+
+def verdict(case: Case, p: Engine, d: Engine, ask: Ask) -> str:
+    right, wrong, apart, failed = 0, list[int](), list[int](), list[str]()
+    prompts = {length: fresh_prompt(length) for length in LENGTHS}
+    with drafted(d) as alone:
+        for prompt in prompts.values() if case.draft else ():
+            complete(d.url, body_of(prompt, tokens_of(case), cache_salt=fresh_salt("alone")))
+    with drafted(d) as paired:
+        for length, prompt in prompts.items():
+            (want,) = reference_answers(p, [prompt], tokens_of(case))
+            before = loaded_tokens(d)
+            got = within(ANSWER_S, lambda prompt=prompt: ask(prompt))  # type: ignore[misc]
+            if isinstance(got, str):
+                failed.append(got)
+                if got.startswith("nothing") or not (p.process.alive and d.process.alive):
+                    break
+                continue
+            loaded = loaded_tokens(d) - before
+            if got.tokens != want.tokens:
+                wrong.append(length)
+            elif loaded < length // 2:
+                apart.append(length)
+            else:
+                right += 1
+    words = [f"right, {right} of {len(LENGTHS)}"] if right else []
+    words += [f"**wrong** at {', '.join(map(str, wrong))} tokens"] if wrong else []
+    words += [f"computed by D itself: {len(apart)}"] if apart else []
+    words += [f"failed: {len(failed)} ({told(failed[0])})"] if failed else []
+    if case.draft and not failed:
+        words.append(f"{paired().accepted} drafts accepted, {alone().accepted} by D alone")
+    return "; ".join(words)
+
+
+def told(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "/")[:160]
+
+
+def refusal(problem: Exception) -> str:
+    """Return the first exception with a sentence in the log of an engine that did not start.
+
+    The later exceptions are its consequences.
+    """
+    text = str(problem)
+    found = re.search(r"the end of (\S+?):\n", text)
+    log = Path(found[1]).read_text(errors="replace") if found else text
+    lines = re.findall(r"(?:\w+\.)*(\w*(?:Error|Exception|Refused)): (.+)", log)
+    return told(f"{lines[0][0]}: {lines[0][1]}") if lines else told(text)
+
+
+def cell(case: Case, start: Start) -> str:
+    with Cluster(fresh_directory("compare-kinds")) as cluster:
+        try:
+            p, d, ask = start(case, cluster)
+        except (ProcessDied, TimeoutError) as problem:
+            return f"refused: {refusal(problem)}"
+        return verdict(case, p, d, ask)
+
+
+def table(found: dict[str, str]) -> list[str]:
+    names = list(CONNECTORS)
+    lines = ["| kind | " + " | ".join(CONNECTORS[name][0] for name in names) + " |", "|---" * (len(names) + 1) + "|"]
+    for key, case in CASES.items():
+        cells = [found.get(f"{key} {name}", "not run") for name in names]
+        if set(cells) != {"not run"}:
+            lines.append(f"| {case.title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def commit() -> str:
+    """Return the commit of the package, to which the results belong."""
+    run = subprocess.run(
+        ["git", "rev-parse", "HEAD:vllm_ascend_pd"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return run.stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="NAME,…", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--connector", default="", metavar="NAME,…", help=f"of {', '.join(CONNECTORS)}")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/kinds.md")
+    parser.add_argument("--again", action="store_true", help="discard the results of earlier runs")
+    args = parser.parse_args()
+    kept: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() and not args.again else {}
+    found: dict[str, str] = kept.get("found", {}) if kept.get("package") == commit() else {}
+    for key, case in CASES.items():
+        for name, (title, start) in CONNECTORS.items():
+            wanted = (not args.only or key in args.only.split(",")) and (
+                not args.connector or name in args.connector.split(",")
+            )
+            if not wanted or f"{key} {name}" in found:
+                continue
+            if name == "nixl" and not install_nixl():
+                found[f"{key} {name}"] = "not installed here"
+                continue
+            say(f"{case.title}, {title}")
+            found[f"{key} {name}"] = cell(case, start)
+            say(f"    {found[f'{key} {name}']}")
+            FOUND.write_text(json.dumps({"package": commit(), "found": found}, indent=1, ensure_ascii=False))
+    lines = table(found)
+    print("\n".join(lines))
+    if args.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of docs/field.md: vllm-ascend's tested P/D configurations, and which of them start with this connector.
+
+Started by scripts/field.sh; tools/support/field.py contains the judgement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.support import sdist  # noqa: E402
+from tools.support.field import Known, Verdict, known_models, verdict  # noqa: E402
+from vllm_ascend_pd.errors import PdError  # noqa: E402
+
+PINNED = sdist.VLLM_ASCEND
+FOLDER = "tests/e2e"
+PAGE = ROOT / "docs" / "field.md"
+BEGIN, END = "<!-- scripts/field.sh --write: begin -->", "<!-- scripts/field.sh --write: end -->"
+STARTS = "would start"
+
+
+def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
+    """Return the verdicts of all files with a producer, sorted by name."""
+    found = {}
+    for path, text in sorted(texts.items()):
+        if "kv_producer" in text:
+            name = f"{PurePosixPath(path).parts[0]}/{PurePosixPath(path).stem}"
+            if name in found:
+                raise ValueError(f"two configurations are called {name}")
+            found[name] = verdict(name, text, known)
+    return list(found.values())
+
+
+def tables(found: Sequence[Verdict]) -> str:
+    parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _summary(found: Sequence[Verdict]) -> str:
+    both = sum(each.both for each in found)
+    alone = {side: sum(each.starts(side) for each in found) for side in ("P", "D")}
+    return "\n".join(
+        [
+            f"vllm-ascend {PINNED.version}: **P and D would start in {both} of {len(found)} configurations.**",
+            f"P would start in {alone['P']}, D in {alone['D']}.",
+        ]
+    )
+
+
+def words(refused: PdError) -> str:
+    """Return a refusal for a table: the code, and what is refused."""
+    return f"{refused.code} {_what(refused)}"
+
+
+def _what(refused: PdError) -> str:
+    return str(refused.values.get("feature") or refused.sentence).replace("|", "/")
+
+
+def _cell(refusals: Iterable[PdError]) -> str:
+    """Return all refusals, each code once."""
+    by_code: dict[str, list[str]] = {}
+    for refused in refusals:
+        by_code.setdefault(refused.code, []).append(_what(refused))
+    return "; ".join(f"{code} {'; '.join(told)}" for code, told in by_code.items())
+
+
+def _reasons(found: Sequence[Verdict]) -> str:
+    """Return the refusals' counts.
+
+    The first is what an engine raises; lifting one helps only where it is the only one.
+    """
+    first: dict[str, Counter[str]] = {side: Counter() for side in ("P", "D")}
+    anywhere: Counter[str] = Counter()
+    only: Counter[str] = Counter()
+    for each in found:
+        reasons = set()
+        for side in ("P", "D"):
+            told = [words(refused) for refused in each.refusals(side)]
+            first[side].update(told[:1])
+            reasons.update(told)
+        if each.starts("P") and each.starts("D") and not each.both:
+            reasons.add(each.pair)
+        anywhere.update(reasons)
+        if len(reasons) == 1:
+            only.update(reasons)
+    rows = sorted(anywhere, key=lambda reason: (-anywhere[reason], reason))
+    return "\n".join(
+        [
+            "| reason | configurations that have it | P says it first | D says it first | it alone stands in the way |",
+            "|---|--:|--:|--:|--:|",
+            *(f"| {r} | {anywhere[r]} | {first['P'][r]} | {first['D'][r]} | {only[r]} |" for r in rows),
+        ]
+    )
+
+
+def _configurations(found: Iterable[Verdict]) -> str:
+    lines = ["| configuration | model | P: TP × DP | P | D: TP × DP | D | the pair |", "|---|---|---|---|---|---|---|"]
+    for each in found:
+        cells = [each.name, each.model]
+        for side, engines in (("P", each.p), ("D", each.d)):
+            cells.append(", ".join(dict.fromkeys(f"{engine.tp} × {engine.dp}" for engine in engines)))
+            beside = {f"beside {name}, which is not judged" for engine in engines for name in engine.beside}
+            told = _cell(each.refusals(side)) or (STARTS if engines else "none")
+            cells.append("; ".join([told, *sorted(beside)]))
+        cells.append(each.pair or "–")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _unknown(found: Iterable[Verdict]) -> str:
+    count: Counter[str] = Counter()
+    for each in found:
+        count.update({flag for engine in (*each.p, *each.d) for flag in engine.unknown})
+    told = ", ".join(f"`{flag}` ({number})" for flag, number in sorted(count.items()))
+    return (
+        f"Flags that vLLM's parser here does not know or take, left out (in how many configurations): {told or 'none'}."
+    )
+
+
+def starting(text: str) -> set[str]:
+    """Return the configurations of a printed table whose P and D would start."""
+    rows = (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("|"))
+    return {row[0] for row in rows if len(row) == 7 and row[3] == row[5] == STARTS and not row[6].startswith("PD-")}
+
+
+def split(page: str) -> tuple[str, str, str]:
+    """Return the parts before, between and after the marks."""
+    before, begun, rest = page.partition(BEGIN + "\n")
+    between, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise ValueError(f"{PAGE.name} lacks a line {BEGIN} or {END}")
+    return before + begun, between, ended + after
+
+
+def lost(between: str, printed: str) -> list[str]:
+    """Return the configurations that would start according to the page, and no longer do."""
+    gone = sorted(starting(between) - starting(printed))
+    return [f"{name} would start, says the page, and no longer does" for name in gone]
+
+
+def compare(between: str, printed: str) -> list[str]:
+    """Return the differences of a page from the printed tables."""
+    wrong = lost(between, printed)
+    if not wrong and between != printed:
+        wrong = ["the page is not what is printed now: scripts/field.sh --write, and say why in the change"]
+    return wrong
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/field.sh",
+        description="Reads the P/D configurations in vllm-ascend's source distribution (pinned; fetched by pip into .cache, "
+        "15 MB, once), puts this connector in the place of theirs, and prints for each engine whether it would start, or the "
+        "code and the reasons for which this package's admission refuses it. Nothing is started.",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--write", action="store_true", help="write the tables into docs/field.md; exit code 1 when a start is lost"
+    )
+    how.add_argument("--check", action="store_true", help="exit code 1 when a start is lost, or docs/field.md differs")
+    parser.add_argument("--sdist", type=Path, metavar="FILE", help="a downloaded copy of the distribution")
+    args = parser.parse_args(arguments)
+    try:
+        path = sdist.checked(PINNED, args.sdist) if args.sdist else sdist.ensure(PINNED)
+    except (sdist.Unreachable, sdist.NotThePinned, OSError) as problem:
+        print(f"field: {problem}", file=sys.stderr)
+        return 2
+    printed = tables(verdicts(sdist.read(path, FOLDER, ".yaml"), known_models())) + "\n"
+    if not args.write and not args.check:
+        print(printed, end="")
+        return 0
+    before, between, after = split(PAGE.read_text())
+    if args.write:
+        PAGE.write_text(before + printed + after)
+    wrong = lost(between, printed) if args.write else compare(between, printed)
+    for line in wrong:
+        print(f"field: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    logging.getLogger("vllm_ascend_pd").setLevel(logging.ERROR)  # ignored keys are described in docs/migration.md
+    sys.exit(main())

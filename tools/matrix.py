@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run rows of the matrix (a mode of P and D, tests that show it), or write their results into docs/matrix.md.
+
+Each row is a pytest run of its own with a record in out/matrix, so that an interrupted run can continue: without names
+all rows run that have no good record of this commit. A row without a record of this commit keeps its result on the
+page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.parts import ROOT, commit, pytest_run
+from tools.support.matrix import COMBINATIONS, REFUSED, ROWS, Row
+
+PAGE = ROOT / "docs" / "matrix.md"
+BEGIN, END = "<!-- scripts/matrix.sh --write: begin -->", "<!-- scripts/matrix.sh --write: end -->"
+IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
+HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI", "commit")
+DEADLINE_S = 7200.0
+_TOKENS = re.compile(r"(?:tokens|figure: .*): (\d+) answers, (\d+) tokens compared")
+
+
+@dataclass(frozen=True)
+class Result:
+    row: str
+    words: str  # from pytest: "9 passed"
+    good: bool
+    answers: int
+    tokens: int
+    minutes: float
+    commit: str
+
+
+def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
+    """Return the result of a row from pytest's output."""
+    last = [
+        line for line in output.splitlines() if " in " in line and re.search(r"\d+ (passed|failed|error|skipped)", line)
+    ]
+    words = (
+        re.sub(r", \d+ (warnings?|deselected)", "", last[-1].strip("= ").split(" in ")[0])
+        if last
+        else f"exit code {code}"
+    )
+    counts = [(int(a), int(t)) for a, t in _TOKENS.findall(output)]
+    answers, tokens = max(counts, default=(0, 0))
+    good = code == 0 and "passed" in words  # a skipped test has shown nothing
+    return Result(row.name, words, good, answers, tokens, round(seconds / 60, 1), at)
+
+
+def run(row: Row, folder: Path, at: str) -> Result:
+    """Run one row to its end; its output is kept beside its record."""
+    begun = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{row.name}.log"
+    code = pytest_run(("-m", "", *row.tests), log, DEADLINE_S)
+    output = log.read_text(errors="replace")
+    result = read(row, output, code, time.monotonic() - begun, at)
+    (folder / f"{row.name}.json").write_text(json.dumps(asdict(result), indent=1))
+    return result
+
+
+def recorded(row: Row, folder: Path, at: str) -> Result | None:
+    """Return the row's recorded result on this commit."""
+    try:
+        result = Result(**json.loads((folder / f"{row.name}.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return result if result.commit == at else None
+
+
+def cells(row: Row, result: Result | None) -> list[str]:
+    """Return one line of the page."""
+    told = ["has not run", "–", "–", "–"]
+    if result is not None:
+        compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
+        told = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
+    return [row.mode, row.vllm, row.how, told[0], told[1], told[2], row.ci, told[3]]
+
+
+def known(page: str) -> dict[str, list[str]]:
+    """Return the page's lines by mode."""
+    lines = (line.strip().strip("|").split(" | ") for line in page.splitlines() if line.startswith("| "))
+    return {line[0].strip(): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
+
+
+def table(page: str, folder: Path, at: str) -> str:
+    """Return both tables as they belong between the page's marks."""
+    before = known(page)
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for row in ROWS:
+        result = recorded(row, folder, at)
+        line = cells(row, result)
+        if result is None and row.mode in before:
+            line = [row.mode, row.vllm, row.how, *before[row.mode][3:6], row.ci, before[row.mode][7]]
+        lines.append("| " + " | ".join(line) + " |")
+    lines += ["", "| not run, or refused | why |", "|---|---|"]
+    lines += [f"| {mode} | {why} |" for mode, why in REFUSED.items()]
+    return "\n".join(lines)
+
+
+def written(page: str, folder: Path, at: str) -> str:
+    return between(page, table(page, folder, at))
+
+
+def between(page: str, made: str) -> str:
+    """Return the page with this text between its marks."""
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+
+
+def combinations(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    """Return the README's table."""
+    first, *rest = ("| " + " | ".join(cells) + " |" for cells in (head, *lines))
+    return "\n".join((first, "|" + "---|" * len(head), *rest))
+
+
+def readmes() -> dict[Path, str]:
+    """Return each README with its new table."""
+    made = {
+        ROOT / "README.md": combinations(IN_ENGLISH, [one.english for one in COMBINATIONS]),
+        ROOT / "README.zh-CN.md": combinations(IN_CHINESE, [one.chinese for one in COMBINATIONS]),
+    }
+    return {path: between(path.read_text(), lines) for path, lines in made.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/matrix.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("row", nargs="*", help="run only these, even if they were good; default: all")
+    parser.add_argument("--list", action="store_true", help="print the rows and their records on this commit")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write docs/matrix.md from the records, and the READMEs' tables, and run nothing",
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "matrix", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    by_name, at = {row.name: row for row in ROWS}, commit(ROOT)
+    if strange := [name for name in args.row if name not in by_name]:
+        parser.error(f"no such row: {', '.join(strange)}; --list names them")
+    if args.write:
+        PAGE.write_text(written(PAGE.read_text(), args.out, at))
+        for path, text in readmes().items():
+            path.write_text(text)
+        return 0
+    if args.list:
+        for row in ROWS:
+            result = recorded(row, args.out, at)
+            print(f"{row.name:24} {row.mode[:60]:60} {result.words if result is not None else 'has not run here'}")
+        return 0
+    bad = 0
+    for row in [by_name[name] for name in args.row] or ROWS:
+        result = recorded(row, args.out, at)
+        if not args.row and result is not None and result.good:
+            continue
+        print(f"{row.name} … ", end="", flush=True)
+        result = run(row, args.out, at)
+        bad += not result.good
+        print(f"{result.words}, {result.minutes:g} min", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy streams through a P and several real D's, one of which is killed in each round.
+
+Every answer is compared with one engine's. Prints after each round how many streams were resumed and the longest gaps
+that their clients saw. Fails if an answer differs or is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.resuming import MAX_AT_ONCE, Resuming
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=1000, help="number of streams (default: 1000)")
+    parser.add_argument(
+        "--at-once", type=int, default=48, help="streams per round, with one killed D; 90 at most (default: 48)"
+    )
+    parser.add_argument(
+        "--decodes", type=int, default=2, help="number of D's; more than two shorten the waits (default: 2)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer (default: 64)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and kills (default: 1)")
+    args = parser.parse_args()
+    with Cluster(fresh_directory("resume")) as cluster:
+        run = Resuming(cluster, args.seed, say, args.decodes)
+        try:
+            while run.report.streams < args.streams:
+                run.round(min(args.at_once, MAX_AT_ONCE, args.streams - run.report.streams), args.tokens)
+        finally:
+            run.close()
+    for line in (*run.report.wrong, *run.report.broken, *cluster.leaks):
+        say(line[:1000])
+    say(f"resume: {'bad' if run.report.wrong or run.report.broken or cluster.leaks else 'good'}, {run.report}")
+    return 1 if run.report.wrong or run.report.broken or cluster.leaks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One running vLLM server, and readings from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from tools.support.models import ROOT
+from tools.support.process import Child
+from tools.support.spec import EngineSpec
+
+
+class Served:
+    """A server that is reachable, whichever process started it."""
+
+    def __init__(self, name: str, port: int, log: Path) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self.total_blocks = 0
+        self.ranks = 1  # data-parallel ranks behind this address
+
+    def metrics(self) -> dict[str, float]:
+        """Return all samples of /metrics by name, summed over their labels."""
+        found: dict[str, float] = {}
+        for name, _, value in self._samples():
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+    def by_rank(self, name: str) -> dict[str, float]:
+        """Return the samples of one name by data-parallel rank."""
+        found: dict[str, float] = {}
+        for sampled, labels, value in self._samples():
+            rank = re.search(r'engine="(\d+)"', labels)
+            if sampled == name and rank is not None:
+                found[rank[1]] = found.get(rank[1], 0.0) + value
+        return found
+
+    def _samples(self) -> Iterator[tuple[str, str, float]]:
+        for line in httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text.splitlines():
+            match = _SAMPLE.match(line)
+            if match:
+                yield match["name"], match["labels"] or "", float(match["value"])
+
+    def blocks(self) -> int:
+        """Return the size of the block pool, without the null block."""
+        if not self.total_blocks:
+            text = httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text
+            match = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', text)
+            if match is None:
+                raise RuntimeError(f"{self.name}: /metrics does not tell num_gpu_blocks")
+            self.total_blocks = int(match[1]) - 1
+        return self.total_blocks
+
+    def free_blocks(self) -> int:
+        """Return how many blocks the schedulers of all ranks had free after their latest step."""
+        used = self.metrics()["vllm:kv_cache_usage_perc"] * self.blocks()
+        return self.ranks * self.blocks() - round(used)
+
+
+class Engine(Served):
+    """A server started by this process."""
+
+    def __init__(self, spec: EngineSpec, logs: Path) -> None:
+        super().__init__(spec.name, spec.port, logs / f"{spec.name}.log")
+        self.spec, self.ranks = spec, spec.ranks
+        self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT)
+
+    def ready(self) -> bool:
+        try:
+            # Without TLS settings: loading the certificates costs 20 ms of processor time at every call.
+            return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False, verify=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stage(self) -> str:
+        """Return in a few words how far the start is, read from the log."""
+        text = self.process.tail(60)
+        for mark, word in _STAGES:
+            if mark in text:
+                return word
+        return "importing"
+
+
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})? (?P<value>[-+0-9.eEinfNa]+)$")
+_STAGES = (
+    ("Application startup complete", "serving"),
+    ("Starting vLLM", "opening its port"),
+    ("init engine", "engine ready"),
+    ("Using kv connector", "registering the cache"),
+    ("GPU KV cache size", "cache allocated"),
+    ("Loading weights took", "weights loaded"),
+    ("Starting to load model", "loading weights"),
+    ("Initializing a V1 LLM engine", "starting workers"),
+    ("non-default args", "reading the model"),
+)

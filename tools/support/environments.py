@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interpreters of the environments beside the main one: other releases of vLLM, and Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from tools.support.models import ROOT
+
+NEWEST = "0.32.0"  # the main environment's vLLM
+RELEASES = ("0.23.0", "0.26.0", "0.29.0", "0.31.0", "0.33.0")  # with environments of their own
+# A scheduled job also tests the newest wheel of the day.
+ASKED = (*RELEASES, "latest") if os.environ.get("PD_LATEST") else RELEASES
+SETUP_S = 1200.0  # longer than the set-up waits for another set-up to end
+
+
+def beside(name: str, *options: str) -> str:
+    """Return the interpreter of an environment, and set that up if needed.
+
+    tests/environment.sh lists the names. Raises RuntimeError with the output of a set-up that failed.
+    """
+    command = [str(ROOT / "tests" / "environment.sh"), name, *options]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SETUP_S)
+    if made.returncode:
+        raise RuntimeError(made.stderr)
+    return made.stdout.strip()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of docs/matrix.md: each mode of engines, and the tests that show it with real engines or the reason for none."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tools.support.environments import NEWEST, RELEASES
+
+INTEGRATION = "tests/integration/test_"
+ONE = "tokens of one engine"
+ASCEND = "tokens of one vllm-ascend engine; bytes"
+
+
+class Row(NamedTuple):
+    name: str
+    mode: str
+    tests: tuple[str, ...]  # arguments of pytest
+    how: str = ONE
+    vllm: str = NEWEST
+    ci: str = "one"  # which of its tests: all, one (a representative), none
+
+
+def _file(name: str, *words: str) -> tuple[str, ...]:
+    return f"{INTEGRATION}{name}.py", *words
+
+
+def _release(release: str) -> Row:
+    over = f" (its Python over {NEWEST}'s compiled parts)" if release > NEWEST else ""
+    mode = f"vLLM {release}{over}: P and D, and either beside {NEWEST}"
+    return Row(f"vllm-{release}", mode, _file("releases_real", "-k", release), vllm=release, ci="none")
+
+
+ROWS = (
+    Row("tp", "GQA, TP 1→1 and 2→1: chunks, prefixes, preemption, aborts, failed loads", _file("gqa"), ci="all"),
+    Row("tp-wide", "GQA, TP 4→2, 2→4, 3→2, 2→3", _file("wide"), ci="none"),
+    Row("regroup", "the exchange between P's ranks, forced", _file("regroup"), ci="none"),
+    Row("one-head", "MQA TP 2→1, 1→2; MLA 1→1, 1→2, 2→1", _file("one_head"), ci="all"),
+    Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages")),
+    Row("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
+    Row("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
+    Row("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
+    Row("windows", "sliding windows, several groups", _file("windows")),
+    Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
+    Row("fp8", "fp8 caches", _file("quantised")),
+    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes"), ci="none"),
+    Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="none"),
+    Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="none"),
+    Row("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
+    Row("orders", "P first, both at once: routers of others", _file("routers")),
+    Row("both", "both roles in one engine", _file("both")),
+    Row("multi", "behind a MultiConnector, beside other connectors", _file("beside"), ci="all"),
+    Row("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
+    Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="none"),
+    *map(_release, RELEASES),
+    Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "none"),
+    Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
+    Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
+    Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
+    Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp"), ASCEND, "0.23.0"),
+    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", ("tests/ascend_host/test_pairs.py", "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
+)  # fmt: skip
+
+REFUSED = {
+    "context parallelism under vLLM itself, PCP on D, and beside draft models or sparse indexers": "refused (PD-CONF-005). vLLM's CPU attention "
+    "has none of it; which rank keeps what is the backend's rule ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
+    "micro-batching (DBO)": "refused (PD-CONF-005): a layer's hook fires before all of the step's tokens have passed the layer",
+    "sleep mode": "refused (PD-CONF-005): it takes the cache's memory away, into which or from which others write, and asks no connector",
+    "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
+    "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005)",
+    "vLLM's second model runner": 'vLLM 0.32 does not start with it on a CPU: "Model Runner V2 requires Triton"',
+    "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
+    "vLLM 0.34 and later": "not run",
+    "OffloadingConnector beside ours": "did not start on a CPU",
+}
+
+
+class Combination(NamedTuple):
+    """A line of the README's table: its name, and what ran with direct pushes and with an exchange in P."""
+
+    rows: tuple[str, ...]  # rows of docs/matrix.md by name
+    english: tuple[str, str, str]
+    chinese: tuple[str, str, str]
+
+
+COMBINATIONS = (
+    Combination(
+        ("tp", "tp-wide", "regroup"),
+        ("GQA, TP 1→1, 2→1, 1→2, 2→2, 4→2, 2→4", "real pair", "real pair (2→1, 4→2)"),
+        ("GQA，TP 1→1、2→1、1→2、2→2、4→2、2→4", "真实的引擎对", "真实的引擎对（2→1、4→2）"),
+    ),
+    Combination(
+        ("pp",),
+        (
+            "GQA, PP 2 → 1; any pipeline to any, cut alike or not: 1 → 2, 2 → 2, TP 2 → PP 2; MLA PP 1 → 2",
+            "real pair",
+            "real pair (TP 2 → PP 2)",
+        ),
+        (
+            "GQA，PP 2 → 1；任意流水线到任意流水线，切分相同或不同：1 → 2、2 → 2、TP 2 → PP 2；MLA PP 1 → 2",
+            "真实的引擎对",
+            "真实的引擎对（TP 2 → PP 2）",
+        ),
+    ),
+    Combination(
+        ("dp-ep",),
+        ("experts, P (TP × DP) → D (TP × DP): 2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2", "real pair", "–"),
+        ("专家模型，P（TP × DP）→ D（TP × DP）：2×1→1×2、1×2→1×2、1×2→2×1、2×2→1×2", "真实的引擎对", "–"),
+    ),
+    Combination(
+        ("vllm-ascend-dcp",),
+        (
+            "context parallelism: DCP on P, on D, on both, equal or not; PCP on P, under vllm-ascend",
+            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (MQA, MLA)",
+            "not done",
+        ),
+        (
+            "上下文并行：P、D 或两侧的 DCP，大小相同或不同；P 侧的 PCP，需 vllm-ascend",
+            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（MQA、MLA）",
+            "未做",
+        ),
+    ),
+    Combination(
+        ("one-head",),
+        ("MQA 2→1, 1→2; MLA 1→1, 2→1, 1→2", "real pair", "not needed"),
+        ("MQA 2→1、1→2；MLA 1→1、2→1、1→2", "真实的引擎对", "不需要"),
+    ),
+    Combination(
+        ("drafts",),
+        (
+            "a draft model: MTP with MLA 1→1, 2→1, beside Gated DeltaNet 1→1, 2→1; Eagle3 with other heads than its target 1→1, 2→1; Eagle, a model of its own, ngram 1→1; DFlash 1→1, 2→1",
+            "real pair",
+            "real pair (Eagle3, DFlash 2→1)",
+        ),
+        (
+            "草稿模型：MLA 的 MTP，1→1、2→1，Gated DeltaNet 旁的 MTP，1→1、2→1；与目标模型头数不同的 Eagle3，1→1、2→1；Eagle、独立的草稿模型、ngram 1→1；DFlash 1→1、2→1",
+            "真实的引擎对",
+            "真实的引擎对（Eagle3、DFlash 2→1）",
+        ),
+    ),
+    Combination(
+        ("indexer",),
+        (
+            "MLA with a sparse indexer 1→1, 2→1, 1→2; in int8 2→1; with Eagle3 beside it 2→1",
+            "real pair",
+            "real pair (Eagle3's layer)",
+        ),
+        ("带稀疏索引器的 MLA 1→1、2→1、1→2；int8 2→1；外加 Eagle3 2→1", "真实的引擎对", "真实的引擎对（Eagle3 的层）"),
+    ),
+    Combination(
+        ("fp8",),
+        ("caches in fp8 (e4m3, e5m2): GQA 1→1, 2→1, 1→2; with windows or states 1→2", "real pair", "real pair (2→1)"),
+        ("fp8 缓存（e4m3、e5m2）：GQA 1→1、2→1、1→2；带滑动窗口或循环状态 1→2", "真实引擎对", "真实引擎对（2→1）"),
+    ),
+    Combination(
+        ("windows",),
+        (
+            "sliding windows in some layers or all (gpt-oss, Gemma-3, Mistral) 1→1, 2→1, 1→2, with vLLM 0.23, and 0.32 or later",
+            "real pair",
+            "real pair (2→1)",
+        ),
+        (
+            "部分或全部层带滑动窗口（gpt-oss、Gemma-3、Mistral）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
+            "真实引擎对",
+            "真实引擎对（2→1）",
+        ),
+    ),
+    Combination(
+        ("states",),
+        (
+            "recurrent states beside attention or alone (Nemotron-H, Falcon-H1, Mamba-2, Qwen3-Next) 1→1, 2→1, 1→2, with vLLM 0.23, and 0.32 or later",
+            "real pair",
+            "not needed",
+        ),
+        (
+            "循环状态，与注意力并存或单独使用（Nemotron-H、Falcon-H1、Mamba-2、Qwen3-Next）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
+            "真实引擎对",
+            "不需要",
+        ),
+    ),
+    Combination(
+        (),
+        (
+            "any two TP sizes, 3→2, 6→4, 8→1, …; token-major and head-major; different block sizes",
+            "byte-exact against a reference",
+            "byte-exact over gloo",
+        ),
+        (
+            "任意两个 TP 大小，3→2、6→4、8→1……；token-major 和 head-major；不同的块大小",
+            "与参考结果逐字节一致",
+            "经 gloo 逐字节一致",
+        ),
+    ),
+)

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models with a local tokenizer, written once as safetensors and reused.
+
+Weights come from a seed, so P, D and the reference load identical files whatever their TP size. They are scaled so
+that greedy tokens depend on every block of the cache: a model that ignores its context would hide a lost push.
+
+    python -m tools.support.models gqa mla        # writes models/gqa and models/mla, prints their paths
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX_DIM = 24  # a size that nothing else has
+FORMAT = 1  # increase when a recipe's meaning changes, so that old directories are rewritten
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape of a model. `kv_heads` has no effect on MLA's cache, which keeps one latent per token."""
+
+    family: str  # a key of `families` in `_write`, paligemma, or a draft's: eagle | eagle3 | dflash
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int = 512
+    max_len: int = 4096
+    spread: float = 0.08  # standard deviation of the initial weights
+    seed: int = 0
+    # The last layer decides nearly everything, so that a draft model made from it is often right, but only with a
+    # correct cache of its own.
+    one_layer_decides: bool = False
+    target: str = ""  # the target's recipe, for a separate draft model
+    indexers: int = 0  # the first so many layers have one; `latent` only
+    int8: bool = False  # of the cache; `latent` only
+    window: int = 0  # tokens that a layer attends to, in all layers or some, depending on the family
+
+    @property
+    def mla(self) -> bool:
+        return self.family in ("deepseek_v2", "deepseek_v3")
+
+    @property
+    def leaves_last(self) -> bool:
+        """Return whether D can load a prompt's last token only if it begins with P's first token."""
+        from tools.support.states import FAMILIES
+
+        return self.window > 0 or self.family in FAMILIES
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 4) -> int:
+        """Return the size in the whole model, all ranks together, replicas counted once."""
+        per_layer = 576 if self.mla else 2 * self.kv_heads * self.head_dim
+        return self.layers * per_layer * dtype_bytes
+
+
+RECIPES = {
+    # integration tests: four layers, so that a pipeline of two has two each
+    "gqa": Recipe("llama", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    "gqa5": Recipe("llama", layers=5, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
+    # 576: vLLM divides the vocabulary by TP, and pads it to multiples of 64
+    "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
+    "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
+    "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    # targets and their drafts; `mtp` contains its draft layer
+    "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
+    # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
+    "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
+    "indexed-int8": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3, int8=True),
+    "spec-indexed": Recipe("latent", 4, 8, 1, 32, hidden=256, intermediate=512, one_layer_decides=True, indexers=2),
+    "spec-indexed-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec-indexed"),
+    # sliding windows: in five of six layers, in every other layer, in all
+    "gemma3": Recipe("gemma3", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
+    "gptoss": Recipe("gpt_oss", 4, 8, 4, head_dim=32, hidden=256, intermediate=128, window=128),
+    "windowed": Recipe("mistral", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
+    # the last two of six layers read the cache of the two before them, one of which has a window
+    "gemma3n": Recipe("gemma3n", 6, 8, 4, head_dim=32, hidden=256, intermediate=512, window=64),
+    # recurrent states: Mamba-2 before attention (in Granite with experts), beside it in every layer, alone;
+    # Gated DeltaNet in three of four layers
+    "granite": Recipe("granite_hybrid", 4, 8, 4, head_dim=32, hidden=256, intermediate=128),
+    "nemotronh": Recipe("nemotron_h", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
+    "falconh1": Recipe("falcon_h1", 3, 8, 4, head_dim=32, hidden=256, intermediate=512),
+    "mamba2": Recipe("mamba2", 3, 8, 8, head_dim=64, hidden=256, intermediate=512),
+    "qwen3next": Recipe("qwen3_next", 4, 8, 2, head_dim=64, hidden=256, intermediate=512),
+    "qwen3next-mtp": Recipe("qwen3_next", 4, 8, 2, 64, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec-flash": Recipe("qwen3", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
+    "spec-flash-dflash": Recipe("dflash", 1, 8, 4, 32, hidden=256, intermediate=512, target="spec-flash"),
+    "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
+    "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
+    "paligemma": Recipe("paligemma", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
+    # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
+    "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
+    "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),
+}
+
+
+def ensure(name: str, directory: Path | None = None) -> Path:
+    """Return the path of model `name`, written now unless a complete one is there."""
+    recipe = RECIPES[name]
+    target = (directory or ROOT / "models") / name
+    mark = target / "recipe.json"
+    wanted = {"format": FORMAT, **asdict(recipe)}
+    if mark.exists() and json.loads(mark.read_text()) == wanted:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    _write(recipe, scratch)
+    (scratch / "recipe.json").write_text(json.dumps(wanted, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    scratch.rename(target)
+    return target
+
+
+def recipe_of(model: Path) -> Recipe | None:
+    """Return the recipe of a directory, or None if it was not made here."""
+    mark = model / "recipe.json"
+    if not mark.exists():
+        return None
+    facts = json.loads(mark.read_text())
+    facts.pop("format")
+    return Recipe(**facts)
+
+
+def _write(recipe: Recipe, directory: Path) -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+
+    from tools.support import drafts, states, vision
+
+    torch.manual_seed(recipe.seed)
+    if recipe.family == "paligemma":
+        vision.write(_sizes(recipe), recipe.head_dim, directory)
+        return
+    if recipe.target:
+        drafts.write(recipe.family, recipe.kv_heads, ensure(recipe.target, directory.parent), directory)
+        return
+    with torch.no_grad():
+        families = {
+            "llama": _llama,
+            "latent": _llama,
+            "deepseek_v2": _deepseek,
+            "deepseek_v3": _deepseek,
+            "qwen3": _qwen3,
+            "qwen3_moe": _qwen3_moe,
+            "gemma3": _windowed,
+            "gemma3n": _windowed,
+            "gpt_oss": _windowed,
+            "mistral": _windowed,
+            **dict.fromkeys(states.FAMILIES, _recurrent),
+        }
+        model = families[recipe.family](recipe).to(torch.float32)
+        if recipe.one_layer_decides:
+            drafts.let_one_layer_decide(model)
+        if recipe.family == "qwen3":
+            drafts.let_every_token_ask_alike(model)
+    model.save_pretrained(directory, safe_serialization=True)
+    _write_tokenizer(directory, recipe.vocab)
+    if recipe.family == "deepseek_v3":
+        drafts.add_mtp_layer(directory)
+    if recipe.family == "qwen3_next" and recipe.one_layer_decides:
+        drafts.add_next_mtp_layer(directory)
+    if recipe.family == "latent":
+        _make_latent(recipe, directory)
+
+
+def _sizes(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields that every family's configuration has under the same names."""
+    return {
+        "vocab_size": recipe.vocab,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "max_position_embeddings": recipe.max_len,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": recipe.spread,
+    }
+
+
+def _llama(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.LlamaForCausalLM(
+        library.LlamaConfig(
+            **_sizes(recipe),
+            head_dim=recipe.head_dim,
+        )
+    )
+
+
+def _make_latent(recipe: Recipe, directory: Path) -> None:
+    """Keep the llama's own weights, and add an indexer's two to the first layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights, config = load_file(directory / "model.safetensors"), directory / "config.json"
+    for layer in range(recipe.indexers):
+        for name in ("wq", "wk"):
+            weight = torch.randn(INDEX_DIM, recipe.hidden) * recipe.spread
+            weights[f"model.layers.{layer}.self_attn.indexer.{name}.weight"] = weight
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    more = {"indexers": list(range(recipe.indexers)), "index_dim": INDEX_DIM, "int8": recipe.int8}
+    told = {**json.loads(config.read_text()), **more, "architectures": ["PdTestLatentForCausalLM"]}
+    config.write_text(json.dumps(told, indent=1))
+
+
+def _deepseek(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    third = recipe.family == "deepseek_v3"
+    model, config = (
+        (library.DeepseekV3ForCausalLM, library.DeepseekV3Config)
+        if third
+        else (library.DeepseekV2ForCausalLM, library.DeepseekV2Config)
+    )
+    return model(
+        config(
+            **_sizes(recipe),
+            moe_intermediate_size=128,
+            n_shared_experts=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            first_k_dense_replace=recipe.layers,  # dense layers only: experts add nothing to a test of the cache
+            n_group=1,
+            topk_group=1,
+            kv_lora_rank=512,
+            q_lora_rank=128 if third else None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=recipe.head_dim,
+            v_head_dim=recipe.head_dim,
+        )
+    )
+
+
+def _qwen3(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.Qwen3ForCausalLM(library.Qwen3Config(**_sizes(recipe), head_dim=recipe.head_dim))
+
+
+def _qwen3_moe(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    return library.Qwen3MoeForCausalLM(
+        library.Qwen3MoeConfig(
+            **_sizes(recipe),
+            moe_intermediate_size=128,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            head_dim=recipe.head_dim,
+        )
+    )
+
+
+def _windowed(recipe: Recipe) -> Any:
+    import transformers
+
+    library: Any = transformers
+    names, more = {
+        "gemma3": (("Gemma3ForCausalLM", "Gemma3TextConfig"), {"query_pre_attn_scalar": recipe.head_dim}),
+        "gemma3n": (("Gemma3nForCausalLM", "Gemma3nTextConfig"), _shared(recipe)),
+        "gpt_oss": (("GptOssForCausalLM", "GptOssConfig"), {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "mistral": (("MistralForCausalLM", "MistralConfig"), {}),
+    }[recipe.family]
+    model, config = (getattr(library, name) for name in names)
+    sizes = {**_sizes(recipe), "head_dim": recipe.head_dim, "sliding_window": recipe.window}
+    return model(config(**{**sizes, **more}))
+
+
+def _shared(recipe: Recipe) -> dict[str, Any]:
+    """Return what makes the last two layers of Gemma-3n read the cache of the last layers of their kind before them."""
+    return {
+        "tie_word_embeddings": True,  # as always in this family
+        "layer_types": ["sliding_attention", "full_attention"] * (recipe.layers // 2),
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": recipe.vocab,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0] * recipe.layers,
+    }
+
+
+def _recurrent(recipe: Recipe) -> Any:
+    from tools.support import states
+
+    return states.model(recipe.family, _sizes(recipe), recipe.head_dim)
+
+
+def _write_tokenizer(directory: Path, vocab: int) -> None:
+    """Write a byte tokenizer without merges: a text of n bytes is a prompt of n tokens."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"<extra_{i}>" for i in range(vocab - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    library: Any = transformers
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    fast.save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=sorted(RECIPES), help=f"recipes: {', '.join(sorted(RECIPES))}")
+    parser.add_argument("--directory", type=Path, default=None, help="default: models/ in the repository")
+    args = parser.parse_args()
+    for name in args.names:
+        if name not in RECIPES:
+            parser.error(f"no recipe {name!r}; known: {', '.join(sorted(RECIPES))}")
+        print(ensure(name, args.directory))
+
+
+if __name__ == "__main__":
+    main()

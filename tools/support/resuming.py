@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy streams through several D's, one of which is killed in each round; each stream compared with one engine's.
+
+In a round many streams run at once, completions and chats in turn. After a random number of tokens one D is killed
+(SIGKILL to all its processes), and every stream must end as if nothing had happened. The killed D is started again at
+the beginning of the next round, which continues as soon as two D's are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from tools.support.client import body_of, chat_body_of
+from tools.support.cluster import Cluster, Metaserver
+from tools.support.engine import Engine
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
+
+MAX_AT_ONCE = 90  # the metaserver's status page shows the last hundred requests
+BACK_S = 600.0
+SILENT_S = 240.0
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass
+class Stream:
+    """One answer as its client sees it."""
+
+    path: str
+    body: dict[str, Any]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: object = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    heads: set[tuple[str, str]] = field(default_factory=set)
+    times: list[float] = field(default_factory=list)
+    problem: str = ""
+    answer: bytes = b""
+
+    def told(self) -> tuple[object, ...]:
+        """Return what must not depend on which D answers."""
+        counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+        return self.text, self.tokens, self.finish, counts, sorted(form for _, form in self.heads)
+
+    @property
+    def gap(self) -> float:
+        """Return the longest time without a new chunk after the first one."""
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+@dataclass
+class Report:
+    streams: int = 0
+    tokens: int = 0
+    kills: int = 0
+    resumed: list[float] = field(default_factory=list)  # the longest gaps of resumed streams
+    wrong: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        said = f"{self.streams} streams, {self.tokens} tokens, {self.kills} times a D killed: {len(self.resumed)} streams resumed"
+        said += f", {len(self.wrong)} different, {len(self.broken)} broken"
+        if self.resumed:
+            gaps = sorted(self.resumed)
+            p50, p99 = gaps[len(gaps) // 2], gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))]
+            said += f"; the gap that a client saw: p50 {p50:.2f} s, p99 {p99:.2f} s, longest {gaps[-1]:.2f} s"
+        return said
+
+
+class Resuming:
+    """A P, several D's and a metaserver. P, asked directly, is the single engine of the comparison."""
+
+    def __init__(self, cluster: Cluster, seed: int, tell: Callable[[str], None], decodes: int = 2) -> None:
+        self.cluster, self.tell, self.dice = cluster, tell, random.Random(seed)
+        model, port = ensure("gqa"), cluster.port()
+        shape: dict[str, Any] = {"kv_bytes": 256 << 20, "max_seqs": 128}
+        quiet: dict[str, Any] = {"verify": "off", "trace_dir": ""}
+        url = f"http://127.0.0.1:{port}"
+        p, *ds = cluster.start(
+            EngineSpec("resume-p", model, role="kv_producer", extra=cluster.push_config(**quiet), **shape),
+            *(
+                EngineSpec(f"resume-d{i}", model, role="kv_consumer", extra=cluster.push_config(url, **quiet), **shape)
+                for i in range(decodes)
+            ),
+        )
+        self._dead: list[Engine] = []
+        self._starting: dict[str, Future[Engine]] = {}
+        self._starters = ThreadPoolExecutor(decodes, thread_name_prefix="starts a D")
+        self.prefill, self.decodes = p, ds
+        self.front: Metaserver = cluster.metaserver([p], ds, port)
+        self.report = Report()
+
+    def round(self, count: int, tokens: int) -> None:
+        """Run `count` streams of `tokens` tokens and kill one D. The next round starts it again."""
+        self._wait_for_two()
+        asked = [self._stream(i, tokens) for i in range(count)]
+        right = [Stream(one.path, {**one.body, "cache_salt": f"right-{one.id}"}) for one in asked]
+        asyncio.run(self._ask(self.prefill.url, right))
+        victim = asyncio.run(
+            self._ask(self.front.url, asked, self.dice.randrange(count * tokens // 8, count * tokens // 2))
+        )
+        self._judge(asked, right)
+        self.tell(str(self.report))
+        if victim is not None:
+            self.decodes.remove(victim)
+            self._dead.append(victim)
+
+    def close(self) -> None:
+        """Stop all processes."""
+        self._starters.shutdown()
+        self.decodes += [start.result() for start in self._starting.values()]
+        self.cluster.stop(self.front, *self.decodes, *self._dead, self.prefill)
+
+    def _wait_for_two(self) -> None:
+        end = time.monotonic() + BACK_S
+        for victim in self._dead:
+            self._starting[victim.name] = self._starters.submit(self._restart, victim)
+        self._dead = []
+        while True:
+            for name in [name for name, start in self._starting.items() if start.done()]:
+                self.decodes.append(self._starting.pop(name).result())
+            ready = {i["name"] for i in self._instances() if i["state"] == "ready"}
+            self.ready = [d for d in self.decodes if d.url.removeprefix("http://") in ready]
+            if len(self.ready) > 1:
+                return
+            if time.monotonic() > end:
+                raise TimeoutError("there are no two D's")
+            time.sleep(0.2)
+
+    def _stream(self, number: int, tokens: int) -> Stream:
+        dice, length = self.dice, self.dice.choice((12, 40, 70, 130))
+        more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        if dice.random() < 0.3:
+            more["stop"] = ["no model says this", "nor that"]  # with stop words the engine holds text back
+        if number % 2:
+            text = " ".join(str(dice.randrange(1000)) for _ in range(length // 4))
+            body, path = chat_body_of(text, tokens, **more), CHAT
+        else:
+            ids = [dice.randrange(3, 500) for _ in range(length)]
+            body, path = body_of(ids, tokens, **more), COMPLETIONS
+        if dice.random() < 0.3:
+            del body["return_token_ids"]  # then the text is compared alone
+        return Stream(path, body)
+
+    async def _ask(self, url: str, streams: list[Stream], kill_after: int = 0) -> Engine | None:
+        """Send all requests at once. After `kill_after` tokens kill one D, and return it."""
+        # found beforehand: the search takes time
+        members = {engine.name: engine.process.members() for engine in self.ready}
+        tasks = [asyncio.create_task(_follow(url, one)) for one in streams]
+        victim: Engine | None = None
+        while kill_after and victim is None and not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+            if sum(len(one.times) for one in streams) >= kill_after:
+                victim = self._kill(members)
+        await asyncio.gather(*tasks)
+        for one in streams:
+            _understand(one)
+        return victim
+
+    def _kill(self, members: dict[str, list[psutil.Process]]) -> Engine:
+        """Kill one D without asking the engines first: their answer would be late."""
+        victim = self.dice.choice(self.ready)
+        for process in members[victim.name]:
+            process.kill()
+        self.report.kills += 1
+        self.tell(f"  killed {victim.name}")
+        return victim
+
+    def _judge(self, asked: list[Stream], right: list[Stream]) -> None:
+        resumed = self._resumed()
+        for one, want in zip(asked, right, strict=True):
+            self.report.streams += 1
+            self.report.tokens += len(one.times)
+            if want.problem:
+                raise RuntimeError(f"the single engine failed: {want.problem}")
+            if one.problem:
+                self.report.broken.append(f"{one.path} {one.problem}")
+            elif one.told() != want.told() or len(one.heads) != 1:
+                self.report.wrong.append(f"{one.path} {one.heads}: {one.told()} for {want.told()}")
+            if one.id in resumed and not one.problem:
+                self.report.resumed.append(one.gap)
+
+    def _resumed(self) -> set[str]:
+        """Return the ids of the latest requests that were resumed, from the metaserver's status page."""
+        last = httpx.get(f"{self.front.url}/status", timeout=30.0, trust_env=False).json()["last"]
+        return {told["id"] for told in last if any(stage["stage"] == "resume" for stage in told["stages"])}
+
+    def _restart(self, victim: Engine) -> Engine:
+        stuck = victim.process.kill()
+        if stuck:
+            raise RuntimeError(str(stuck))
+        self.cluster.stop(victim)
+        (started,) = self.cluster.start(victim.spec)
+        return started
+
+    def _instances(self) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = httpx.get(f"{self.front.url}/instances", trust_env=False).json()["instances"]
+        return told
+
+
+async def _follow(url: str, one: Stream) -> None:
+    """Read the answer, to be parsed after its end: a slow client would measure times of its own."""
+    address = urlsplit(url)
+    body = json.dumps(one.body).encode()
+    head = f"POST {one.path} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\nx-request-id: {one.id}\r\n"
+    pieces: list[bytes] = []
+    try:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        while piece := await asyncio.wait_for(reader.read(1 << 16), SILENT_S):
+            pieces.append(piece)
+            one.times += [time.monotonic()] * piece.count(b"\ndata: {")
+        writer.close()
+    except (OSError, asyncio.TimeoutError) as problem:
+        one.problem = f"{type(problem).__name__}: {problem}"
+        return
+    one.answer = b"".join(pieces)
+
+
+def _understand(one: Stream) -> None:
+    if one.problem:
+        return
+    response = HTTPResponse(_Read(one.answer))  # type: ignore[arg-type]  # only makefile() is used
+    response.begin()
+    text = response.read().decode()
+    if response.status != 200:
+        one.problem = f"{response.status}: {text[:300]}"
+        return
+    ended = False
+    for event in text.split("\n\n"):
+        if event == "data: [DONE]":
+            ended = True
+        elif event.startswith("data:"):
+            _take(one, json.loads(event[5:]))
+    if not ended:
+        one.problem = one.problem or "no end"
+
+
+class _Read:
+    """A socket's interface over the bytes of an answer."""
+
+    def __init__(self, said: bytes) -> None:
+        self._said = said
+
+    def makefile(self, *_: object) -> io.BytesIO:
+        return io.BytesIO(self._said)
+
+
+def _take(one: Stream, event: dict[str, Any]) -> None:
+    if "error" in event:
+        one.problem = json.dumps(event["error"])
+        return
+    one.heads.add((event["id"], event["object"]))
+    one.usage = event.get("usage") or one.usage
+    for choice in event["choices"]:
+        one.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        one.tokens += choice.get("token_ids") or []
+        if choice["finish_reason"] is not None:
+            one.finish = choice["finish_reason"], choice.get("stop_reason"), choice["index"]
