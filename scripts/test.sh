@@ -10,9 +10,10 @@ help() {
   cat <<'TEXT'
 Sets up if needed (scripts/setup.sh), then runs the tests: integration, ascend_host, simulation, native, unit, in this order.
 
-usage: scripts/test.sh [--all] [--no-setup] [path or pytest argument …]
+usage: scripts/test.sh [--ci | --all] [--no-setup] [path or pytest argument …]
        scripts/test.sh --parts [--no-setup] [--list] [--minutes M] [part …]
 
+  --ci        also what is marked ci, and all seeds of the simulators: what every change must pass (.ci/run)
   --all       also what is marked slow: it does not fit the time of a CI run
   --parts     all tests, slow ones too, part by part; what is good on this commit does not run again (--parts --help)
   --no-setup  do not check the installation first
@@ -21,10 +22,10 @@ As root it installs with apt-get what some tests use and this host lacks: a brow
 compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
 Without paths the tests run in as many processes as there are cores, four at most; those of a folder that starts engines in one of them.
-With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, in one process, or with -n N in N.
+With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, as with --ci, in one process, or with -n N in N.
 Other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
-when all tests or these are asked for, on x86-64 with 20 GB free (docs/building.md); PD_ASCEND_HOST=0 leaves them out.
+with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md); PD_ASCEND_HOST=0 leaves them out.
 TEXT
 }
 
@@ -41,7 +42,7 @@ pd_ascend_host() {
   fi
 }
 
-selection=(-m 'not slow')
+tier=
 install=1
 all=
 parts=
@@ -49,6 +50,7 @@ if [ "${1:-}" = --parts ]; then
   shift
   parts=1
   all=1
+  tier=all
 fi
 paths=()
 arguments=()
@@ -63,14 +65,21 @@ for word in "$@"; do
       help
       exit 0
       ;;
+    --ci) tier=ci ;;
     --all)
-      selection=()
+      tier=all
       all=1
       ;;
     --no-setup) install= ;;
     *) if [ -z "$parts" ] && [ -e "${word%%::*}" ]; then paths+=("$word"); else arguments+=("$word"); fi ;;
   esac
 done
+if [ ${#paths[@]} -gt 0 ]; then tier=${tier:-ci}; fi
+case $tier in
+  all) selection=() ;;
+  ci) selection=(-m 'not slow') ;;
+  *) selection=(-m 'not slow and not ci' --few-seeds) ;;
+esac
 spread=()
 if [ ${#paths[@]} = 0 ]; then
   cores=$(nproc)
@@ -78,7 +87,7 @@ if [ ${#paths[@]} = 0 ]; then
   # The longest first, so that the processes end together: each process with a file that starts engines stays busy all
   # the time.
   for part in integration ascend_host simulation native unit; do
-    if [ "$part" = ascend_host ] && [ "${PD_ASCEND_HOST:-1}" = 0 ]; then continue; fi
+    if [ "$part" = ascend_host ] && { [ -z "$tier" ] || [ "${PD_ASCEND_HOST:-1}" = 0 ]; }; then continue; fi
     if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi
   done
 fi

@@ -24,6 +24,7 @@ settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few-seeds", action="store_true", help="a part of the simulators' seeds")
     parser.addoption("--stagger", type=int, metavar="SEED", help="let the package's threads stand still now and then")
 
 

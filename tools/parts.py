@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All tests in parts, each a pytest run of its own with a record by commit, so that an interrupted run can continue.
 
-A part is a folder of tests, or a file of those that start engines. The record is out/all/<commit>/<part>.json, beside
-the part's output.
+A part is a folder of tests, or a file of those that start engines, or a share of a file that takes longer than an hour.
+The record is out/all/<commit>/<part>.json, beside the part's output.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = ("unit", "native", "simulation")  # folders that are one part each
 BY_FILE = ("integration", "ascend_host")
+# Selections (-k) that divide a file. A test belongs to the first that names it, and to one more part if none does.
+SHARES = {
+    "integration/cover": ("[fp8 or [windows", "[states"),
+    "integration/faults_routers": ("[p",),
+    "ascend_host/pairs": ("qwen3next", "gqa", "mla or mqa"),
+}
 NOTHING = 5  # pytest's exit code where no test was selected
 DEADLINE_MIN = 120.0
 GRACE_S = 60.0  # for engines to end
@@ -40,13 +46,27 @@ class Result:
         return self.exit_code in (0, NOTHING)
 
 
-def parts(tests: Path) -> dict[str, Path]:
-    """Return the parts by name, in the order in which they run."""
-    found = {name: tests / name for name in WHOLE if (tests / name).is_dir()}
+def parts(tests: Path) -> dict[str, tuple[str, ...]]:
+    """Return the parts' arguments of pytest by name, in the order in which they run."""
+    found: dict[str, tuple[str, ...]] = {name: (str(tests / name),) for name in WHOLE if (tests / name).is_dir()}
     for folder in BY_FILE:
         for path in sorted((tests / folder).glob("test_*.py")):
-            found[f"{folder}/{path.stem.removeprefix('test_')}"] = path
+            name = f"{folder}/{path.stem.removeprefix('test_')}"
+            if name in SHARES:
+                for number, words in enumerate(divided(SHARES[name]), 1):
+                    found[f"{name}-{number}"] = (str(path), "-k", words)
+            else:
+                found[name] = (str(path),)
     return found
+
+
+def divided(selections: Sequence[str]) -> list[str]:
+    """Return expressions for -k of which each test fits exactly one."""
+    fits = [f"({words})" for words in selections]
+    return [
+        " and ".join([*(f"not {other}" for other in fits[:number]), *fits[number : number + 1]])
+        for number in range(len(fits) + 1)
+    ]
 
 
 def commit(root: Path) -> str:
@@ -82,12 +102,12 @@ class Record:
         self.log(result.part).with_suffix(".json").write_text(json.dumps(asdict(result), indent=1))
 
 
-def run(part: str, path: Path, record: Record, words: Sequence[str], deadline_s: float) -> Result:
+def run(part: str, record: Record, words: Sequence[str], deadline_s: float) -> Result:
     """Run one part to its end or its deadline; its output goes into the record."""
     log = record.log(part)
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    code = pytest_run((*words, str(path)), log, deadline_s)
+    code = pytest_run(words, log, deadline_s)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].strip("= ") if lines else "it said nothing"
     ended = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
@@ -152,7 +172,7 @@ def main() -> int:
         for number, name in enumerate(chosen, 1):
             print(f"[{number} of {len(chosen)}] {name} …", flush=True)
             spread = ("-n", str(min(os.cpu_count() or 1, 4))) if name == "unit" else ()
-            print(line(name, run(name, known[name], record, spread, args.minutes * 60)), flush=True)
+            print(line(name, run(name, record, (*spread, *known[name]), args.minutes * 60)), flush=True)
     results = {name: record.of(name) for name in known}
     print(f"\n{record.folder.name}:")
     for name, result in results.items():

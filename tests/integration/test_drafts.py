@@ -26,7 +26,7 @@ from tools.support.engine import Engine
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 TOKENS = 32
 LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; drafts follow each prompt

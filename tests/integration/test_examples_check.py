@@ -22,7 +22,7 @@ from tools.support.cluster import Cluster
 from tools.support.models import ensure
 
 Arrangement = tuple[int, list[Script], dict[str, str]]  # the metaserver's port, the scripts, their settings
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 
 def check(url: str, model: str, tries: int = 60) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from tools.support.cells import Site
 from tools.support.checks import fresh_prompt, reference_answers
 from tools.support.client import Answer, RequestFailed, attempt, body_of
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 TOKENS = 8
 HUGE = list(range(100_000))

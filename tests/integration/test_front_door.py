@@ -21,7 +21,7 @@ from tools.support.client import body_of
 from tools.support.engine import Engine
 from tools.support.spec import MetaserverSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 

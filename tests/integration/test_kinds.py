@@ -32,7 +32,7 @@ from tools.support.cluster import Cluster
 from tools.support.engine import Engine
 from tools.support.timeline import Trace
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 LENGTHS = (1, 20, BLOCK, BLOCK + 1, CHUNK, 333, 700)
 

@@ -31,7 +31,7 @@ from tools.support.cluster import Cluster
 from tools.support.engine import Engine
 from tools.support.on_cpu import no_fp8
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 LENGTHS = (1, 20, 32, 33, 96, 333, 700)
 

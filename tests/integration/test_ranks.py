@@ -29,7 +29,7 @@ from tools.support.engine import Engine
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 EXPERTS = Path(__file__).parent / "plugins" / "experts"
 LOADED = "vllm:external_prefix_cache_hits_total"

@@ -27,7 +27,7 @@ from tools.support.routers import Router
 from tools.support.sdist import Unreachable
 from tools.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 BLOCK = 32
 LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)

@@ -34,7 +34,7 @@ from tools.support.cluster import Cluster
 from tools.support.compare import Tally, TokensDiffer
 from tools.support.engine import Engine
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 # With blocks and chunks of 96 (vLLM derives the block size from the state): for 97 and 193 tokens the needed state is
 # the last one of a block, and D's own goes into the next block.

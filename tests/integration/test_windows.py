@@ -34,7 +34,7 @@ from tools.support.cluster import Cluster
 from tools.support.engine import Engine
 from tools.support.models import RECIPES
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 # 127, 159 and 191: when the last token is computed again, its window of 128 begins with the last token of a block.
 LENGTHS = (1, 2, 20, 127, 128, 129, 159, 160, 161, 191, 200, 330, 700)

@@ -43,6 +43,7 @@ def run(runner: Sequence[str | Path], threads: int, paths: Sequence[Path]) -> No
     assert results == {str(path): "ok" for path in paths}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_core_is_right_under_the_sanitizers(threads: int, tmp_path: Path) -> None:
     run([built("cpu_runner.cpp", "asan")], threads, cases(tmp_path))

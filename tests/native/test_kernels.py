@@ -48,6 +48,7 @@ def test_kernels_compute_what_the_plan_says(kind: str, cells: str, tmp_path: Pat
     run(paths, cores="1,3,40,48,8:3", seeds=2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["token", "head", "head>token"])
 def test_kernels_under_the_address_sanitizer(kind: str, tmp_path: Path) -> None:
     paths = []
@@ -59,7 +60,7 @@ def test_kernels_under_the_address_sanitizer(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavour", ["plain", "asan"])
+@pytest.mark.parametrize("flavour", ["plain", pytest.param("asan", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("cells", CELLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_on_every_number_of_cores(kind: str, cells: str, flavour: str, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_kernels_on_every_number_of_cores(kind: str, cells: str, flavour: str, t
         run(paths, cores=",".join(cores), seeds=2 if flavour == "asan" else 4, flavour=flavour)
 
 
-@pytest.mark.parametrize("flavour", ["plain", "asan"])
+@pytest.mark.parametrize("flavour", ["plain", pytest.param("asan", marks=pytest.mark.ci)])
 def test_random_boxes_of_all_widths(flavour: str, tmp_path: Path) -> None:
     """Widths that are no multiple of 32, rows longer than a tile, gaps that one copy cannot step over."""
     random = np.random.default_rng(11)
@@ -135,7 +136,7 @@ def test_long_steps_move_whole_tiles(tmp_path: Path) -> None:
             assert 2 * result["bytes"] / copies >= 32 * 1024
 
 
-@pytest.mark.parametrize("flavour", ["plain", "asan"])
+@pytest.mark.parametrize("flavour", ["plain", pytest.param("asan", marks=pytest.mark.ci)])
 def test_offsets_are_64_bit(flavour: str) -> None:
     """A block behind 4 GiB of its cache arrives; with offsets cut to 32 bits the fault is detected."""
     assert [result["fault"] for result in runner(flavour, "far", "none")] == [""]

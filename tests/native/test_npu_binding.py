@@ -100,7 +100,7 @@ def test_streams_are_ordered_by_events_only(scenario: Scenario) -> None:
     assert scenario("streams", **SCENARIOS["streams"]) == "ok"
 
 
-@pytest.mark.parametrize("name", ["exchange2", "exchange4", "exchange2 by copies"])
+@pytest.mark.parametrize("name", ["exchange2", pytest.param("exchange4", marks=pytest.mark.ci), "exchange2 by copies"])
 def test_gather_exchange_over_hccl_assemble(scenario: Scenario, name: str) -> None:
     assert scenario(name, **FOUR) == "ok"
 
@@ -125,7 +125,10 @@ def test_plain_formats_are_plain_and_fractal_ones_are_not(scenario: Scenario) ->
     assert scenario("formats") == "ok"
 
 
-@pytest.mark.parametrize("name", ["production 2", "production 4", "production 4 with own kernels"])
+@pytest.mark.parametrize(
+    "name",
+    ["production 2", *(pytest.param(f"production 4{how}", marks=pytest.mark.ci) for how in ("", " with own kernels"))],
+)
 def test_a_prefill_engine_on_npus_pushes_what_its_hooks_announce(scenario: Scenario, name: str) -> None:
     """PrefillWorker, NpuDevice, Exchanger and HCCL as in production, D in host memory."""
     assert scenario(name, **FOUR) == "ok"
@@ -174,6 +177,7 @@ def function_of(file: str, line: int) -> str:
     return max(around, key=lambda node: node.lineno).name if around else "(module)"
 
 
+@pytest.mark.ci  # it takes all scenarios
 def test_every_line_that_only_an_npu_would_run_has_run(
     build: Build, scenario: Scenario, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.parts import ROOT, commit, parts
+from tools.parts import ROOT, SHARES, commit, parts
 
 ONE = "def test_one() -> None:\n    pass\n"
 
@@ -40,7 +40,30 @@ def ran(said: str) -> list[str]:
 def test_the_parts_of_this_project() -> None:
     names = list(parts(ROOT / "tests"))
     assert names[:3] == ["unit", "native", "simulation"]
-    assert {"integration/gqa", "integration/drafts", "ascend_host/pairs"} <= set(names)
+    assert {"integration/gqa", "integration/drafts", "ascend_host/waits"} <= set(names)
+    assert {name for share in SHARES for name in (share, f"{share}-1", f"{share}-2")} & set(names) == {
+        f"{share}-{number}" for share in SHARES for number in (1, 2)
+    }
+
+
+def test_each_test_of_a_file_that_is_divided_is_in_one_part(tests: Path) -> None:
+    ids = [*("[fp8-a]", "[fp8-b]", "[windows-a]"), *("[states-a]", "[indexer-a]", "[drafts-fp8]")]
+    (tests / "integration/test_cover.py").write_text(
+        f"import pytest\n@pytest.mark.parametrize('x', range(6), ids={[i[1:-1] for i in ids]})\ndef test_cell(x): pass\n"
+    )
+    found = []
+    for name, words in parts(tests).items():
+        if name.startswith("integration/cover"):
+            listed = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *words],
+                cwd=tests.parent,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+            )
+            found.append([line.partition("test_cell")[2] for line in listed.stdout.splitlines() if "::" in line])
+    assert found == [ids[:3], ids[3:4], ids[4:]]
 
 
 def test_what_failed_runs_again_and_what_was_good_does_not(tests: Path) -> None:
