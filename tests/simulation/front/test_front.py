@@ -47,8 +47,8 @@ def test_no_promise_is_broken(many: Total, seeds: int) -> None:
     found = many.violations
     assert not found, f"scripts/simulate.sh --front --seeds 1 --from {found[0].seed}: {found[0].violation}"
     assert many.seeds == seeds
-    assert many.requests > 100_000 * seeds / SEEDS
-    assert many.resumed > 1_000 * seeds / SEEDS
+    assert many.requests > (100_000 if seeds == SEEDS else 9_000)
+    assert many.resumed > (1_000 if seeds == SEEDS else 50)
     assert many.said["right"] > 0.8 * many.requests and set(many.said) == {"right", "left", "broken off", "error"}
 
 
