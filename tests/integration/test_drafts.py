@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
-from kind_pairs import KINDS, engines, running, spec
+from kind_pairs import KINDS, check_failed_load, engines, running, spec
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
@@ -155,6 +155,9 @@ class TestMtp:
         assert all(first != answer.tokens[0] for first, answer in zip(firsts, expected, strict=True))
         assert found() == padded(alone, prompts)
 
+    def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
+        check_failed_load(pair, ports[-1], (33, 250))
+
 
 @pytest.mark.slow
 class TestMtpShapes:
@@ -190,7 +193,7 @@ def own(method: str, draft: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1)])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 def test_a_draft_model_of_another_shape(
     p_tp: int,
     d_tp: int,
@@ -275,12 +278,16 @@ def test_dflash_without_the_prompts_cache_is_never_right(
 
 
 @pytest.mark.slow
-def test_drafts_without_a_model_have_no_cache(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-    """ngram on D alone, without P. A prompt has nearly every token of the vocabulary, so lookups use a single token."""
+@pytest.mark.parametrize("p_drafts", [False, True], ids=["on D alone", "on both"])
+def test_drafts_without_a_model_have_no_cache(
+    p_drafts: bool, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+) -> None:
+    """ngram. A prompt has nearly every token of the vocabulary, so lookups use a single token."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     target, config = ensure("spec"), cluster.push_config(*allowed, **IN_TIME)
+    on_p = ngram if p_drafts else {}
     specs = (
-        EngineSpec("ngram-p", target, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("ngram-p", target, role="kv_producer", draft=on_p, extra=cluster.push_config()),
         EngineSpec("ngram-d", target, role="kv_consumer", policy="fail", draft=ngram, extra=config),
     )
     prompts = [fresh_prompt(length) for length in (333, 700, 1200)]
@@ -289,7 +296,7 @@ def test_drafts_without_a_model_have_no_cache(cluster: Cluster, allowed: list[st
         alone = started(d, prompts)
         with drafted(d) as found:
             for prompt in prompts:
-                pair.check([prompt], TOKENS, name="ngram on D alone")
+                pair.check([prompt], TOKENS, name=f"ngram {'on both' if p_drafts else 'on D alone'}")
         assert found().tokens > ENOUGH < alone.tokens and found().accepted == alone.accepted
 
 
