@@ -30,7 +30,7 @@ from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 from vllm_ascend_pd.geometry.states import PACKING
 from vllm_ascend_pd.protocol.layouts import MAX_WORKERS
 
-ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 LAYOUTS = ("token-major", "head-major", "mla")
 # A plan's memory grows with these sizes. A larger one is a typing error, or no engine that exists.
 MAXIMA = {
@@ -46,6 +46,8 @@ MAXIMA = {
     "kv_heads": 4096,
     "head_dim": 65_536,
     "layers": 4096,
+    "draft_layers": 64,
+    "scale_bytes": 65_536,
     "block_size": 65_536,
     "tokens": 4_194_304,
     "step_tokens": 4_194_304,
@@ -67,23 +69,23 @@ class Shape:
     window: int = 0
     windowed: frozenset[int] = frozenset()  # layers with that window
     states: States | None = None
+    drafts: int = 0  # layers of a draft model, behind the model's own
+    scale: int = 0  # bytes of a scale for each token, head and component
 
     @property
     def attends(self) -> frozenset[int]:
-        return frozenset(range(self.layers)) if self.states is None else self.states.attends
+        own = frozenset(range(self.layers)) if self.states is None else self.states.attends
+        return own.union(range(self.layers, self.layers + self.drafts))
 
     @property
     def parts(self) -> list[tuple[set[str], int, int]]:
-        """Layers with attention, and the tokens [begin, end) of them that are pushed.
-
-        With windows or states the last token is left out, as for a D that does not begin with P's first token.
+        """Layers with attention, and the tokens [begin, end) of them that are pushed to a D that begins with P's first
+        token.
         """
-        leaves_last = (self.windowed or self.states) and self.tokens > 1
-        end = self.tokens - 1 if leaves_last else self.tokens
-        begin = Group(self.block_size, WINDOW, self.window).begins(0, end) if self.windowed else 0
+        begin = Group(self.block_size, WINDOW, self.window).begins(0, self.tokens) if self.windowed else 0
         whole = {f"layers.{index}" for index in self.attends - self.windowed}
         some = {f"layers.{index}" for index in self.windowed}
-        return [part for part in ((whole, 0, end), (some, begin, end)) if part[0]]
+        return [part for part in ((whole, 0, self.tokens), (some, begin, self.tokens)) if part[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, help="KV heads of the whole model")
     parser.add_argument("--head-dim", type=int, help="elements of one head")
     parser.add_argument("--layers", type=int, help="attention layers")
+    parser.add_argument(
+        "--draft-layers", type=int, help="layers of a draft model with the same heads, 1 for MTP (default: none)"
+    )
+    parser.add_argument(
+        "--scale-bytes", type=int, help="bytes of a scale of each component, for each token and head (default: none)"
+    )
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block (default: %(default)s)")
     parser.add_argument("--dtype", choices=tuple(ITEM), default="bf16", help="of the cache (default: %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="token-major", help="(default: %(default)s)")
@@ -209,7 +217,12 @@ def _shape(args: argparse.Namespace) -> Shape:
         if not value and not (layout == "mla" and name == "--kv-heads"):
             refuse(name, value, "it is needed", "Give it, or --model.")
     sizes = 1 if layout == "mla" else heads, dim, layers, args.block_size, ITEM[args.dtype]
-    return Shape(*sizes, layout, args.tokens, window, windowed, states)
+    drafts, scale = args.draft_layers or 0, args.scale_bytes or 0
+    if drafts and windowed:
+        refuse("--draft-layers", drafts, "the model has windows", "Leave it out: an engine does not start with both.")
+    if drafts and max(args.p_pp, args.d_pp) > 1:
+        refuse("--draft-layers", drafts, "an engine with a pipeline does not start with it", "Leave it out.")
+    return Shape(*sizes, layout, args.tokens, window, windowed, states, drafts, scale)
 
 
 def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
@@ -227,24 +240,31 @@ def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
     if shape.states is not None and shape.states.heads % tp:
         why = f"{shape.states.heads} heads of the recurrence do not come out even on {tp} ranks"
         refuse(f"{flag}-tp", tp, why, f"Give a divisor of {shape.states.heads}: vLLM starts with no other.")
-    heads = max(1, shape.kv_heads // tp)
-    cell, size = shape.head_dim * shape.item, shape.block_size
-    block = heads * size * cell
+    heads, size = max(1, shape.kv_heads // tp), shape.block_size
     token_major = shape.layout == "token-major"
-    head_stride = 0 if heads == 1 else cell if token_major else size * cell
-    token_stride = heads * cell if token_major else cell
+
+    def region(name: str, cell: int) -> Region:
+        head_stride = 0 if heads == 1 else cell if token_major else size * cell
+        return Region(name, heads * size * cell, head_stride, heads * cell if token_major else cell, cell)
+
     names = ("kv",) if shape.layout == "mla" else ("k", "v")
+    cells = [(name, shape.head_dim * shape.item) for name in names]
+    cells += [(f"{name}_scale", shape.scale) for name in names if shape.scale]
+    drafts = tuple(f"layers.{shape.layers + index}" for index in range(shape.drafts))
+    cuts = list(pairwise(_cuts(shape.layers, pp)))
     return CacheGeometry(
         block_size=size,
         kv_heads=shape.kv_heads,
         tp_size=tp,
         dtype=f"{shape.item}-byte",
         packing="plain",
-        regions=tuple(Region(name, block, head_stride, token_stride, cell) for name in names),
+        regions=tuple(region(*cell) for cell in cells),
         stages=tuple(
-            tuple(name for index in range(a, b) for name in _names(shape, index))
-            for a, b in pairwise(_cuts(shape.layers, pp))
+            (*(name for index in range(a, b) for name in _names(shape, index)), *(drafts if b == shape.layers else ()))
+            for a, b in cuts
         ),
+        drafter="a draft model" if drafts else "",
+        drafts=drafts,
         others=tuple(_sections(shape, tp)),
         groups=(Group(size), Group(size, STATE)) if shape.states is not None else (),
     )
@@ -351,8 +371,9 @@ def _table(
 ) -> list[str]:
     windows = f" ({len(shape.windowed)} with a window of {shape.window} tokens)" if shape.windowed else ""
     if shape.states is not None:
-        kept, attends = len(shape.states.layers), len(shape.attends)
+        kept, attends = len(shape.states.layers), len(shape.states.attends)
         windows = f" ({attends} with attention, {kept} with a state of {sum(shape.states.at(1, shape.item).nbytes)} B)"
+    windows += f" and {shape.drafts} of a draft model" if shape.drafts else ""
     lines = [
         f"prefill {sizes_of(p)} → decode {sizes_of(d)}, {shape.kv_heads} KV heads × {shape.head_dim}, "
         f"{shape.layers} layers{windows}, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",

@@ -272,16 +272,15 @@ def test_a_model_with_full_attention_is_planned(more, tmp_path, capsys):
 
 
 WINDOWED = [
-    ({"layer_types": ["sliding_attention", "full_attention"] * 2}, 2, 2 * 4095 + 2 * 127),
-    ({"max_position_embeddings": 4096}, 4, 4 * 127),
+    ({"layer_types": ["sliding_attention", "full_attention"] * 2}, 2, 2 * 4096 + 2 * 128),
+    ({"max_position_embeddings": 4096}, 4, 4 * 128),
 ]
 
 
 @pytest.mark.parametrize(("more", "layers", "tokens"), WINDOWED, ids=["in some layers", "in all"])
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_of_a_window_the_last_blocks_are_planned(mode, more, layers, tokens, tmp_path, capsys):
-    """A window also excludes the last token. Of 4,096 tokens the next one, at 4,095, looks at 3,968 and later: the
-    last block."""
+    """Behind 4,096 tokens the next one looks at 3,969 and later: the last block."""
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more, "sliding_window": 128}))
     words = ["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), "--regroup", mode]
     assert main(words) == 0 and f"4 layers ({layers} with a window of 128 tokens)" in capsys.readouterr().out
@@ -319,8 +318,20 @@ def test_a_state_is_planned_once_and_whole(mode, tps, more, attends, kept, state
         3 * 2 * 32 * 2 * kept * (int(tps[1]) - 1) if more.get("n_groups") == 1 else 0
     )  # each of D's ranks has all of the single group
     assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == (
-        attends * 4095 * 2 * 2 * 64 * 2 + kept * state + again
+        attends * 4096 * 2 * 2 * 64 * 2 + kept * state + again
     )
+
+
+@pytest.mark.parametrize("regroup", ["never", "always"])
+def test_draft_layers_and_scales_are_planned_too(capsys: pytest.CaptureFixture[str], regroup: str) -> None:
+    words = ["--kv-heads", "8", "--head-dim", "128", "--layers", "3", "--tokens", "4096", "--dtype", "int8"]
+    more = ["--draft-layers", "1", "--scale-bytes", "4"]
+    made = plan(capsys, "--p-tp", "4", "--d-tp", "2", "--regroup", regroup, *words, *more)
+    assert sum(link["bytes"] for link in made["links"]) == whole(4096, 8, 128 + 4, 3 + 1, item=1)
+    assert main(["plan", "--p-tp", "4", "--d-tp", "2", *words, *more]) == 0
+    assert "3 layers and 1 of a draft model" in capsys.readouterr().out
+    assert main(["plan", "--p-tp", "4", "--p-pp", "2", "--d-tp", "2", *words, *more]) == 2
+    assert "--draft-layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "named"), [(("--d-pp", "2"), "--d-pp = 2"), (("--p-tp", "16"), "--p-tp = 16")])
