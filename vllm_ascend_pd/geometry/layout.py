@@ -228,6 +228,18 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         return f"{name}: {meant[region]}" if name.startswith("kv") and region < len(meant) else name
 
     @property
+    def titles(self) -> tuple[str, ...]:
+        """Words for people about each layer: its name, its components, and its group if there are several."""
+
+        def title(name: str, kind: CacheGeometry) -> str:
+            words = [f"{name} ({', '.join(map(kind.called, range(len(kind.regions))))})"]
+            words += ["of the draft model"] if name in self.drafts else []
+            words += [f"group {kind.group}: {kind.own}"] if self.groups else []
+            return ", ".join([*words, "leaves at the end of the prompt"] if kind.own.stateful else words)
+
+        return tuple(map(title, self.layers, self.by_layer))
+
+    @property
     def layers(self) -> tuple[str, ...]:
         return tuple(name for stage in self.stages for name in stage)
 

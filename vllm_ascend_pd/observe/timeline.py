@@ -38,6 +38,7 @@ class _Step(_Named):
 class _Computed(msgspec.Struct):
     step: int
     layer: int
+    title: str = ""
 
 
 class _Batch(msgspec.Struct):
@@ -109,6 +110,7 @@ class Way:
     transfer: str
     moments: dict[str, float] = field(default_factory=dict)  # "D worker ready" → first time (of endings: last time)
     computed: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (source, step, layer) → hook
+    titles: dict[tuple[str, int], str] = field(default_factory=dict)  # (source, layer) → its name, components, group
     writes: list[Write] = field(default_factory=list)
     failed_writes: int = 0
     failure: str = ""  # code and detail (ending.py)
@@ -202,6 +204,7 @@ class Trace:
             if event.stage == "layer_computed":
                 if (event.source, event.facts["step"]) in steps:
                     way.computed[event.source, event.facts["step"], event.facts["layer"]] = event.t
+                    way.titles[event.source, event.facts["layer"]] = event.facts.get("title", "")
             elif id(event) not in named:
                 continue
             elif event.stage == "layer_submitted":
@@ -304,7 +307,7 @@ def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -
             if owner == source and index == layer:
                 column = round((at - first) / scale)
                 cells[column] = "c" if cells[column] in " =" else cells[column]
-        yield f"  layer {layer:2d} |{''.join(cells)}|"
+        yield f"  layer {layer:2d} |{''.join(cells)}| {one_line(way.titles.get((source, layer), ''))}".rstrip()
 
 
 def table(trace: Trace) -> list[str]:

@@ -58,8 +58,10 @@ class Steps:
         exchanging: Exchanging | None,
         drafts: Collection[str] = (),
         states: Collection[str] = (),
+        titles: Sequence[str] = (),  # of the layers, for the trace
     ) -> None:
         self._names = tuple(layers)
+        self._titles = titles or self._names
         self._layers = {name: index for index, name in enumerate(layers)}
         self._drafts = {self._layers[name] for name in drafts}
         self._states = {self._layers[name] for name in states}
@@ -138,7 +140,8 @@ class Steps:
             return  # its tokens leave with a later step, or with none
         event = self._record()
         if trace.enabled():
-            trace.emit("layer_computed", step=plan.number, layer=index, of=len(self._layers))
+            facts = {"step": plan.number, "layer": index, "of": len(self._layers), "title": self._titles[index]}
+            trace.emit("layer_computed", **facts)
         if plan.direct:
             self._put(Computed(plan.number, index, event))
         if self._exchanging is None or not plan.parts:

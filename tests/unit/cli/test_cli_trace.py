@@ -248,13 +248,14 @@ def test_layers_that_were_computed_are_shown_though_no_byte_left(tmp_path: Path)
         {"t": 0.0, "stage": "clock", "wall": 1000.0},
         {"t": 1.5, "stage": "begin", "seq": 1, **of_p},
         {"t": 1.6, "stage": "step", "transfer": LOST, "step": 1, "before": 0, "after": 99, "tokens": 99},
-        {"t": 1.7, "stage": "layer_computed", "step": 1, "layer": 0, "of": 1},
+        {"t": 1.7, "stage": "layer_computed", "step": 1, "layer": 0, "of": 1, "title": "l.0 (kv)"},
         {"t": 30.0, "stage": "push_closed", "transfer": LOST, "ok": False, "code": "PD-XFER-004", "detail": "silent"},
     ]
     write(tmp_path / "prefill-worker-3.jsonl", events)
     said = picture(Trace(tmp_path).way(LOST))
     assert {"    29000.0  P worker push_closed", "  failed: PD-XFER-004 silent", "  no layer was pushed"} <= set(said)
-    assert [line.count("c") for line in said if line.startswith("  layer ")] == [1]
+    (row,) = (line for line in said if line.startswith("  layer "))
+    assert row.count("c") == 1 and row.endswith("| l.0 (kv)")
 
 
 def chrome(tmp_path: Path, directory: Path, *words: str) -> list[dict[str, Any]]:

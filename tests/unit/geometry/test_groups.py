@@ -310,3 +310,12 @@ def test_a_layer_that_reads_the_cache_of_another_is_not_a_layer(groups: tuple[Gr
     caches = describe({**lies, **shared}, replace(SHAPE, groups=groups), TokenMajorDevice())
     assert caches.geometry.layers == ("l.0", "l.1", "l.2", "l.3")
     assert [base for (base,) in caches.bases] == [lies[name].data_ptr() for name in caches.geometry.layers]
+
+
+def test_the_title_of_a_layer_says_its_components_and_its_group() -> None:
+    states = msgspec.structs.replace(TWO, groups=(ALL, Group(16, "state")))
+    assert states.titles == (
+        "layer.0 (kv), group 0: all",
+        "layer.1 (kv), group 1: state, leaves at the end of the prompt",
+    )
+    assert TWO.titles[0] == "layer.0 (kv), group 0: window of 20 tokens" and PLAIN.titles[0] == "layer.0 (kv)"
