@@ -28,6 +28,7 @@ from kind_pairs import (
     wrong_answers,
 )
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers
+from test_drafts import IN_TIME
 
 from tools.support.client import body_of, complete
 from tools.support.cluster import Cluster
@@ -108,6 +109,23 @@ class TestStateShapes:
         )
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, f"falconh1 {p_tp}→{d_tp}", LENGTHS)
+
+    def test_before_attention_with_experts(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        """Granite 4: two layers with Mamba-2, two with attention, experts in all four."""
+        specs = (
+            spec("granite-p", "granite", "kv_producer", cluster.push_config(regroup="always"), tp=2),
+            spec("granite-d", "granite", "kv_consumer", cluster.push_config(*allowed)),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, "granite 2→1", LENGTHS)
+
+    def test_from_tp_4_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+        specs = (
+            spec("nemotronh-p4", "nemotronh", "kv_producer", cluster.push_config(), tp=4),
+            spec("nemotronh-d2", "nemotronh", "kv_consumer", cluster.push_config(*allowed, **IN_TIME), tp=2),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            exercise(pair, "nemotronh 4→2", LENGTHS)
 
     def test_states_alone(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
         """Mamba-2: no layer has a hook."""
