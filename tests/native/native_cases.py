@@ -110,7 +110,14 @@ def regroup_cases(name: str, cluster: Cluster, ranks: Sequence[int]) -> Iterator
 
 
 RATIOS = [(8, 2, 1), (8, 4, 1), (8, 4, 2), (8, 8, 2), (6, 3, 2), (6, 6, 4), (2, 8, 1), (8, 4, 8), (1, 4, 2)]
-CELLS = {"apart": (256, 256), "packed": (512,), "mla": (1024, 128), "odd": (72, 40)}
+# Bytes of one token and head, by component. States are missing: they are never exchanged (geometry/pairing.py).
+CELLS = {
+    "apart": (256, 256),
+    "packed": (512,),
+    "mla": (1024, 128),
+    "odd": (72, 40),
+    "scales": (576, 128, 4, 8),  # latent and index key in int8, scales of 4 and 8 bytes
+}
 
 
 def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], tokens: int = 700) -> Cluster:
