@@ -24,6 +24,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import client_head, refuse, send_whole
+from vllm_ascend_pd.metaserver.service.shared import DECLINED
 
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(
@@ -33,7 +34,6 @@ _COMPUTED = frozenset(
     )
 )
 _NAMED = _COMPUTED | {models.ROUTE, bodies.COMPLETIONS, bodies.CHAT}
-_DECLINED = (429, 503)  # the engine says that it did not execute the request
 _EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
 
@@ -124,7 +124,7 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                 )
                 async with reply:
                     first = await _first(front, call, reply)
-                    declined = reply.status in _DECLINED
+                    declined = reply.status in DECLINED
                     delay = front.again(exchange, decode, Failure.REFUSED, call.reads) if declined else None
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
                         await _all_models(front, exchange, decode)  # this D has accepted the caller's key
@@ -132,9 +132,9 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                     if delay is None:
                         await _relay(front, exchange, decode, reply, first, call)
                         return
-                    METRICS.legs.labels("decode", decode.name, "refused").inc()
+                    front.leg_over(decode, "refused")
             except UpstreamError as problem:
-                _broke(front, exchange, decode, problem)
+                front.leg_broke(decode, problem, exchange.request_id)
                 delay = front.again(exchange, decode, problem.failure, call.reads)
                 if delay is None:
                     status = 504 if problem.failure is Failure.TIMEOUT else 502
@@ -149,7 +149,7 @@ async def _all_models(front: Front, exchange: Exchange, decode: Instance) -> Non
     head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
     await send_whole(exchange.send, 200, head, models.listed(front.fleet.of(Role.DECODE)))
     exchange.stage("end")
-    METRICS.legs.labels("decode", decode.name, "served").inc()
+    front.leg_over(decode, "served")
 
 
 async def _first(front: Front, call: Call, reply: Reply) -> bytes:
@@ -158,12 +158,6 @@ async def _first(front: Front, call: Call, reply: Reply) -> bytes:
     if not first and reply.status == 200 and call.method in ("GET", "POST"):
         raise UpstreamError(Failure.EMPTY, "its answer was empty")
     return first
-
-
-def _broke(front: Front, exchange: Exchange, decode: Instance, problem: UpstreamError) -> None:
-    front.fleet.failed(decode, problem.failure, problem.why)
-    METRICS.legs.labels("decode", decode.name, "broke").inc()
-    front.journal.trouble("PD-META-007", problem.why, decode.name, exchange.request_id)
 
 
 async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Reply, first: bytes, call: Call) -> None:
@@ -183,7 +177,7 @@ async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Repl
     except UpstreamError as problem:
         METRICS.broken_streams.inc()
         exchange.stage("broken", problem.why)
-        _broke(front, exchange, decode, problem)
+        front.leg_broke(decode, problem, exchange.request_id)
         return
     except asyncio.CancelledError:
         if not exchange.interrupt.closing:
@@ -194,9 +188,7 @@ async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Repl
         return
     await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")
-    if seen is not None:
-        front.fleet.seen(decode, seen, answered)
     if reply.status >= 500:
         front.journal.trouble("PD-META-007", answered, decode.name, exchange.request_id)
-    end = "refused" if reply.status in _DECLINED else "broke" if reply.status >= 500 else "served"
-    METRICS.legs.labels("decode", decode.name, end).inc()
+    end = "refused" if reply.status in DECLINED else "broke" if reply.status >= 500 else "served"
+    front.leg_over(decode, end, seen, answered)

@@ -28,7 +28,7 @@ from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, E
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.shared import Shared
+from vllm_ascend_pd.metaserver.service.shared import DECLINED, Shared
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import read_answer
 
@@ -100,18 +100,17 @@ async def _open(
             instance.origin, "POST", exchange.request.route.encode(), headers, body, timeout
         )
     except UpstreamError as problem:
-        raise _broken(shared, instance, problem.failure, problem.why) from problem
+        raise _broken(shared, instance, problem) from problem
     opened = False
     try:
         first = await _first(shared, attempt, reply, timeout)
         opened = True
     except UpstreamError as problem:
-        raise _broken(shared, instance, problem.failure, problem.why) from problem
+        raise _broken(shared, instance, problem) from problem
     finally:
         if not opened:
             reply.close()
-    shared.fleet.seen(instance, Evidence.SERVED)
-    METRICS.legs.labels("decode", instance.name, "served").inc()
+    shared.leg_over(instance, "served", Evidence.SERVED)
     return reply, first
 
 
@@ -138,7 +137,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         return first
     cut_short = await shared.turns.take(outline.holds(first, _cut_short))
     if cut_short and await shared.turns.take(outline.holds(first, dropped)):
-        METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
+        shared.leg_over(attempt.decode, "dropped")
         raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
     if cut_short or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
@@ -203,26 +202,26 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
         else fault(status, "The decode instance gave no reason.", "PD-META-007")
     )
     said = brief(status, body)
-    if status in (429, 503):
-        METRICS.legs.labels("decode", instance.name, "refused").inc()
+    if status in DECLINED:
+        shared.leg_over(instance, "refused")
         return AttemptFailed(Failure.REFUSED, passed, said)
     await attempt.explained(_REPORT_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
-        METRICS.legs.labels("decode", instance.name, "no prefill").inc()
+        shared.leg_over(instance, "no prefill")
         return AttemptFailed(Failure.PREFILL, passed, said)
-    METRICS.legs.labels("decode", instance.name, "broke").inc()
-    shared.fleet.seen(instance, Evidence.BROKE, said)
+    shared.leg_over(instance, "broke", Evidence.BROKE, said)
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
     return AttemptFailed(Failure.SERVER, passed, said)
 
 
-def _broken(shared: Shared, instance: Instance, failure: Failure, why: str) -> AttemptFailed:
-    shared.fleet.failed(instance, failure, why)
-    METRICS.legs.labels("decode", instance.name, "broke").inc()
-    status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503, Failure.OURS: 503}.get(failure, 502)
-    message = f"The decode instance could not answer: {why}."
-    return AttemptFailed(failure, fault(status, message, "PD-META-007", 2 if status == 503 else None), why)
+def _broken(shared: Shared, instance: Instance, problem: UpstreamError) -> AttemptFailed:
+    shared.leg_broke(instance, problem)
+    status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503, Failure.OURS: 503}.get(problem.failure, 502)
+    answer = fault(
+        status, f"The decode instance could not answer: {problem.why}.", "PD-META-007", 2 if status == 503 else None
+    )
+    return AttemptFailed(problem.failure, answer, problem.why)
 
 
 async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:

@@ -26,6 +26,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance, both, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, tell
+from vllm_ascend_pd.metaserver.service.shared import DECLINED
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 
@@ -254,20 +255,18 @@ class Reservations:
                 async with reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
-            front.fleet.failed(prefill, problem.failure, problem.why)
+            front.leg_broke(prefill, problem)
             attempt.blamed.add(posted.transfer)
-            METRICS.legs.labels("prefill", prefill.name, "broke").inc()
             raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
-            METRICS.legs.labels("prefill", prefill.name, "served").inc()
-            return _check_push(prefill, text, sent)  # whether D got the KV, D's report will say
+            front.leg_over(prefill, "served")  # without evidence: D's report will say if the KV came
+            return _check_push(prefill, text, sent)
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
-        refused = reply.status in (429, 503)
-        METRICS.legs.labels("prefill", prefill.name, "refused" if refused else "broke").inc()
-        said = brief(reply.status, text)
-        if reply.status >= 500 and not refused:
-            front.fleet.seen(prefill, Evidence.BROKE, said)
+        refused, said = reply.status in DECLINED, brief(reply.status, text)
+        failed = reply.status >= 500 and not refused
+        front.leg_over(prefill, "refused" if refused else "broke", Evidence.BROKE if failed else None, said)
+        if failed:
             attempt.blamed.add(posted.transfer)
         failure = Failure.REFUSED if refused else Failure.PREFILL
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")

@@ -85,7 +85,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     if kept.done:
         return
     if kept.cut is Cut.DROPPED:
-        METRICS.legs.labels("decode", attempt.decode.name, "dropped").inc()
+        shared.leg_over(attempt.decode, "dropped")
         raise StreamBroke(PdError("PD-META-022").sentence, "dropped", "PD-META-022")
     said = kept.cut.value if kept.cut is not None else "its answer has no end"
     if kept.cut is not Cut.ABORTED:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http.http1 import Upstream
+from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import Evidence, Proof, against_prefill
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
@@ -13,6 +13,8 @@ from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.metaserver.service.turns import Turns
 from vllm_ascend_pd.protocol.reports import LoadReport
+
+DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
 
 
 class Shared:
@@ -29,6 +31,22 @@ class Shared:
         self.journal = Journal()
         self.turns = Turns()
         self.kept_bytes = 0  # of all streams that could be continued
+
+    def leg_over(self, instance: Instance, end: str, evidence: Evidence | None = None, why: str = "") -> None:
+        """Count a leg under its end, and take in what that end says about the engine."""
+        METRICS.legs.labels(instance.role.value, instance.name, end).inc()
+        if evidence is not None:
+            self.fleet.seen(instance, evidence, why)
+
+    def leg_broke(self, instance: Instance, problem: UpstreamError, request: str = "") -> None:
+        """Count a leg that ended in an error, and take that as evidence. `request`: the journal notes it under this id.
+
+        Without `request` the journal notes the failure of the attempt, which the caller raises.
+        """
+        METRICS.legs.labels(instance.role.value, instance.name, "broke").inc()
+        self.fleet.failed(instance, problem.failure, problem.why)
+        if request:
+            self.journal.trouble("PD-META-007", problem.why, instance.name, request)
 
     def loaded(self, report: LoadReport) -> bool:
         """Take in D's report on how the KV of a transfer came. Return False if the request is not known.
