@@ -37,6 +37,7 @@ class RetryBudget:
 
 
 _USUAL = Backoff(0.05, 2.0)
+_WEDGED = Backoff(1.0, 30.0, floor=0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +254,7 @@ class Evidence(Enum):
 @dataclass(frozen=True, slots=True)
 class CircuitPolicy:
     threshold: int = 3  # consecutive failures that open it
-    wedged_s: float = 1.0  # from opening to the first trial; doubles while trials fail
-    wedged_longest_s: float = 30.0
+    wedged: Backoff = _WEDGED  # from opening to the first trial, and while trials fail
 
 
 class _Step(Enum):
@@ -365,8 +365,7 @@ class Circuit:
 
     def _wedge(self, now: float, rand: float) -> None:
         self.trips += 1
-        stay = min(self.policy.wedged_longest_s, self.policy.wedged_s * 2.0 ** min(self.trips - 1, 30))
-        self.state, self.until = CircuitState.WEDGED, now + stay * (0.8 + 0.2 * rand)
+        self.state, self.until = CircuitState.WEDGED, now + self.policy.wedged.delay(self.trips, rand)
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------

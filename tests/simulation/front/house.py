@@ -33,6 +33,7 @@ from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.shared.backoff import Backoff
 
 BOUND_S = 400.0  # for a client: attempts, each with its timeouts
 READY_S = 50.0  # for a working pair, once no faults happen any more
@@ -122,7 +123,7 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
             "without_prefill": rng.choice(("local", "refuse")),
             "prefix_tokens": rng.choice((0, 40, 500_000)),
             "decode_alone": rng.choice((0, 0, 0, 5)),
-            "circuit": CircuitPolicy(wedged_s=rng.choice((0.5, 5.0))),
+            "circuit": CircuitPolicy(wedged=Backoff(rng.choice((0.5, 5.0)), 30.0, floor=0.8)),
             "sidecar": sidecar,
             "prefill_allowed": ("127.0.0.0/8",),
         },

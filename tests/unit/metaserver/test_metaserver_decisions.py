@@ -167,7 +167,7 @@ def test_an_open_circuit_admits_nothing_but_one_trial(events: list[tuple[float, 
 
 @given(EVENTS)
 def test_a_circuit_can_always_close_again_and_soon(events: list[tuple[float, object, float]]) -> None:
-    circuit = Circuit(CircuitPolicy(wedged_longest_s=30.0))
+    circuit = Circuit(CircuitPolicy(wedged=Backoff(1.0, 30.0, floor=0.8)))
     now = run(circuit, events)
     if circuit.state is CircuitState.TRIAL:
         circuit.returned(now, circuit.trials)
@@ -211,7 +211,7 @@ def test_an_unreachable_one_is_back_with_the_first_good_probe() -> None:
 
 
 def test_failed_trials_take_longer_and_longer_up_to_a_bound() -> None:
-    circuit = Circuit(CircuitPolicy(threshold=1, wedged_s=1.0, wedged_longest_s=8.0))
+    circuit = Circuit(CircuitPolicy(threshold=1, wedged=Backoff(1.0, 8.0, floor=0.8)))
     now, stays = 0.0, []
     for _ in range(6):
         circuit.sent(now)

@@ -15,6 +15,7 @@ from unit.metaserver.cluster import Cluster, asked_until, cluster, events, strea
 from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.front import AdmissionQueue
+from vllm_ascend_pd.shared.backoff import Backoff
 
 
 def condition(c: Cluster, name: str) -> Condition:
@@ -123,7 +124,7 @@ def test_d_that_posts_a_transfer_twice_is_refused() -> None:
 
 
 def test_a_wedged_d_is_left_out_and_tried_again_by_one_request_at_a_time() -> None:
-    with cluster(decode=2, circuit=CircuitPolicy(threshold=3, wedged_s=0.3)) as c:
+    with cluster(decode=2, circuit=CircuitPolicy(threshold=3, wedged=Backoff(0.3, 30.0, floor=0.8))) as c:
         wedged = c.worker.fleet.get(c.decode[0].address)
         assert wedged is not None
         c.decode[0].manner.status = 500

@@ -35,6 +35,7 @@ from vllm_ascend_pd.metaserver.decisions import (
 from vllm_ascend_pd.metaserver.service import relay, reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.protocol.versions import fingerprint
+from vllm_ascend_pd.shared.backoff import Backoff
 
 LONG_S = 3600.0  # of an answer that comes after everything else, if at all
 
@@ -238,7 +239,7 @@ def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> No
 
 
 def test_a_p_that_is_tried_again_is_tried_until_d_has_told_and_not_until_its_own_answer() -> None:
-    with cluster(prefill=2, circuit=CircuitPolicy(wedged_s=0.1, wedged_longest_s=LONG_S)) as c:
+    with cluster(prefill=2, circuit=CircuitPolicy(wedged=Backoff(0.1, LONG_S, floor=0.8))) as c:
         bad = instance(c, c.prefill[0].address)
         c.prefill[0].manner.push = False
         until(lambda: c.complete("again").status_code == 200 and bad.circuit.trials > 1, 60)

@@ -23,6 +23,7 @@ from unit.metaserver.cluster import Cluster, cluster, until
 from unit.metaserver.fake_engine import FakeEngine, Manner, words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
+from vllm_ascend_pd.shared.backoff import Backoff
 
 PATIENCE_S = 120.0  # of a client: a later answer counts as missing
 CLIENTS = 24  # at a time
@@ -187,7 +188,7 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "first_byte_timeout_s": 20.0,
         "idle_timeout_s": 20.0,
         "forsaken_s": 1.0,
-        "circuit": CircuitPolicy(wedged_s=0.05, wedged_longest_s=0.5),
+        "circuit": CircuitPolicy(wedged=Backoff(0.05, 0.5, floor=0.8)),
     }
     with cluster(prefill=4, decode=4, canary=True, **settings) as c:
         engines = [*c.prefill, *c.decode]
